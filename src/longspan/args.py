@@ -53,6 +53,9 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     model: str = "smollm2-135m"
     _: KW_ONLY
     kv_cache_memory_bytes: Annotated[int | None, _memory("KV memory of each rank.")] = None
+    disk_kv_dir: Annotated[
+        str | None, _memory("Folder of the KV on disk, with a folder per model.", default="kv in the cache folder")
+    ] = None
     step_timeout_s: Annotated[
         float,
         _memory(

@@ -210,12 +210,12 @@ class LLM:
         self.service.set_policy(policy, options)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests, so that no prompt starts from any of it.
+        """Forgets the KV of finished requests, also on hosts and disks, so that no prompt starts from any of it.
 
         Raises:
             RuntimeError: when requests are unfinished.
         """
-        self.engine.reset_prefix_cache()
+        self.service.reset_prefix_cache()
 
     @property
     def bytes_exchanged(self) -> dict[str, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from longspan.core.exchange import LOCAL
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.profile import ProfileKey
-from longspan.errors import ParameterError
+from longspan.cost.step_cost import DISK_BYTES_PER_S
+from longspan.errors import ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, check_can_be_split, check_degree
@@ -29,13 +31,17 @@ from longspan.model.store import DTYPES, read_info
 from longspan.policy import ChosenPolicy, PolicySettings, make_policy
 from longspan.policy.choosing import Facts
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
+from longspan.runtime.disk_pool import DiskPool
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.host_pool import HostMemory
+from longspan.runtime.host_pool import HostMemory, map_blocks
 from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.pool import bytes_per_block, default_kv_bytes, default_step_bytes
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
+
+_SETTLE_S = 5.0
+"""KV has so long to reach the disk before the workers are stopped."""
 
 _log = logging.getLogger("longspan")
 
@@ -70,8 +76,10 @@ class Service:
         )
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(files)
         self.info = read_info(files.weights)
+        self.block_bytes = bytes_per_block(self.info.specs, given.block_size, DTYPES[given.dtype])
         cluster = cluster.with_layers(self.info.num_layers, self.info.head_layers)
         _check_split(self.info, files, cluster, wanted)
+        self._cluster = cluster = _with_pools(cluster, self.block_bytes, self.info, files, given)
         self.profile_key = profile_key_of(
             files, given.device, tp=cluster.spec.tp, threads=resolved.threads, native=kernel is not None
         )
@@ -80,19 +88,15 @@ class Service:
         self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
         if self._policy.hint is not None:
             _log.info(self._policy.hint)
-        block_bytes = bytes_per_block(self.info.specs, given.block_size, DTYPES[given.dtype])
-        _check_hosts(given.host_kv_gib, cluster)
-        cluster = cluster.with_host_memory(given.host_kv_gib, block_bytes)
-        self._cluster = cluster.with_blocks(_blocks_per_instance(self.info, files, given, cluster))
         config = EngineConfig.of(
-            _with_step_tokens(given, files, self.info, self._cluster, self._policy),
-            self._cluster,
+            _with_step_tokens(given, files, self.info, cluster, self._policy),
+            cluster,
             self._policy,
             context_length=self.info.context_length,
             eos_token_ids=self.info.eos_token_ids,
             rope_switch_length=self.info.rope_switch_length,
             seed=given.seed,
-            swap=swap_times(self.facts, self.info, block_bytes, cluster) if cluster.host_blocks else None,
+            swap=swap_times(self.facts, self.info, self.block_bytes, cluster) if cluster.host_blocks else None,
         )
         self.max_model_len = config.max_model_len
         if given.max_model_len is None and self.max_model_len < self.info.context_length:
@@ -101,10 +105,11 @@ class Service:
         self.input_processor = InputProcessor(
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
-        self._host_memory = [HostMemory(num_blocks * block_bytes) for num_blocks in cluster.host_blocks]
+        self._host_memory = [HostMemory(num_blocks * self.block_bytes) for num_blocks in cluster.host_blocks]
+        self._disks = _open_disks(given, files, self.info, cluster, self._host_memory)
         worker_config = WorkerConfig(
             files=files,
-            cluster=self._cluster,
+            cluster=cluster,
             device=given.device,
             num_threads=resolved.threads,
             block_size=given.block_size,
@@ -113,10 +118,13 @@ class Service:
             host_memory=tuple(memory.path for memory in self._host_memory),
         )
         self._start_workers: Callable[[], WorkerExecutor] = lambda: WorkerExecutor(
-            launcher(worker_config), step_timeout_s=given.step_timeout_s
+            launcher(worker_config), step_timeout_s=given.step_timeout_s, disks=self._disks
         )
         self.executor = self._start_workers()
-        self.engine = Engine(policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config)
+        saved = [disk.contents() for disk in self._disks.values()]
+        self.engine = Engine(
+            policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved
+        )
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
         """Changes the policy between requests; cached KV and the size of steps stay.
@@ -154,11 +162,24 @@ class Service:
         self.executor = self._start_workers()
         self.engine.restart(self.executor)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of finished requests, also what is saved; raises RuntimeError when some are unfinished."""
+        self.engine.reset_prefix_cache()
+        for disk in self._disks.values():
+            disk.clear()
+
     def close(self) -> None:
-        """Stops the workers and releases the memory of hosts; can be called again."""
+        """Saves what is to be saved, stops the workers and releases the memory of hosts; can be called again."""
+        self.executor.wakeup = None
+        if self._disks and not self.executor.closed:
+            with suppress(WorkerLostError):
+                if not self.engine.settle(_SETTLE_S):
+                    _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
         self.executor.close()
         for memory in self._host_memory:
             memory.close()
+        for disk in self._disks.values():
+            disk.close()
 
 
 def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int) -> Facts:
@@ -177,9 +198,10 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_s
 
 @dataclass(frozen=True, kw_only=True)
 class SwapTimes:
-    """Prices a block's copy in from the host, and computing `(new, cached)` tokens on an instance instead."""
+    """Prices a block's copy in from the host, or its disk, and computing `(new, cached)` tokens there instead."""
 
     block_s: float
+    load_s: float
     prefill_s: Callable[[int, int], float]
 
     def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
@@ -189,11 +211,12 @@ class SwapTimes:
 def swap_times(facts: Facts, info: ModelInfo, block_bytes: int, cluster: Cluster) -> SwapTimes:
     """Takes times measured on this machine, or makes them of speeds; each rank copies keys and values of each layer."""
     profile, spec, num_copies = facts.profile, cluster.spec, 2 * info.num_layers
+    load_s = block_bytes / DISK_BYTES_PER_S
     link = None if profile is None else profile.link("host_copy", 1)
     times = None if profile is None else profile.times().get((1, LOCAL))
     if link is not None and times is not None:
         copy_s = link.seconds(block_bytes / (num_copies * spec.tp))
-        return SwapTimes(block_s=num_copies / spec.pp * copy_s, prefill_s=times.seconds)
+        return SwapTimes(block_s=num_copies / spec.pp * copy_s, load_s=load_s, prefill_s=times.seconds)
     assert facts.hardware is not None and facts.shape is not None, "a service knows its model and has typical speeds"
     speeds, shape = facts.hardware, facts.shape
     token_flops = 2 * (info.num_layers * info.layer_weights + info.vocab_size * info.hidden_size)
@@ -202,7 +225,7 @@ def swap_times(facts: Facts, info: ModelInfo, block_bytes: int, cluster: Cluster
     def prefill_s(new: int, cached: int) -> float:
         return new * (token_flops + pair_flops * (cached + new / 2)) / speeds.flops_per_s
 
-    return SwapTimes(block_s=block_bytes / speeds.bytes_per_s, prefill_s=prefill_s)
+    return SwapTimes(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, prefill_s=prefill_s)
 
 
 def _with_step_tokens(
@@ -255,6 +278,12 @@ def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
         return None
 
 
+def _with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, files: ModelFiles, given: EngineArgs) -> Cluster:
+    _check_hosts(given.host_kv_gib, cluster)
+    cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
+    return cluster.with_blocks(_blocks_per_instance(info, files, given, cluster))
+
+
 def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, cluster: Cluster) -> tuple[int, ...]:
     kv_bytes = given.kv_cache_memory_bytes
     if given.num_gpu_blocks_override is not None:
@@ -281,6 +310,22 @@ def _check_hosts(gib: float, cluster: Cluster) -> None:
     if needed > available:
         problem = f"({gib:g}) needs {needed:.1f} GiB, but {available:.1f} are available: allow less"
         raise ParameterError("host_kv_gib", problem, gib)
+
+
+def _open_disks(
+    given: EngineArgs, files: ModelFiles, info: ModelInfo, cluster: Cluster, host_memory: Sequence[HostMemory]
+) -> dict[int, DiskPool]:
+    """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
+    a folder of its own; so is each host.
+    """
+    model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[given.dtype]
+    folder = cache_root() / "kv" if given.disk_kv_dir is None else Path(given.disk_kv_dir).expanduser()
+    disks = {}
+    for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):
+        size, memory = cluster.host_blocks[host], host_memory[host].path
+        blocks = map_blocks(memory, info.specs, num_blocks=size, block_size=given.block_size, dtype=dtype)
+        disks[pool] = DiskPool(folder / model / f"host-{host}", model, num_blocks=num_blocks, host=blocks)
+    return disks
 
 
 def _bytes_per_block(info: ModelInfo, files: ModelFiles, cluster: Cluster, instance: int, block_size: int) -> int:

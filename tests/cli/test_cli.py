@@ -88,6 +88,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,
         "host_kv_gib": 0.0,
+        "disk_kv_gib": 0.0,
+        "disk_kv_dir": None,
         "enable_prefix_caching": True,
         "async_scheduling": True,
         "step_timeout_s": 300.0,
@@ -106,7 +108,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--load-format dummy --policy context -o threshold=100 -o other=a=b "
         "--exchange chain --layout contiguous --fractions 0.6,0.4 --max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
-        "--host-kv-gib 1.5 --no-enable-prefix-caching --no-async-scheduling --step-timeout 33.5"
+        "--host-kv-gib 1.5 --disk-kv-gib 2.5 --disk-kv-dir some/kv --no-enable-prefix-caching "
+        "--no-async-scheduling --step-timeout 33.5"
     )
     assert run(*line.split(), "--prompt-file", str(prompt_file)) == 0
     llm = FakeLLM.last
@@ -160,6 +163,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "kv_cache_memory_bytes": 1000000,
         "num_gpu_blocks_override": 7,
         "host_kv_gib": 1.5,
+        "disk_kv_gib": 2.5,
+        "disk_kv_dir": "some/kv",
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "step_timeout_s": 33.5,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longspan.core.account import BlockPool, Content, KvAccount
-from longspan.core.owners import BlockRef
-from longspan.core.request import ROOT, Request, RequestMetrics, chain_key
+from longspan.core.account import BlockPool, KvAccount
+from longspan.core.owners import BlockRef, Content, chain_key
+from longspan.core.request import ROOT, Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
 
 SIZE = 3

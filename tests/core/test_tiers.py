@@ -15,6 +15,7 @@ from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 
 from longspan.core.cluster import Location
 from longspan.core.request import Request
+from longspan.core.steps import MoveKV
 
 POLICIES: list[tuple[str, int, dict[str, str]]] = [
     ("chunked", 1, {}),
@@ -89,9 +90,16 @@ def test_hosts_change_no_output(policy: str, num_instances: int, options: dict[s
     locations = tuple(Location(host=rank % 2, device=rank) for rank in range(num_instances)) if two else ()
     num_hosts = 2 if two and num_instances > 1 else 1
     host_blocks = tuple(data.draw(st.integers(1, 60)) for _ in range(num_hosts))
+    disk_blocks = tuple(data.draw(st.integers(1, 90)) for _ in range(num_hosts)) if data.draw(st.booleans()) else ()
     work: list[Job] = data.draw(st.lists(jobs(), min_size=1, max_size=10))
-    timeouts = random.Random(data.draw(st.integers(0, 99)))
-    cluster = play(replace(setup, host_blocks=host_blocks, locations=locations), work, timeouts)
+    timeouts, damages = (random.Random(data.draw(st.integers(0, 99))) for _ in range(2))
+    has_damages = data.draw(st.booleans())
+
+    def damaged(move: MoveKV) -> tuple[int, ...]:
+        return tuple(i for i in range(len(move.copies)) if has_damages and damages.random() < 0.3)
+
+    setup = replace(setup, host_blocks=host_blocks, disk_blocks=disk_blocks, locations=locations)
+    cluster = play(setup, work, timeouts, damaged=damaged)
     assert_lawful(cluster)
 
 
@@ -104,6 +112,20 @@ def test_roles() -> None:
     cluster.run()
     assert_lawful(cluster)
     assert sum(request.metrics.num_preemptions for request in requests) > 2
+
+
+def test_two_that_want_the_same_copy_it_once() -> None:
+    cluster = swapping()
+    first = cluster.add([1] * 60, max_tokens=4)
+    cluster.run()
+    crowd(cluster)
+    cluster.run()
+    num_swaps = len(cluster.swaps)
+    again = [cluster.add([*first.prompt, number], max_tokens=2) for number in range(4)]
+    cluster.run()
+    assert_lawful(cluster)
+    assert [len(move.copies) for move in cluster.swaps[num_swaps:] if move.way == "in"] == [15]
+    assert all(request.metrics.num_cached_tokens == 60 for request in again)
 
 
 def test_what_has_left_devices_is_found_on_the_host() -> None:
@@ -149,6 +171,7 @@ class Price:
     """A copy of a block takes so long, and a token a second."""
 
     block_s: float
+    load_s: float = 0.0
 
     def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
         """See `SwapCost`."""
@@ -171,9 +194,99 @@ def test_hosts_are_forgotten_with_the_prefix_cache() -> None:
     cluster = swapping()
     first = cluster.add([1] * 30, max_tokens=4)
     cluster.run()
-    assert cluster.engine.load().host_blocks == [9]
+    assert cluster.engine.load().host_blocks == 9
     cluster.engine.reset_prefix_cache()
-    assert cluster.engine.load().host_blocks == [0]
+    assert cluster.engine.load().host_blocks == 0
     again = cluster.add(first.prompt, max_tokens=4)
     cluster.run()
     assert again.metrics.num_cached_tokens == 0
+
+
+# ---------------------------------------------------------------- disks
+
+
+def saved_and_forgotten(**changes: object) -> tuple[Cluster, Request, Cluster]:
+    """A cluster that has answered a request and ended, and another one with its disk."""
+    before = swapping(disk_blocks=(1000,), **changes)
+    first = before.add([1, 2, 3, 4, 5] * 8, max_tokens=4)
+    before.run()
+    return before, first, Cluster(replace(before.setup, num_instances=2, pp=2), before=before)
+
+
+def test_a_later_run_finds_what_is_on_the_disk() -> None:
+    """Whatever its layout; and two that ask for it at once load it once."""
+    before, first, after = saved_and_forgotten()
+    assert [move.way for move in before.swaps] == ["out", "save"]
+    again = [after.add([*first.prompt, *first.output, 6, number], max_tokens=3) for number in range(2)]
+    after.run()
+    assert_lawful(after)
+    assert all(request.metrics.num_cached_tokens == 43 for request in again)
+    assert sum(len(move.copies) for move in after.swaps if move.way == "load") == 11
+    assert after.engine.num_disk_hits == 43
+
+
+def test_what_a_disk_cannot_give_is_computed_and_saved_anew() -> None:
+    """Up to there it is used; the last block had fewer tokens."""
+    _, first, after = saved_and_forgotten()
+    after.executor.damaged = lambda move: (4,) if move.way == "load" else ()
+    again = after.add([*first.prompt, *first.output, 6], max_tokens=3)
+    after.run()
+    assert_lawful(after)
+    assert again.metrics.num_cached_tokens == 16
+    ways = [(move.way, len(move.copies)) for move in after.swaps]
+    assert ways == [("load", 11), ("in", 4), ("out", 3), ("save", 3)]
+
+
+def test_only_what_the_host_has_room_for_is_loaded() -> None:
+    before, first, _ = saved_and_forgotten()
+    after = Cluster(replace(before.setup, host_blocks=(5,)), before=before)
+    again = after.add(first.prompt, max_tokens=3)
+    after.run()
+    assert_lawful(after)
+    assert again.metrics.num_cached_tokens == 20
+
+
+@pytest.mark.parametrize(("load_s", "comes"), [(3.0, True), (4.0, False)])
+def test_loading_pays_or_not(load_s: float, comes: bool) -> None:
+    """Blocks are of four tokens."""
+    _, first, after = saved_and_forgotten(swap=Price(0.5, load_s))
+    after.add(first.prompt, max_tokens=3)
+    after.run()
+    assert (after.engine.num_disk_hits > 0) == comes
+
+
+def test_the_least_recently_used_makes_room_on_a_disk() -> None:
+    cluster = swapping(disk_blocks=(20,), num_blocks=24)
+    first, second = (cluster.add([number] * 30, max_tokens=4) for number in (1, 2))
+    for prompt in (first.prompt, [3] * 30):  # the first is used again, so that the third replaces the second
+        cluster.run()
+        cluster.add(prompt, max_tokens=4)
+    cluster.run()
+    after = Cluster(cluster.setup, before=cluster)
+    again = [after.add(request.prompt, max_tokens=4) for request in (first, second)]
+    after.run()
+    assert_lawful(after)
+    assert again[0].metrics.num_cached_tokens == 28 > again[1].metrics.num_cached_tokens
+
+
+def test_workers_lost_while_a_disk_is_read() -> None:
+    _, first, after = saved_and_forgotten()
+    again = after.add(first.prompt, max_tokens=4)
+    after.engine.emit()
+    assert [moving.move.way for moving in after.executor.moving.values()] == ["load"]
+    after.restart()
+    after.run()
+    assert again.output == after.expected_output(again)
+    assert again.metrics.num_cached_tokens == 39
+
+
+def test_an_engine_that_is_about_to_end_waits_for_its_disk() -> None:
+    cluster = swapping(disk_blocks=(1000,))
+    request = cluster.add([1] * 30, max_tokens=4)
+    while request.finish_reason is None:
+        cluster.step()
+    while not cluster.swaps:
+        cluster.step()
+    assert cluster.engine.settle(100.0)
+    assert cluster.engine.load().disk_blocks == 9
+    cluster.run()

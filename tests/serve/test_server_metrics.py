@@ -11,11 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from longspan.serve.messages import StepOutputs
 from longspan.serve.server import Server
 
-GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"}
+GAUGES = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"),
+    *("local_cache_usage", "local_storage_usage"),
+}
 COUNTERS = {
     *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
     *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts", "engine_restarts"),
-    "external_prefix_cache_hits",
+    *("external_prefix_cache_queries", "external_prefix_cache_hits", "disk_prefix_cache_hits"),
 }
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),

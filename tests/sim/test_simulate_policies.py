@@ -50,14 +50,16 @@ def test_policies_that_are_compared_do_as_they_do_alone(capsys: pytest.CaptureFi
 
 
 def test_a_host_spares_further_turns_their_prefill() -> None:
-    """Of conversations that devices cannot keep; and without any room there is nothing to find."""
+    """Of conversations that devices cannot keep; and without any room there is nothing to find. A disk has more room,
+    and pays for a model with few heads.
+    """
     cluster = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=1)
     turns = WorkloadSpec(workload="short", num_requests=12, rate=1.0, output_len=8, turns=3)
-    found = [
-        simulate("llama-3-8b", cluster, turns, scheduling=SchedulingArgs(num_gpu_blocks_override=400, host_kv_gib=gib))
-        for gib in (0.0, 64.0)
-    ]
-    assert found[1].summary()["num_cached_tokens"] > found[0].summary()["num_cached_tokens"]  # type: ignore[operator]
+    found = []
+    for host, disk in ((0.0, 0.0), (1.0, 0.0), (1.0, 16.0), (16.0, 0.0)):
+        scheduling = SchedulingArgs(num_gpu_blocks_override=400, host_kv_gib=host, disk_kv_gib=disk)
+        found.append(simulate("falcon-7b", cluster, turns, scheduling=scheduling).summary()["num_cached_tokens"])
+    assert found[0] < found[1] < found[2] == found[3]  # type: ignore[operator]
 
 
 def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]) -> None:

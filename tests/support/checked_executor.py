@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from cluster_setup import Setup, invented_token, rank_requests
 
 from longspan.core.account import BlockPool
+from longspan.core.cluster import Tier
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q
 from longspan.core.owners import BlockRef, Rotation
 from longspan.core.request import Request
@@ -66,6 +67,7 @@ class CheckedExecutor:
     Attributes:
         pool: of an instance, as the engine knows it.
         reservation: of a request whose KV is on its way: another object when the blocks of the one before were taken.
+        damaged: copies of a move that a disk cannot make, by index.
     """
 
     pool: Callable[[int], BlockPool]
@@ -81,6 +83,7 @@ class CheckedExecutor:
         self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
         self._owners: dict[BlockRef, set[int]] = defaultdict(set)
         self.moving: dict[int, Moving] = {}
+        self.damaged: Callable[[MoveKV], tuple[int, ...]] = lambda _: ()
 
     def submit(self, step: Step) -> None:
         """Checks a step and passes it on."""
@@ -104,7 +107,9 @@ class CheckedExecutor:
         completions = self._inner.poll(timeout_s)
         for completion in completions:
             if completion.number in self.moving:
-                self._end_move(self.moving.pop(completion.number))
+                moving = self.moving.pop(completion.number)
+                completion.failed = self.damaged(moving.move) if moving.move.contents else ()
+                self._end_move(moving, completion.failed)
                 continue
             forward = self.in_flight.pop(completion.number)
             for source, target in (pair for move in forward.rebalances for pair in move.copies):
@@ -259,18 +264,25 @@ class CheckedExecutor:
 
     # ---------------------------------------------------------------- moves
 
-    def keep_hosts(self, before: CheckedExecutor) -> None:
-        """Takes over what hosts hold when other workers did the steps before."""
-        tier = self._setup.cluster.tier
-        self._slots.update({ref: held for ref, held in before._slots.items() if tier(ref.pool) == "host"})
+    def keep(self, before: CheckedExecutor, tiers: Collection[Tier]) -> None:
+        """Takes over what some tiers hold when other workers, of another layout perhaps, did the steps before."""
+        old, new = before._setup.cluster, self._setup.cluster
+        pools = dict(zip([*old.host_pools, *old.disk_pools], [*new.host_pools, *new.disk_pools], strict=True))
+        for ref, held in before._slots.items():
+            if old.tier(ref.pool) in tiers:
+                self._slots[BlockRef(pools[ref.pool], ref.block)] = held
 
     def _swap(self, move: MoveKV) -> None:
-        """Between an instance and its host: sources hold something, and nobody writes them or touches the targets."""
+        """Between two tiers: sources hold something, and nobody writes them or touches the targets."""
         cluster, written = self._setup.cluster, self._written()
         assert move.copies and len(set(move.copies)) == len(move.copies)
         for source, target in move.copies:
-            here, there = (source, target) if move.way == "out" else (target, source)
-            assert cluster.tier(here.pool) == "device" and there.pool == cluster.host_pool(here.pool)
+            here, there = (source, target) if move.way in ("out", "save") else (target, source)
+            if move.way in ("out", "in"):
+                assert cluster.tier(here.pool) == "device" and there.pool == cluster.host_pool(here.pool)
+            else:
+                assert cluster.tier(here.pool) == "host" and there.pool == cluster.disk_pool(here.pool)
+                assert len(move.contents) == len(move.copies)
             assert self._slots[source][0] and source not in written, "what is copied was computed"
             assert not self._owners[target] and target not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
@@ -345,12 +357,12 @@ class CheckedExecutor:
         held = [list(self._slots[here]) for here, _ in move.copies]
         self.moving[move.number] = Moving(move=move, held=held, live=live)
 
-    def _end_move(self, moving: Moving) -> None:
-        for (source, target), held in zip(moving.move.copies, moving.held, strict=True):
+    def _end_move(self, moving: Moving, failed: tuple[int, ...]) -> None:
+        for index, ((source, target), held) in enumerate(zip(moving.move.copies, moving.held, strict=True)):
             assert self._slots[source] == held, "nobody writes what moves"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
             assert not self._owners[target], "nobody else touches a target"
-            self._slots[target] = held
+            self._slots[target] = [0] * self._setup.block_size if index in failed else held
 
     def _copy(self, forward: Forward, move: MoveKV) -> None:
         """The block that an admitted request begins in; others may write on behind what is copied of theirs."""

@@ -11,6 +11,7 @@ from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_request
 from longspan.core.account import BlockPool
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
+from longspan.core.owners import Content
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV, Part
@@ -22,9 +23,12 @@ __all__ = ["VOCAB", "Cluster", "Setup", "Slots", "invented_token", "rank_request
 
 
 class Cluster:
-    """An engine whose every step is checked. Tokens are invented by the `SimExecutor`."""
+    """An engine whose every step is checked. Tokens are invented by the `SimExecutor`.
 
-    def __init__(self, setup: Setup) -> None:
+    Disks are those of a cluster `before`.
+    """
+
+    def __init__(self, setup: Setup, *, before: Cluster | None = None) -> None:
         self.setup = setup
         self.clock = VirtualClock()
         facts = replace(setup.facts, cluster=setup.cluster)
@@ -47,7 +51,10 @@ class Cluster:
                 max_steps_in_flight=setup.max_steps_in_flight,
                 swap=setup.swap,
             ),
+            saved=[] if before is None else before.saved,
         )
+        if before is not None:
+            self.executor.keep(before.executor, ["disk"])
         self.executor.pool, self.executor.reservation = self._pool, self.transfer_of
 
     def _pool(self, instance: int) -> BlockPool:
@@ -65,8 +72,14 @@ class Cluster:
         self.executor.requests, self.executor.pool = before.requests, self._pool
         self.executor.reservation = self.transfer_of
         self.executor.steps = list(before.steps)
-        self.executor.keep_hosts(before)
+        self.executor.keep(before, ["host", "disk"])
         self.engine.restart(self.executor)
+
+    @property
+    def saved(self) -> list[list[tuple[int, Content]]]:
+        """What disks have when nothing runs, the least recently used first."""
+        pools = map(self._pool, self.setup.cluster.disk_pools)
+        return [[(block, pool.content(block)) for block in pool._cached] for pool in pools]
 
     @property
     def forwards(self) -> list[Forward]:
@@ -82,7 +95,7 @@ class Cluster:
 
     @property
     def swaps(self) -> list[MoveKV]:
-        """Emitted so far, between instances and hosts, in order."""
+        """Emitted so far, between instances, hosts and disks, in order."""
         return [step for step in self.executor.steps if isinstance(step, MoveKV) and step.way != "across"]
 
     @property
@@ -125,7 +138,8 @@ class Cluster:
         assert not self.executor.in_flight
         assert not self.executor.live
         assert not self.executor.moving
-        for number, num_blocks in enumerate(self.setup.cluster.num_blocks + self.setup.cluster.host_blocks):
+        cluster = self.setup.cluster
+        for number, num_blocks in enumerate(cluster.num_blocks + cluster.host_blocks + cluster.disk_blocks):
             pool = self.engine.account.pool(number)
             assert pool.num_free == pool.num_blocks == num_blocks
             assert not any(pool.references(block) for block in range(pool.num_blocks))

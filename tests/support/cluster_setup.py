@@ -63,6 +63,7 @@ class Setup:
     decode_blocks: int | None = None
     locations: tuple[Location, ...] = ()
     host_blocks: tuple[int, ...] = ()
+    disk_blocks: tuple[int, ...] = ()
     swap: SwapCost | None = None
 
     @property
@@ -72,7 +73,9 @@ class Setup:
         cluster = cluster.with_layers(12, 0.0)
         assert cluster.num_instances == self.num_instances, "roles are given to all instances"
         locations = [one for i, one in enumerate(self.locations) for _ in cluster.ranks(i)]
-        cluster = replace(cluster, locations=tuple(locations), host_blocks=self.host_blocks)
+        cluster = replace(
+            cluster, locations=tuple(locations), host_blocks=self.host_blocks, disk_blocks=self.disk_blocks
+        )
         return cluster.with_blocks([self.blocks_of(instance) for instance in cluster.instances])
 
     def blocks_of(self, instance: int) -> int:
@@ -97,7 +100,7 @@ class UnevenCost:
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """See `StepCost`."""
-        lag_s = self.setup.lag_s((move.targets or move.sources)[0], move.number)
+        lag_s = self.setup.lag_s((*move.targets, *move.sources, 0)[0], move.number)
         more = 10 * lag_s / LinearCost.per_block_s
         return tuple(flow._replace(num_bytes=flow.num_bytes + more) for flow in LinearCost().flows(move))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
+from longspan.core.steps import MoveKV
 from longspan.cost.partitions import Entry, PartitionTable
 from longspan.cost.profile import Prefill, Profile, ProfileKey
 from longspan.policy.choosing import Facts
@@ -112,9 +113,17 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-def play(setup: Setup, work: list[Job], timeouts: random.Random | None = None) -> Cluster:
-    """Runs a workload to its end. With `timeouts`, some polls end before anything is done."""
+def play(
+    setup: Setup,
+    work: list[Job],
+    timeouts: random.Random | None = None,
+    damaged: Callable[[MoveKV], tuple[int, ...]] = lambda _: (),
+) -> Cluster:
+    """Runs a workload to its end. With `timeouts`, some polls end before anything is done; `damaged` says which copies
+    of a move a disk cannot make.
+    """
     cluster = Cluster(setup)
+    cluster.executor.damaged = damaged
     due = sorted(work, key=lambda job: job.turn)
     aborts: dict[int, list[Request]] = {}
     for turn in range(20_000):

@@ -9,13 +9,12 @@ from bisect import bisect, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
 from operator import attrgetter
 
-from longspan.core.owners import BlockRef, PrefixHit
-from longspan.core.request import Request, chain_key
+from longspan.core.owners import BlockRef, Content, PrefixHit, chain_key
+from longspan.core.request import Request
 from longspan.core.view import RequestView
 
 _NO_HIT = PrefixHit()
@@ -27,7 +26,7 @@ class KvAccount:
     """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it.
 
     Args:
-        num_blocks: of the pool of each instance, and then of each host.
+        num_blocks: of the pool of each instance, then of each host, then of the disk of each host.
     """
 
     def __init__(self, num_blocks: Sequence[int], *, block_size: int, prefix_caching: bool = True) -> None:
@@ -36,14 +35,11 @@ class KvAccount:
         self._pools = [BlockPool(num_blocks=number, block_size=block_size) for number in num_blocks]
 
     def keep_hosts(self, before: KvAccount, num_instances: int) -> None:
-        """Goes on with the pools on hosts of an account before this one, and with their contents."""
-        self._pools[num_instances:] = before.host_pools(num_instances)
+        """Goes on with the pools on hosts and their disks of an account before this one, and with their contents."""
+        self._pools[num_instances:] = before._pools[num_instances:]
 
     def pool(self, number: int) -> BlockPool:
         return self._pools[number]
-
-    def host_pools(self, num_instances: int) -> Sequence[BlockPool]:
-        return self._pools[num_instances:]
 
     def num_blocks(self, instance: int) -> int:
         return self._pools[instance].num_blocks
@@ -247,18 +243,6 @@ def _num_namable(request: Request) -> int:
     return num_tokens if request.rotation is None else min(num_tokens, request.rotation.start)
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
-
-    parent: bytes
-    tokens: Sequence[int]
-
-    @property
-    def key(self) -> bytes:
-        return chain_key(self.parent, self.tokens)
-
-
 class BlockPool:
     """Accounts for `num_blocks` blocks of `block_size` tokens.
 
@@ -395,6 +379,20 @@ class BlockPool:
         if key is not None:
             self._by_key[key] = block
         insort(self._begun.setdefault((content.parent, content.tokens[0]), []), block, key=self._tokens)
+
+    def restore(self, contents: Iterable[tuple[int, Content]]) -> None:
+        """Takes blank blocks for cached ones with these contents; those that come first are evicted first."""
+        for block, content in contents:
+            self.publish(block, content)
+            if block in self._content:  # else another one has the same
+                self._cached[block] = None
+        self._blank = [block for block in self._blank if block not in self._cached]  # still a heap, since sorted
+
+    def forget(self, block: int) -> None:
+        """Ceases to offer the content of a block in use. It may be damaged."""
+        assert self._references[block] > 0, "blocks that nobody uses are evicted"
+        self._forget(block)
+        self.changes += 1
 
     def find(self, key: bytes) -> int | None:
         return self._by_key.get(key)

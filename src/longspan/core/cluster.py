@@ -14,8 +14,8 @@ from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
-Tier = Literal["device", "host"]
-"""The memory that the blocks of a pool lie in."""
+Tier = Literal["device", "host", "disk"]
+"""The place that the blocks of a pool lie in."""
 
 _HEAD_SHARE = 1 / 16
 """The part of all work that is of tokens which need the output head, too: those of outputs, and one of each prompt."""
@@ -96,6 +96,7 @@ class Cluster:
         locations: one per rank; empty when all ranks share a host.
         num_blocks: the KV blocks of each instance's pool, whose id is the instance. Empty until they are known.
         host_blocks: the KV blocks of the pool in the memory of each host; empty without such pools.
+        disk_blocks: those of the pool on the disk of each host; empty without such pools.
         num_layers: of the model; 0 until it is known.
         head_layers: how many times the weights of a layer the model's output head has.
     """
@@ -106,6 +107,7 @@ class Cluster:
     locations: tuple[Location, ...] = ()
     num_blocks: tuple[int, ...] = ()
     host_blocks: tuple[int, ...] = ()
+    disk_blocks: tuple[int, ...] = ()
     num_layers: int = 0
     head_layers: float = 0.0
 
@@ -146,13 +148,21 @@ class Cluster:
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
         return replace(self, num_blocks=tuple(num_blocks))
 
-    def with_host_memory(self, gib: float, block_bytes: float) -> Cluster:
-        """Returns the cluster with a pool in so much memory of each host; raises ParameterError when no block fits."""
-        if not gib:
-            return self
-        if not gib * 2**30 >= block_bytes:
-            raise ParameterError("host_kv_gib", f"({gib:g}) holds no block of {block_bytes:g} bytes: allow more", gib)
-        return replace(self, host_blocks=(int(gib * 2**30 // block_bytes),) * (max(self.hosts) + 1))
+    def with_tiers(self, block_bytes: float, *, host_kv_gib: float, disk_kv_gib: float) -> Cluster:
+        """Returns the cluster with pools of so many GiB in the memory, and on the disk, of each host; 0 for none.
+
+        Raises:
+            ParameterError: when no block fits, or there is a disk only, which is reached by way of the memory.
+        """
+        blocks = []
+        for name, gib in (("host_kv_gib", host_kv_gib), ("disk_kv_gib", disk_kv_gib)):
+            if gib and not gib * 2**30 >= block_bytes:
+                raise ParameterError(name, f"({gib:g}) holds no block of {block_bytes:g} bytes: allow more", gib)
+            blocks.append((int(gib * 2**30 // block_bytes),) * (max(self.hosts) + 1) if gib else ())
+        if disk_kv_gib and not host_kv_gib:
+            problem = f"({disk_kv_gib:g}) is reached by way of the host's memory: give host_kv_gib, too"
+            raise ParameterError("disk_kv_gib", problem, disk_kv_gib)
+        return replace(self, host_blocks=blocks[0], disk_blocks=blocks[1])
 
     def with_layers(self, num_layers: int, head_layers: float) -> Cluster:
         """Returns the cluster with a model; raises ParameterError for more stages than it has layers."""
@@ -199,12 +209,28 @@ class Cluster:
     # ------------------------------------------------------------ pools
 
     def tier(self, pool: int) -> Tier:
-        """Tells where a pool lies. Those of instances come first, then those of hosts."""
-        return "device" if pool < self.num_instances else "host"
+        """Tells where a pool lies. Those of instances come first, then those of hosts, then those of their disks."""
+        if pool < self.num_instances:
+            return "device"
+        return "host" if pool in self.host_pools else "disk"
+
+    @property
+    def host_pools(self) -> range:
+        first = self.num_instances
+        return range(first, first + len(self.host_blocks))
+
+    @property
+    def disk_pools(self) -> range:
+        first = self.host_pools.stop
+        return range(first, first + len(self.disk_blocks))
 
     def host_pool(self, instance: int) -> int:
         """Returns the pool in the memory of an instance's host, which all instances of that host share."""
         return self.num_instances + self.hosts[self.rank(instance)]
+
+    def disk_pool(self, host_pool: int) -> int | None:
+        """Returns the pool on the disk of the host whose pool this is, if there is one."""
+        return host_pool + len(self.host_blocks) if self.disk_blocks else None
 
     # ------------------------------------------------------------ ranks
 

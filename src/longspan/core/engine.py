@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, product
 from typing import Protocol, get_args
@@ -12,6 +12,7 @@ from typing import Protocol, get_args
 from longspan.core.account import KvAccount
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.exchange import shown_names
+from longspan.core.owners import Content
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
@@ -34,7 +35,7 @@ class Load:
     Attributes:
         num_waiting: requests that could run if there were room.
         used_blocks: KV blocks that requests hold, per instance.
-        host_blocks: KV blocks that have contents, or are about to, in the pool of each host.
+        host_blocks, disk_blocks: KV blocks that have contents, or are about to, in the pools of hosts and of disks.
         busy_s: seconds since the engine was made in which each instance had a step to run.
     """
 
@@ -42,7 +43,8 @@ class Load:
     num_waiting: int
     num_waiting_tokens: int
     used_blocks: list[int]
-    host_blocks: list[int]
+    host_blocks: int
+    disk_blocks: int
     busy_s: list[float]
 
 
@@ -52,17 +54,31 @@ class Engine:
     Attributes:
         num_preemptions: how often a request gave up its KV to others.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
+        num_external_queries: tokens that are looked up on hosts, too.
+
+    Args:
+        saved: what each disk has from an earlier run, by block, the least recently used first.
     """
 
-    def __init__(self, *, policy: EnginePolicy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        *,
+        policy: EnginePolicy,
+        executor: Executor,
+        clock: Clock,
+        config: EngineConfig,
+        saved: Sequence[Iterable[tuple[int, Content]]] = (),
+    ) -> None:
         self.config = config
         self._executor, self._clock = executor, clock
         self._running = Running(config.cluster.num_instances)
         self._number = count(1).__next__  # numbers steps and moves
         self.account, self._transfers = self._empty()
+        for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
+            self.account.pool(pool).restore(contents)
         self._tiers = Tiers(self.account, config.cluster, self._running, self._number, swap=config.swap)
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
-        self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
+        self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = self.num_external_queries = 0
         self._requests: dict[int, Request] = {}
         self._waiting, self._steps = Waiting(), StepOrder()
         most = config.max_steps_in_flight - 1
@@ -115,7 +131,7 @@ class Engine:
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         config, cluster = self.config, self.config.cluster
-        num_blocks = cluster.num_blocks + cluster.host_blocks
+        num_blocks = cluster.num_blocks + cluster.host_blocks + cluster.disk_blocks
         account = KvAccount(num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
         backends, max_num_seqs = cluster.backends, config.max_num_seqs
         return account, Transfers(account, self._running, self._number, backends=backends, max_num_seqs=max_num_seqs)
@@ -134,14 +150,21 @@ class Engine:
         """Counts the tokens whose KV was found on hosts, and copied to devices."""
         return self._tiers.num_hits
 
+    @property
+    def num_disk_hits(self) -> int:
+        """Counts the tokens whose KV was found on disks, and copied to hosts."""
+        return self._tiers.num_disk_hits
+
     def load(self) -> Load:
-        waiting, instances = self._waiting.able(), self.config.cluster.instances
+        waiting, cluster = self._waiting.able(), self.config.cluster
+        hosts, disks = ([*map(self.account.pool, pools)] for pools in (cluster.host_pools, cluster.disk_pools))
         return Load(
             num_running=len(self._running),
             num_waiting=len(waiting),
             num_waiting_tokens=sum(request.num_known for request in waiting),
-            used_blocks=[pool.num_blocks - pool.num_free for pool in map(self.account.pool, instances)],
-            host_blocks=[pool.num_blocks - pool.num_blank for pool in self.account.host_pools(instances.stop)],
+            used_blocks=[pool.num_blocks - pool.num_free for pool in map(self.account.pool, cluster.instances)],
+            host_blocks=sum(pool.num_blocks - pool.num_blank for pool in hosts),
+            disk_blocks=sum(pool.num_blocks - pool.num_blank for pool in disks),
             busy_s=self._occupancy.busy_s(self._clock.now()),
         )
 
@@ -179,10 +202,18 @@ class Engine:
         if self._is_moving:
             raise RuntimeError(f"{what} while KV is on its way: call step until has_unfinished is false")
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until hosts and disks have what is on its way there; emits no step. Returns whether they have."""
+        until_s = self._clock.now() + timeout_s
+        while self._tiers.in_flight and (left_s := until_s - self._clock.now()) > 0:
+            for done in self._executor.poll(left_s):
+                self._take(done)
+        return not self._tiers.in_flight
+
     def restart(self, executor: Executor) -> None:
         """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had.
 
-        What hosts have is kept.
+        What hosts and their disks have is kept.
         """
         self._executor, before = executor, self.account
         self.account, self._transfers = self._empty()
@@ -303,7 +334,7 @@ class Engine:
                 request.metrics.num_preemptions += 1
                 self.num_preemptions += 1
                 self._retract(request)
-            if not plan.preempted or (plan.batches and not self._tiers.in_flight):
+            if not plan.preempted or (plan.batches and not self._tiers.on_devices):
                 return plan.batches
 
     @property
@@ -350,6 +381,7 @@ class Engine:
         self._leave(request)
         self.account.take(request, hit)
         self._tiers.release(request)
+        self.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
         request.group = scheduled.group
         request.admission = next(self._admissions)
         self._running.join(request)
@@ -400,8 +432,12 @@ class Engine:
     def _take(self, done: Completion) -> None:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
-        if not (self._transfers.moved(done.number) or self._tiers.moved(done.number)):
+        if self._transfers.moved(done.number):
+            return
+        if (saves := self._tiers.moved(done)) is None:
             self._steps.complete(done)
+        else:
+            self._submit(saves)
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)

@@ -140,6 +140,9 @@ class SchedulingArgs:
         int | None, _scheduling("KV blocks of each instance, whatever memory there is.", default="what memory holds")
     ] = None
     host_kv_gib: Annotated[float, _scheduling("GiB of memory on each host for KV that devices have no room for.")] = 0.0
+    disk_kv_gib: Annotated[
+        float, _scheduling("GiB on the disk of each host for KV that later runs find, too; by way of --host-kv-gib.")
+    ] = 0.0
     enable_prefix_caching: Annotated[bool, _scheduling("Reuse the KV of prompts that begin alike.")] = True
     async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +22,23 @@ class BlockRef(NamedTuple):
     def instance(self) -> int:
         """The instance that owns the block: its number is that of its pool. Of blocks on a host there is none."""
         return self.pool
+
+
+def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Names a full block by its tokens and all before them."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
+
+    parent: bytes
+    tokens: Sequence[int]
+
+    @property
+    def key(self) -> bytes:
+        return chain_key(self.parent, self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Literal
 
-from longspan.core.owners import BlockRef, Owners, Rotation
+from longspan.core.owners import BlockRef, Owners, Rotation, chain_key
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
 from longspan.core.view import ScheduledPart
@@ -18,11 +16,6 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 ROOT = b""
 """Parent key of a request's first block."""
-
-
-def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Names a full block by its tokens and all before them."""
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from longspan.core.exchange import Exchange
-from longspan.core.owners import BlockRef, Rotation
+from longspan.core.owners import BlockRef, Content, Rotation
 from longspan.core.runs import SpanShards
 
 Link = Literal["same_host", "other_host"]
@@ -138,7 +138,7 @@ class Part:
     rotation: Rotation | None = None
 
 
-MoveWay = Literal["across", "out", "in"]
+MoveWay = Literal["across", "out", "in", "save", "load"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,6 +154,8 @@ class MoveKV:
             Ranks need to know nothing of the request: its first part may come later, and it may be freed before.
         way: from instances to instances, or by itself: `out` of an instance to the pool of its host, or from there
             `in`. Each rank of that instance copies its own layers and heads while it computes; no message is sent.
+            Ranks have no part in those from the pool of a host to that of its disk, `save`, and back, `load`.
+        contents: of those that are saved or loaded, what the disk keeps with them.
         sources, targets: the instances that send, and those that receive, ascending. A host is none.
         is_local: whether no block goes to another instance.
     """
@@ -162,12 +164,14 @@ class MoveKV:
     request_id: int
     copies: tuple[tuple[BlockRef, BlockRef], ...]
     way: MoveWay = "across"
+    contents: tuple[Content, ...] = ()
     sources: tuple[int, ...] = field(init=False)
     targets: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sources = () if self.way == "in" else tuple(sorted({source.instance for source, _ in self.copies}))
-        self.targets = () if self.way == "out" else tuple(sorted({target.instance for _, target in self.copies}))
+        sources = {source.instance for source, _ in self.copies} if self.way in ("across", "out") else ()
+        targets = {target.instance for _, target in self.copies} if self.way in ("across", "in") else ()
+        self.sources, self.targets = tuple(sorted(sources)), tuple(sorted(targets))
 
     @property
     def is_local(self) -> bool:
@@ -239,12 +243,17 @@ class Scored:
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """A Forward or MoveKV that is done on all its ranks, which have sent `bytes_sent`."""
+    """A Forward or MoveKV that is done on all its ranks, which have sent `bytes_sent`.
+
+    Attributes:
+        failed: of a MoveKV to or from a disk, the copies that could not be made, by their index.
+    """
 
     number: int
     sampled: tuple[Sampled, ...]
     bytes_sent: BytesSent
     scored: tuple[Scored, ...] = ()
+    failed: tuple[int, ...] = ()
 
 
 class Executor(Protocol):

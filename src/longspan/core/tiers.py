@@ -1,34 +1,39 @@
 """KV that leaves devices for the memory of their hosts and comes back: a second level of the prefix cache.
 
 What a request gives up is copied to its host, whether it ends or loses its KV to others, and is found there by the same
-names as on devices. So preemption is a copy out and in again where that is quicker than to compute anew.
+names as on devices. So preemption is a copy out and in again where that is quicker than to compute anew. Disks are a
+third level: what has come to a host is saved there at once, and comes back by way of the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from longspan.core.account import Content, KvAccount
+from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
-from longspan.core.owners import BlockRef
+from longspan.core.owners import BlockRef, Content
 from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.steps import MoveKV, MoveWay
+from longspan.core.steps import Completion, MoveKV, MoveWay
 
 
 class SwapCost(Protocol):
-    """Says whether KV on a host is worth its way back.
+    """Says whether KV on a host or its disk is worth its way back.
 
     Attributes:
         block_s: seconds in which a block comes from the host to an instance.
+        load_s: seconds in which one comes from a disk to its host.
     """
 
     @property
     def block_s(self) -> float: ...
+
+    @property
+    def load_s(self) -> float: ...
 
     def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
         """Returns the seconds in which an instance computes tokens behind others whose KV it has."""
@@ -36,25 +41,28 @@ class SwapCost(Protocol):
 
 @dataclass(kw_only=True)
 class _Copy:
-    """A move that goes out to a host, or comes in from there.
+    """A move from one tier to another that is under way.
 
     Attributes:
         contents: what its targets will hold.
-        kept: blocks on the host that are not evicted meanwhile, in order of position.
+        held: blocks that others have, too, and which are not free before it is done.
+        kept: blocks that are not evicted meanwhile, in order of position.
     """
 
     move: MoveKV
-    contents: list[Content]
-    kept: list[BlockRef]
+    contents: Sequence[Content]
+    held: Sequence[BlockRef]
+    kept: Sequence[BlockRef]
 
 
 @dataclass(kw_only=True)
 class _Found:
-    """The beginning of a request as devices of a group and their hosts have it.
+    """The beginning of a request as devices of a group, their hosts and the disks of these have it.
 
     Attributes:
         cached: its blocks on devices.
-        stored: the others, which hosts have.
+        stored: the others that hosts have.
+        saved: those that only disks have.
         num_tokens: how many tokens all of these hold, and of them devices `num_cached`.
         num_blocks: blocks of the whole request.
         num_asked: free blocks that it needs with those.
@@ -63,6 +71,7 @@ class _Found:
     group: tuple[int, ...]
     cached: list[BlockRef] = field(default_factory=list)
     stored: list[BlockRef] = field(default_factory=list)
+    saved: list[BlockRef] = field(default_factory=list)
     num_tokens: int = 0
     num_cached: int = 0
     num_blocks: int = 0
@@ -75,15 +84,23 @@ class _Found:
 
 @dataclass(kw_only=True)
 class _Fetch:
-    """The beginning of a waiting request that is pinned on devices, or comes there by the moves of these `numbers`."""
+    """The beginning of a waiting request that is pinned on devices, or comes there by the moves of these `numbers`.
+
+    One that `loads` is pinned on hosts, or comes there from disks, and goes to devices when all of it is there.
+    """
 
     found: _Found
-    pinned: list[BlockRef]
+    loads: bool
+    pinned: list[BlockRef] = field(default_factory=list)
     numbers: set[int] = field(default_factory=set)
+
+    @property
+    def num_claimed(self) -> int:
+        return self.found.num_asked if self.loads else self.found.num_missing
 
 
 class Tiers:
-    """Keeps account of copies between devices and hosts, and of the requests that wait for them.
+    """Keeps account of copies between devices, hosts and disks, and of the requests that wait for them.
 
     It numbers moves, and the engine submits them. Without pools on hosts it does nothing.
 
@@ -94,7 +111,7 @@ class Tiers:
 
     Attributes:
         changes: how often other requests could be admitted than before.
-        num_hits: tokens that were found on hosts.
+        num_hits: tokens that were found on hosts. `num_disk_hits`: those that came there from disks.
     """
 
     def __init__(
@@ -109,9 +126,11 @@ class Tiers:
         self._account, self._cluster, self._running = account, cluster, running
         self._number, self._swap = number, swap
         self._is_active = bool(cluster.host_blocks) and account.prefix_caching
-        self.changes = self.num_hits = self._times_relented = 0
+        hosts = {cluster.host_pool(instance) for instance in cluster.instances} if self._is_active else set()
+        self._host_of = {disk: host for host in hosts if (disk := cluster.disk_pool(host)) is not None}
+        self.changes = self.num_hits = self.num_disk_hits = self._times_relented = 0
         self._copies: dict[int, _Copy] = {}
-        self._leaving: set[tuple[int, bytes]] = set()  # contents on their way to the pool of a host
+        self._coming: set[tuple[int, bytes]] = set()  # pools, and contents on their way there
         self._fetches: dict[int, _Fetch] = {}
         self._groups: dict[int, tuple[int, ...]] = {}  # of several, that requests had when they gave up their KV
         self._hidden, self._first_hidden = set[int](), math.inf
@@ -120,28 +139,44 @@ class Tiers:
     def in_flight(self) -> bool:
         return bool(self._copies)
 
+    @property
+    def on_devices(self) -> bool:
+        """Whether any copy under way is to or from a device."""
+        return any(copy.move.way in ("out", "in") for copy in self._copies.values())
+
     def restart(self, account: KvAccount) -> None:
         """Goes on with another account, which may have the same pools on hosts; copies under way are forgotten."""
         for copy in self._copies.values():
+            self._account.let_go(copy.held)
             self._account.give_back(reversed(copy.kept))
+        self.make_room()
         self._account = account
-        for kept in (self._copies, self._leaving, self._fetches, self._groups):
+        for kept in (self._copies, self._coming, self._fetches, self._groups):
             kept.clear()
 
-    def moved(self, number: int) -> bool:
-        """Takes the completion of a step if it is a copy; returns whether it is."""
-        if (copy := self._copies.pop(number, None)) is None:
-            return False
+    def moved(self, done: Completion) -> list[MoveKV] | None:
+        """Takes the completion of a step if it is a copy; returns the moves to disks that follow, None for others.
+
+        What a disk could not give is offered no more.
+        """
+        if (copy := self._copies.pop(done.number, None)) is None:
+            return None
         move, account = copy.move, self._account
-        sources, targets = zip(*move.copies, strict=True)
-        for target, content in zip(targets, copy.contents, strict=True):
-            account.pool(target.pool).publish(target.block, content)
-        account.let_go(reversed(sources if move.way == "out" else targets))
+        for index, ((source, target), content) in enumerate(zip(move.copies, copy.contents, strict=True)):
+            if index not in done.failed:
+                account.pool(target.pool).publish(target.block, content)
+                self.num_disk_hits += len(content.tokens) if move.way == "load" else 0
+            elif move.way == "load":
+                account.pool(source.pool).forget(source.block)
+        self._coming.difference_update(
+            (target.pool, content.key) for (_, target), content in zip(move.copies, copy.contents, strict=True)
+        )
+        saves = self._save(copy) if move.way == "out" else []
+        account.let_go(reversed(copy.held))
         account.give_back(reversed(copy.kept))
-        self._leaving.difference_update((targets[0].pool, content.key) for content in copy.contents)
         if (fetch := self._fetches.get(move.request_id)) is not None:
-            fetch.numbers.discard(number)
-        return True
+            fetch.numbers.discard(done.number)
+        return saves
 
     # ---------------------------------------------------------------- out
 
@@ -153,10 +188,11 @@ class Tiers:
             self._groups[request.id] = request.group
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
+        contents: defaultdict[int, list[Content]] = defaultdict(list)
         for ref, content in self._account.contents(request):
             number = self._cluster.host_pool(ref.instance)
             pool = self._account.pool(number)
-            if (number, content.key) in self._leaving:
+            if (number, content.key) in self._coming:
                 continue
             if (block := pool.holder(content)) is not None:
                 pool.share(block)
@@ -166,27 +202,59 @@ class Tiers:
             else:
                 continue
             kept[number].append(BlockRef(number, block))
+            contents[number].append(content)
         moves = []
         for number, blocks in kept.items():
+            self._use_saved(self._cluster.disk_pool(number), contents[number])
             if found := copies.get(number):
-                self._account.hold([source for source, _, _ in found])
-                self._leaving.update((number, content.key) for _, _, content in found)
-                pairs = [(source, target) for source, target, _ in found]
-                moves.append(self._move("out", request, pairs, [content for _, _, content in found], blocks))
+                sources = [source for source, _, _ in found]
+                self._account.hold(sources)
+                moves.append(self._move("out", request.id, found, held=sources, kept=blocks))
             else:
                 self._account.give_back(reversed(blocks))  # which makes them the last that are evicted
         return moves
 
+    def _use_saved(self, disk: int | None, contents: Sequence[Content]) -> None:
+        """Makes those that a disk has the last that are evicted there, and the first of them the very last."""
+        if disk is None:
+            return
+        pool = self._account.pool(disk)
+        for content in reversed(contents):
+            if (block := pool.holder(content)) is not None:
+                pool.share(block)
+                pool.release(block)
+
+    def _save(self, copy: _Copy) -> list[MoveKV]:
+        """Makes a move to its disk of what has come to a host, as far as the disk lacks it and has room."""
+        host = copy.move.copies[0][1].pool
+        if (disk := self._cluster.disk_pool(host)) is None:
+            return []
+        above, below = self._account.pool(host), self._account.pool(disk)
+        found = []
+        for (_, source), content in zip(copy.move.copies, copy.contents, strict=True):
+            if above.holder(content) != source.block or (disk, content.key) in self._coming:
+                continue
+            if below.holder(content) is None and below.num_free:
+                above.share(source.block)
+                found.append((source, BlockRef(disk, below.allocate(1)[0]), content))
+        kept = [ref for source, target, _ in found for ref in (source, target)]
+        return [self._move("save", copy.move.request_id, found, held=[], kept=kept)] if found else []
+
     def _move(
         self,
         way: MoveWay,
-        request: Request,
-        pairs: Iterable[tuple[BlockRef, BlockRef]],
-        contents: list[Content],
-        kept: list[BlockRef],
+        request_id: int,
+        found: Sequence[tuple[BlockRef, BlockRef, Content]],
+        *,
+        held: Sequence[BlockRef],
+        kept: Sequence[BlockRef],
     ) -> MoveKV:
-        move = MoveKV(number=self._number(), request_id=request.id, copies=tuple(pairs), way=way)
-        self._copies[move.number] = _Copy(move=move, contents=contents, kept=kept)
+        """Makes a move from the first to the second of each."""
+        copies, contents = tuple((source, target) for source, target, _ in found), tuple(one for _, _, one in found)
+        self._coming.update((target.pool, content.key) for _, target, content in found)
+        on_disk = contents if way in ("save", "load") else ()
+        move = MoveKV(number=self._number(), request_id=request_id, copies=copies, way=way, contents=on_disk)
+        self._copies[move.number] = _Copy(move=move, contents=contents, held=held, kept=kept)
         return move
 
     # ---------------------------------------------------------------- in
@@ -226,7 +294,8 @@ class Tiers:
         One that has come where the policy would not let it begin now, since more is to be computed there than
         elsewhere, waits until that is done.
         """
-        if (fetch := self._fetches.get(request.id)) is not None:
+        fetch = self._fetches.get(request.id)
+        if fetch is not None and (fetch.numbers or not fetch.loads):
             if fetch.numbers:
                 self._hidden.add(request.id)
             elif not _has_room(room, fetch.found.group, fetch.found.num_missing):
@@ -235,33 +304,81 @@ class Tiers:
                 return False
             elif not self._is_best(request, fetch.found, load):
                 return False
-            _claim(room, load, fetch.found, fetch.found.num_missing, request)
+            _claim(room, load, fetch.found, fetch.num_claimed, request)
             return True
-        if max(room.values()) <= 0 or any(copy.move.request_id == request.id for copy in self._copies.values()):
+        if max(room.values()) <= 0 or self._is_copied(request):
             return False
-        found = [self._find(request, group) for group in self._groups_for(request)]
+        if self._host_of and fetch is None:
+            begun = self._begin(request, room, load, moves, may_fetch, on_disks=True)
+            if begun is not None:
+                return begun
+        return bool(self._begin(request, room, load, moves, may_fetch, on_disks=False))
+
+    def _begin(
+        self,
+        request: Request,
+        room: dict[int, int],
+        load: list[int],
+        moves: list[MoveKV],
+        may_fetch: bool,
+        *,
+        on_disks: bool,
+    ) -> bool | None:
+        """Does what `_arrange` does for a request of which nothing is fetched yet; None when it is not worth a disk."""
+        best, has_room = self._best(request, room, load, on_disks=on_disks)
+        wanted = best.saved if on_disks else best.stored
+        pays = bool(wanted) and self._pays(best)
+        if on_disks and not pays:
+            return None
+        if pays and not (has_room and may_fetch):
+            return False
+        if not pays:
+            best.stored, best.num_tokens = [], best.num_cached
+        is_coming = pays and self._is_coming(wanted[0], best)
+        can_fetch = has_room and may_fetch and best.num_tokens and not is_coming
+        fetching = self._fetch(request, best) if can_fetch else []
+        if on_disks and not (fetching or is_coming):
+            return None
+        if pays:
+            self._hidden.add(request.id)
+        moves += fetching
+        _claim(room, load, best, best.num_asked, request)
+        return True
+
+    def _is_coming(self, ref: BlockRef, found: _Found) -> bool:
+        """Tells whether what is in a block is on its way, for another request, to where it is wanted."""
+        key = self._account.pool(ref.pool).content(ref.block).key
+        pools = found.group if ref.pool not in self._host_of else (self._host_of[ref.pool],)
+        return any((pool, key) in self._coming for pool in pools)
+
+    def _is_copied(self, request: Request) -> bool:
+        """Tells whether a copy that a request waits for is under way."""
+        return any(copy.move.request_id == request.id and copy.move.way != "save" for copy in self._copies.values())
+
+    def _best(
+        self, request: Request, room: dict[int, int], load: Sequence[int], *, on_disks: bool
+    ) -> tuple[_Found, bool]:
+        """Returns what there is of a request where a prefill would end first, and whether it has room there.
+
+        Where it has none, none has.
+        """
+        found = [self._find(request, group, on_disks=on_disks) for group in self._groups_for(request)]
         able = [one for one in found if _has_room(room, one.group, one.num_asked)]
         best = max(
             able or found,
             key=lambda one: (one.num_tokens - load[one.group[0]], one.num_cached, room[one.group[0]]),
         )
-        pays = bool(best.stored) and self._pays(best)
-        if pays and not (able and may_fetch):
-            return False
-        if pays:
-            self._hidden.add(request.id)
-        else:
-            best.stored, best.num_tokens = [], best.num_cached
-        _claim(room, load, best, best.num_asked, request)
-        if able and may_fetch and best.num_tokens:
-            moves += self._fetch(request, best)
-        return True
+        return best, bool(able)
 
     def _is_best(self, request: Request, found: _Found, load: Sequence[int]) -> bool:
         """Tells whether a prefill would end sooner on one instance, with what is there, than on any that has less."""
         if len(found.group) > 1:
             return True
-        cached = {i: self._find(request, (i,)).num_cached for i in self._cluster.prefill if i not in found.group}
+        cached = {
+            i: self._find(request, (i,), on_disks=False).num_cached
+            for i in self._cluster.prefill
+            if i not in found.group
+        }
         best = load[found.group[0]] - found.num_tokens
         return all(best < load[i] - number or number >= found.num_tokens for i, number in cached.items())
 
@@ -289,8 +406,11 @@ class Tiers:
 
     def _unpin(self, request_id: int) -> None:
         if (fetch := self._fetches.pop(request_id, None)) is not None:
-            for ref in reversed(fetch.pinned):
-                self._account.pool(ref.pool).unpin(ref.block)
+            self._drop(fetch)
+
+    def _drop(self, fetch: _Fetch) -> None:
+        for ref in reversed(fetch.pinned):
+            self._account.pool(ref.pool).unpin(ref.block)
 
     def _groups_for(self, request: Request) -> list[tuple[int, ...]]:
         """Returns the groups that a request could be admitted on with what hosts have of it."""
@@ -301,20 +421,20 @@ class Tiers:
             return [everyone]
         return [(instance,) for instance in everyone]
 
-    def _find(self, request: Request, group: tuple[int, ...]) -> _Found:
+    def _find(self, request: Request, group: tuple[int, ...], *, on_disks: bool) -> _Found:
         account, size = self._account, request.block_size
         limit = 0 if request.scores_prompt else request.num_tokens - 1  # logprobs of a prompt need all of it computed
         hosts = sorted({self._cluster.host_pool(instance) for instance in group})
         found = _Found(group=group, num_blocks=request.blocks_for(request.num_tokens))
+        pools = (*group, *hosts, *(disk for disk, host in self._host_of.items() if on_disks and host in hosts))
         index = 0
         while (index + 1) * size <= limit:
-            key = request.parent_key(index + 1)
-            if (ref := account.find(key, group) or account.find(key, hosts)) is None:
+            if (ref := account.find(request.parent_key(index + 1), pools)) is None:
                 break
             self._add(found, ref, size)
             index += 1
         rest = tuple(request.tokens(index * size, min(limit, (index + 1) * size)))
-        ref, length = account.find_begun(request.parent_key(index), rest, (*group, *hosts))
+        ref, length = account.find_begun(request.parent_key(index), rest, pools)
         if length:
             self._add(found, ref, length)
         in_use = sum(account.pool(ref.pool).references(ref.block) > 0 for ref in found.cached)
@@ -323,45 +443,59 @@ class Tiers:
 
     def _add(self, found: _Found, ref: BlockRef, num_tokens: int) -> None:
         found.num_tokens += num_tokens
-        if self._cluster.tier(ref.pool) == "host":
-            found.stored.append(ref)
-        else:
-            found.cached.append(ref)
-            found.num_cached += num_tokens
+        match self._cluster.tier(ref.pool):
+            case "device":
+                found.cached.append(ref)
+                found.num_cached += num_tokens
+            case "host":
+                found.stored.append(ref)
+            case "disk":
+                found.saved.append(ref)
 
     def _pays(self, found: _Found) -> bool:
         if self._swap is None:
             return True
-        copy_s = len(found.stored) * self._swap.block_s / len(found.group)
+        copy_s = (len(found.stored) + len(found.saved)) * self._swap.block_s / len(found.group)
+        copy_s += len(found.saved) * self._swap.load_s
         return copy_s < self._swap.recompute_s(found.num_tokens - found.num_cached, found.num_cached)
 
     def _fetch(self, request: Request, found: _Found) -> list[MoveKV]:
-        """Returns moves of what hosts have of a request to members with most room; what devices have is pinned."""
-        account = self._account
-        fetch = self._fetches[request.id] = _Fetch(found=found, pinned=[])
-        for ref in found.cached:
+        """Returns moves of what hosts have of a request to members with most room; what devices have is pinned.
+
+        If disks have some, it is moved to hosts first, as far as these have room, and what hosts have is pinned.
+        """
+        account, before = self._account, self._fetches.pop(request.id, None)
+        loads = bool(found.saved)
+        fetch = self._fetches[request.id] = _Fetch(found=found, loads=loads)
+        for ref in found.stored if loads else found.cached:
             account.pool(ref.pool).share(ref.block)
             self._pin(fetch, ref)
-        pairs: defaultdict[int, list[tuple[BlockRef, BlockRef]]] = defaultdict(list)
-        for source in found.stored:
-            near = [i for i in found.group if self._cluster.host_pool(i) == source.pool]
-            instance = max(near, key=account.num_free)
-            if not account.num_free(instance):
+        copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
+        for source in found.saved if loads else found.stored:
+            pool = self._host_of[source.pool] if loads else self._roomiest(found.group, source.pool)
+            if not account.num_free(pool):
                 break
-            target = BlockRef(instance, account.pool(instance).allocate(1)[0])
+            target = BlockRef(pool, account.pool(pool).allocate(1)[0])
             self._pin(fetch, target)
             account.hold([target])
             account.pool(source.pool).share(source.block)
-            pairs[source.pool].append((source, target))
+            copies[source.pool].append((source, target, account.pool(source.pool).content(source.block)))
         moves = []
-        for same in pairs.values():
-            sources = [source for source, _ in same]
-            contents = [account.pool(source.pool).content(source.block) for source in sources]
-            moves.append(self._move("in", request, same, contents, sources))
+        for same in copies.values():
+            sources, targets, _ = zip(*same, strict=True)
+            moves.append(self._move("load" if loads else "in", request.id, same, held=targets, kept=sources))
         fetch.numbers.update(move.number for move in moves)
-        if moves:
+        if loads and not moves:
+            self._unpin(request.id)
+        elif not loads and moves:
             self.num_hits += found.num_tokens - found.num_cached
+        if before is not None:
+            self._drop(before)
         return moves
+
+    def _roomiest(self, group: Sequence[int], host: int) -> int:
+        near = [instance for instance in group if self._cluster.host_pool(instance) == host]
+        return max(near, key=self._account.num_free)
 
     def _pin(self, fetch: _Fetch, ref: BlockRef) -> None:
         self._account.pool(ref.pool).pin(ref.block)

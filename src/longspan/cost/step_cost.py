@@ -25,6 +25,9 @@ from longspan.cost.profile import LinkFit, Prefill, Profile, Times
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
 
+DISK_BYTES_PER_S = 1e9
+"""Typical of disks without moving parts, of which each block is read or written whole, and its checksum made."""
+
 
 class StepCost(Protocol):
     """Predicts how long steps take."""
@@ -279,9 +282,15 @@ def _pairs(move: MoveKV) -> ItemsView[tuple[int, int], int]:
 def host_flows(
     move: MoveKV, cluster: Cluster, block_bytes: Callable[[int], float], latency_s: float, bytes_per_s: float
 ) -> tuple[Flow, ...]:
-    """Returns flows between instances and pools of hosts, each over the links of all ranks of the instance."""
+    """Returns flows between instances and pools of hosts, each over the links of all ranks of the instance; or between
+    such a pool and the one on the host's disk, which has a typical speed.
+    """
     found = []
     for pair, number in _pairs(move):
+        if move.way in ("save", "load"):
+            lane = "disk", max(pair)  # both ways: disks come last
+            found.append(Flow(*pair, number * block_bytes(0), 0.0, ((lane, 1 / DISK_BYTES_PER_S),)))
+            continue
         instance = pair[move.way == "in"]
         byte_s = 1 / (bytes_per_s * len(cluster.ranks(instance)))
         found.append(Flow(*pair, number * block_bytes(instance), latency_s, (((move.way, instance), byte_s),)))

@@ -42,22 +42,31 @@ class HostMemory:
         self._file.close()
 
 
-class HostPool:
-    """The pool of its host as one rank sees it, whose own pool is `pool`; `specs` are those of the whole model.
+def map_blocks(
+    memory: Path, specs: Sequence[AttnSpec], *, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> list[PagedKv]:
+    """Maps the pool of a host: per layer keys and values of all heads, `[block, kv_head, token, head_dim]` each.
 
-    Blocks are `[block, kv_head, token, head_dim]` per layer, keys before values, of all layers and heads.
+    Args:
+        specs: of the whole model, per layer.
     """
+    with memory.open("r+b") as file:
+        mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype)
+    shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in specs for _ in range(2)]
+    parts = mapped.split([torch.Size(shape).numel() for shape in shapes])
+    both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [PagedKv(keys=k, values=v) for k, v in zip(both[::2], both[1::2], strict=True)]
+
+
+class HostPool:
+    """The pool of its host as one rank sees it, whose own pool is `pool`; `specs` are those of the whole model."""
 
     def __init__(self, memory: Path, pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int) -> None:
         self._own, self._specs = pool, specs
         self._instance, _, self._shard = cluster.at(rank)
         self._tp, num_blocks = cluster.tp(self._instance), cluster.host_blocks[cluster.hosts[rank]]
-        with memory.open("r+b") as file:
-            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=pool.layer(pool.layers.start).keys.dtype)
-        shapes = [(num_blocks, spec.num_kv_heads, pool.block_size, spec.head_dim) for spec in specs for _ in range(2)]
-        parts = mapped.split([torch.Size(shape).numel() for shape in shapes])
-        both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._layers = [PagedKv(keys=k, values=v) for k, v in zip(both[::2], both[1::2], strict=True)]
+        dtype = pool.layer(pool.layers.start).keys.dtype
+        self._layers = map_blocks(memory, specs, num_blocks=num_blocks, block_size=pool.block_size, dtype=dtype)
 
     def copies(self, move: MoveKV, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields what this rank copies of a layer, each `[kv_heads, token, head_dim]`: to where, and from where.

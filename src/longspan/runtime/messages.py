@@ -89,6 +89,14 @@ class Sent(msgspec.Struct, frozen=True, tag="sent"):
     number: int
 
 
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """The controller's own lane has made a MoveKV to or from a disk, but for the copies that `failed`, by index."""
+
+    number: int
+    num_bytes: int
+    failed: tuple[int, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker raised and is about to exit; `peer` when it only noticed that another one is gone."""
 
@@ -104,7 +112,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Done | Moved | Sent | Failed | Exited
+Report = Ready | Done | Moved | Sent | Stored | Failed | Exited
 
 
 def command_address(endpoint: str, rank: int) -> str:

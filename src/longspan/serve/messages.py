@@ -176,7 +176,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
-        num_host_hits: tokens whose KV was found in the memory of hosts.
+        num_external_queries, num_host_hits: tokens whose KV was looked up, and found, in the memory of hosts.
+        num_disk_hits: tokens whose KV was found on disks.
+        host_bytes, disk_bytes: KV that hosts and their disks hold.
         bytes_sent: between ranks, or copied to and from hosts, since the start.
     """
 
@@ -188,7 +190,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_external_queries: int = 0
     num_host_hits: int = 0
+    num_disk_hits: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
     bytes_sent: BytesSent = {}
 
 

@@ -37,7 +37,9 @@ _COUNTERS = (
     ("num_preemptions", "num_preemptions", "How often a request gave up its KV to others."),
     ("num_prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("num_prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("num_external_queries", "external_prefix_cache_queries", "Tokens looked up in the memory of hosts."),
     ("num_host_hits", "external_prefix_cache_hits", "Tokens whose KV was copied back from the memory of hosts."),
+    ("num_disk_hits", "disk_prefix_cache_hits", "Tokens whose KV was copied from disks to the memory of hosts."),
     ("num_restarts", "worker_restarts", "How often lost workers were replaced."),
 )
 """Counters of an engine core: the field of `Stats`, the metric, its help."""
@@ -124,7 +126,7 @@ class Metrics(Collector):
         """Resets gauges while there is no engine core; another one counts from 0 again, but counters stay."""
         self._num_losses += 1
         none = [0] * self._num_instances
-        self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none)
+        self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none, host_bytes=0)
 
     def text(self) -> bytes:
         """Returns the page in Prometheus' exposition format."""
@@ -140,6 +142,9 @@ class Metrics(Collector):
         for field, name, words in _COUNTERS:
             yield self._counter(name, words, {(): getattr(stats, field)})
         yield self._counter("engine_restarts", "How often a lost engine core was replaced.", {(): self._num_losses})
+        words = "Bytes of KV in the memory of hosts."
+        yield self._gauge("local_cache_usage", words, {(): stats.host_bytes})
+        yield self._gauge("local_storage_usage", "Bytes of KV on the disks of hosts.", {(): stats.disk_bytes})
         used = {(str(instance),): value for instance, value in enumerate(stats.used_blocks)}
         yield self._gauge("instance_kv_blocks_used", "KV blocks in use.", used, "instance")
         busy_s = {(str(instance),): value for instance, value in enumerate(stats.busy_s)}

@@ -17,7 +17,7 @@ from longspan.core.layouts import shard_span
 from longspan.core.options import SchedulingArgs
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, chunk_tokens
-from longspan.core.steps import Forward, MoveKV, Part
+from longspan.core.steps import Forward, MoveKV, MoveWay, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.channels import Channel, Shares, shares_of
@@ -253,7 +253,7 @@ def computed_experiment(
     scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
     cluster = cluster.with_blocks([blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances])
-    cluster = cluster.with_host_memory(scheduling.host_kv_gib, _block_bytes(model, scheduling))
+    cluster = _with_tiers(cluster, model, scheduling)
     profile_key = ProfileKey(
         model=model.name,
         dtype=spec.dtype,
@@ -297,7 +297,7 @@ def measured_experiment(
         raise ParameterError("profile", f"is of instances with tp {key.tp}, but {cluster} given", spec.profile)
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
     cluster = cluster.with_blocks([num_blocks] * cluster.num_instances)
-    cluster = cluster.with_host_memory(scheduling.host_kv_gib, _block_bytes(model, scheduling))
+    cluster = _with_tiers(cluster, model, scheduling)
     partitions: PartitionTable | ModelledPartitions = PartitionTable()
     if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
@@ -370,22 +370,31 @@ def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
     return found
 
 
-def _block_bytes(model: Architecture, scheduling: SchedulingArgs) -> float:
-    """Counts the bytes of a block with all layers and heads."""
-    return scheduling.block_size * model.attention.kv_bytes * model.attention.num_layers
+def _with_tiers(cluster: Cluster, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
+    """Gives hosts and their disks pools of blocks with all layers and heads."""
+    block_bytes = scheduling.block_size * model.attention.kv_bytes * model.attention.num_layers
+    return cluster.with_tiers(block_bytes, host_kv_gib=scheduling.host_kv_gib, disk_kv_gib=scheduling.disk_kv_gib)
 
 
 class PricedSwap:
-    """Prices what is copied from a host to an instance, and what is computed there instead, by the cost of steps."""
+    """Prices what is copied from a host, or its disk, to an instance, and what is computed there instead, by the cost
+    of steps.
+    """
 
     def __init__(self, cost: StepCost, cluster: Cluster) -> None:
-        block, there = BlockRef(cluster.host_pool(0), 0), BlockRef(0, 0)
-        one_s, two_s = (
-            alone_s(cost.flows(MoveKV(number=1, request_id=0, copies=((block, there),) * number, way="in")))
-            for number in (1, 2)
-        )
-        self.block_s = two_s - one_s
+        host = cluster.host_pool(0)
+        disk = cluster.disk_pool(host)
+        self.block_s = _block_s(cost, host, 0, "in")
+        self.load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
         self.recompute_s = lru_cache(maxsize=4096)(partial(_prefill_s, cost, 1, LOCAL))
+
+
+def _block_s(cost: StepCost, source: int, target: int, way: MoveWay) -> float:
+    """Times one block more in a move."""
+    pair = BlockRef(source, 0), BlockRef(target, 0)
+    moves = (MoveKV(number=1, request_id=0, copies=(pair,) * number, way=way) for number in (1, 2))
+    one_s, two_s = (alone_s(cost.flows(move)) for move in moves)
+    return two_s - one_s
 
 
 def predicted_profile(

@@ -10,18 +10,20 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NoReturn, Protocol, Self
 
 import msgspec
 import zmq
 
 from longspan.core.cluster import Cluster
-from longspan.core.steps import Completion, Forward, Free, Link, MoveKV, Sampled, Scored, Step
+from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, MoveKV, Sampled, Scored, Step
 from longspan.errors import WorkerLostError
 from longspan.runtime import messages
+from longspan.runtime.disk_pool import DiskLane, DiskPool
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
@@ -84,7 +86,9 @@ class WorkerExecutor:
         worker_times: by rank, the seconds spent per category up to the latest step, if the workers record them.
     """
 
-    def __init__(self, launcher: Launcher, *, step_timeout_s: float) -> None:
+    def __init__(
+        self, launcher: Launcher, *, step_timeout_s: float, disks: Mapping[int, DiskPool] = MappingProxyType({})
+    ) -> None:
         """Starts one worker per rank and waits until all are ready.
 
         Raises:
@@ -99,10 +103,13 @@ class WorkerExecutor:
         self._workers: list[WorkerHandle] = []
         self._reports = self._context.socket(zmq.PULL)
         self._watchers: list[threading.Thread] = []
+        stored = self._context.socket(zmq.PUSH)
+        self._disk_lane = DiskLane(disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
         self._finalizer = weakref.finalize(
-            self, _clean_up, self._workers, self._watchers, self._commands, self._reports, launcher
+            self, _clean_up, self._workers, self._watchers, self._commands, self._reports, self._disk_lane, launcher
         )
         self._reports.bind(messages.report_address(launcher.endpoint))
+        stored.connect(messages.report_address(launcher.endpoint))
         self.wakeup: zmq.Socket[bytes] | None = None
         self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
         self._decoder = msgspec.msgpack.Decoder(messages.Report)
@@ -119,9 +126,12 @@ class WorkerExecutor:
         return tuple(worker.pid for worker in self._workers)
 
     def submit(self, step: Step) -> None:
-        """Sends a Forward to the ranks that take part, a MoveKV to both ends, a Free to all."""
+        """Sends a Forward to the ranks that take part, a MoveKV to both ends or to the disk, a Free to all."""
         if isinstance(step, Free):
             self._send(messages.RunFree(step), range(len(self._commands)))
+            return
+        if isinstance(step, MoveKV) and step.way in ("save", "load"):
+            self._disk_lane.put(step)
             return
         self._in_flight.begin(step, time.monotonic())
         if isinstance(step, MoveKV):
@@ -144,6 +154,10 @@ class WorkerExecutor:
             completion = self._take(report)
             if completion is not None:
                 return [completion]
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
 
     def close(self) -> None:
         """Stops the workers, by force if need be; can be called again."""
@@ -211,6 +225,9 @@ class WorkerExecutor:
                 return self._in_flight.take(report, time.monotonic())
             case messages.Sent(rank, number):
                 self._in_flight.sent(rank, number)
+            case messages.Stored(number, num_bytes, failed):
+                sent: BytesSent = {("disk_copy", "same_host"): num_bytes}
+                return Completion(number=number, sampled=(), bytes_sent=sent, failed=failed)
             case messages.Failed(rank, reason, peer=True):
                 self._blame(rank, reason)
             case messages.Failed(rank, reason):
@@ -386,6 +403,7 @@ def _clean_up(
     watchers: Sequence[threading.Thread],
     commands: Sequence[zmq.Socket[bytes]],
     reports: zmq.Socket[bytes],
+    disk_lane: DiskLane,
     launcher: Launcher,
 ) -> None:
     """Ends all workers; nothing is left of them: no process, no thread, no socket, no file but the logs.
@@ -403,6 +421,7 @@ def _clean_up(
             worker.destroy()
     for watcher in watchers:  # zmq aborts the process when a socket is closed that another thread is sending on
         watcher.join(_STOP_TIMEOUT_S)
+    disk_lane.close()
     reports.close(linger=0)
     launcher.context.destroy(linger=0)
     launcher.clean_up()

@@ -1,0 +1,176 @@
+"""A prefix that one run has cached is found by the next: whole engines, and what becomes of files that are damaged."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ThreadLLM
+from oracle import Oracle
+from test_exact import assert_all_exact, prompts_of
+from tiny_models import make_tiny
+
+from longspan.errors import ParameterError
+from longspan.outputs import RequestOutput
+from longspan.runtime.disk_pool import DiskPool
+
+PROMPTS = prompts_of(108, 42)
+SIZES = {"block_size": 16, "host_kv_gib": 0.02, "disk_kv_gib": 0.02}
+
+
+@contextmanager
+def running(folder: Path, disk: Path, **given: Any) -> Iterator[ThreadLLM]:
+    """Blocks of 16 tokens; the disk has room for all."""
+    with ThreadLLM(str(folder), skip_tokenizer_init=True, disk_kv_dir=str(disk), **SIZES | given) as llm:
+        yield llm
+
+
+def answered(folder: Path, disk: Path, oracle: Oracle, **given: Any) -> Sequence[RequestOutput]:
+    """One run from its start to its end."""
+    with running(folder, disk, **given) as llm:
+        return assert_all_exact(llm, oracle, PROMPTS)
+
+
+def files(disk: Path) -> list[Path]:
+    """Those of blocks: seven full ones and a beginning of the one, two and a beginning of the other."""
+    found = sorted(disk.glob("*/host-0/*.kv"))
+    assert len(found) == 11
+    return found
+
+
+def num_cached(outputs: Sequence[RequestOutput]) -> list[int]:
+    return [output.metrics.num_cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize(("before", "after"), [("1", "2xpp2"), ("tp2", "1"), ("pp3", "tp2pp2"), ("2", "3")])
+def test_another_layout_finds_it(tiny: Path, oracle: Oracle, tmp_path: Path, before: str, after: str) -> None:
+    """All but the last token of each prompt, which must be computed."""
+    assert num_cached(answered(tiny, tmp_path, oracle, parallel=before)) == [0, 0]
+    assert num_cached(answered(tiny, tmp_path, oracle, parallel=after)) == [107, 41]
+
+
+def cut(path: Path) -> None:
+    """Loses the end."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path, position: int = -1) -> None:
+    """Of the last byte, or another one."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def replace_by_text(path: Path) -> None:
+    """Something else altogether."""
+    path.write_text("no KV\n")
+
+
+def lengthen(path: Path) -> None:
+    """Goes on behind the end."""
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, replace_by_text, lengthen], ids=lambda one: one.__name__)
+def test_a_damaged_file_is_ignored_with_one_line(
+    tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    """What comes before it in the prompt is used."""
+    answered(tiny, tmp_path, oracle)
+    damaged = files(tmp_path)[2]
+    damage(damaged)
+    assert num_cached(answered(tiny, tmp_path, oracle)) == [32, 41]
+    [line] = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert damaged.name in line
+    assert num_cached(answered(tiny, tmp_path, oracle)) == [107, 41], "it has been saved anew"
+
+
+@pytest.mark.parametrize("position", [0, 20, 33, 40, 80, 200])
+def test_any_byte_counts(tiny: Path, oracle: Oracle, tmp_path: Path, position: int) -> None:
+    """Magic number, checksum, length, header and keys."""
+    answered(tiny, tmp_path, oracle)
+    flip_a_bit(files(tmp_path)[0], position)
+    assert num_cached(answered(tiny, tmp_path, oracle)) == [0, 41]
+
+
+def test_another_models_files_are_ignored(
+    tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside the model's own, and even in their place."""
+    other = make_tiny("llama", tmp_path / "other", seed=5)
+    disk = tmp_path / "disk"
+    answered(other, disk, Oracle(other))
+    assert num_cached(answered(tiny, disk, oracle)) == [0, 0]
+    first, second = sorted(disk.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
+    for path in (first / "host-0").glob("*.kv"):
+        path.replace(second / "host-0" / path.name)
+    assert num_cached(answered(tiny, disk, oracle)) == [0, 0]
+    assert [line for line in caplog.messages if "11 files" in line and "it is of another model" in line]
+
+
+def test_block_sizes_have_folders_of_their_own(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
+    answered(tiny, tmp_path, oracle)
+    assert num_cached(answered(tiny, tmp_path, oracle, block_size=32)) == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_has_one_server(tiny: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        with (
+            running(tiny, tmp_path),
+            pytest.raises(ParameterError, match=f"{tmp_path}.* is used by another server: give another one"),
+        ):
+            running(tiny, tmp_path).__enter__()
+
+
+def test_a_full_disk_is_no_reason_to_fail(
+    tiny: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(DiskPool, "_write", full)
+    with running(tiny, tmp_path) as llm:
+        assert_all_exact(llm, oracle, PROMPTS)
+        assert llm.engine.settle(60.0)
+        assert llm.engine.load().disk_blocks == 0 < llm.engine.load().host_blocks
+    assert len([line for line in caplog.messages if "No space left on device" in line]) == 1
+
+
+def test_a_smaller_disk_keeps_less(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """And more than it holds is never on it."""
+    answered(tiny, tmp_path, oracle)
+    size = files(tmp_path)[0].stat().st_size
+    with running(tiny, tmp_path, disk_kv_gib=4.5 * size / 2**30) as llm:
+        assert llm.engine.load().disk_blocks == 4
+        for number in range(8):
+            assert_all_exact(llm, oracle, prompts_of(50 + number))
+    assert len(list(tmp_path.glob("*/host-0/*.kv"))) == 4
+
+
+def test_the_prefix_cache_is_reset_on_disk_too(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
+    with running(tiny, tmp_path) as llm:
+        assert_all_exact(llm, oracle, PROMPTS)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        llm.reset_prefix_cache()
+    assert num_cached(answered(tiny, tmp_path, oracle)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"disk_kv_gib": 1e9}, r"disk_kv_gib .*needs .* GiB more in .*: allow less"),
+        ({"disk_kv_gib": 1e-9}, r"disk_kv_gib.*holds no block of .* bytes: allow more"),
+        ({"host_kv_gib": 0.0}, r"disk_kv_gib.*by way of the host's memory: give host_kv_gib, too"),
+        ({"disk_kv_dir": "/dev/null/kv"}, r"disk_kv_dir .*cannot be used .*: give another one"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path, given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ParameterError, match=problem):
+        ThreadLLM(str(tiny), skip_tokenizer_init=True, **{"disk_kv_dir": str(tmp_path), **SIZES, **given})
