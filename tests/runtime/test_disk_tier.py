@@ -142,6 +142,19 @@ def test_a_full_disk_is_no_reason_to_fail(
     assert len([line for line in caplog.messages if "No space left on device" in line]) == 1
 
 
+def test_a_save_that_was_cut_off_leaves_nothing(
+    tiny: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has no name yet by which it could be found, and the next run removes it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: None)
+        answered(tiny, tmp_path, oracle)
+    assert len(list(tmp_path.glob("*/host-0/*.unfinished"))) == 11
+    with running(tiny, tmp_path) as llm:
+        assert llm.engine.load().disk_blocks == 0
+    assert not list(tmp_path.glob("*/host-0/*.*"))
+
+
 def test_a_smaller_disk_keeps_less(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
     """And more than it holds is never on it."""
     answered(tiny, tmp_path, oracle)

@@ -29,6 +29,7 @@ _MAGIC = b"longspan-kv-1\n\0\0"
 _CHECKSUM_BYTES = 16
 _FRONT_BYTES = len(_MAGIC) + _CHECKSUM_BYTES + 4
 _MOST_HEADER_BYTES = 2**24
+_UNFINISHED = ".unfinished"
 
 _log = logging.getLogger("longspan")
 
@@ -73,7 +74,7 @@ class DiskPool:
         except OSError as error:
             raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
         files = list(self._files())
-        self._remove([path for path, block in files if block >= num_blocks])
+        self._remove([*folder.glob(f"*{_UNFINISHED}"), *(path for path, block in files if block >= num_blocks)])
         kept = sum(path.stat().st_size for path, block in files if block < num_blocks)
         needed, free = num_blocks * self._block_bytes - kept, shutil.disk_usage(folder).free
         if needed > free:
@@ -120,7 +121,7 @@ class DiskPool:
         for part in parts:
             checksum.update(part)
         path = self._path(block)
-        unfinished = path.with_suffix(".unfinished")
+        unfinished = path.with_suffix(_UNFINISHED)
         with unfinished.open("wb", buffering=0) as file:
             for data in (_MAGIC + checksum.digest() + front, *parts):
                 if file.write(data) != len(data):
