@@ -75,6 +75,8 @@ class Workers:
 class Cluster:
     """In place of a `Service`."""
 
+    block_bytes = 100
+
     def __init__(self) -> None:
         self._clock = VirtualClock()
         self.executor = Workers(self._clock)
