@@ -46,6 +46,8 @@ ALONE = (500, 1500, 4000)
 """Prompts that are served when nothing else is: the machine may be quicker or slower than when it was profiled."""
 WITHIN = 0.15
 _ROUNDS = 4
+_LONG_GAP = 3.0
+"""Between tokens, of the real median: what waits for another's prompt has as much."""
 
 
 Placements = list[tuple[int, tuple[int, ...]]]
@@ -262,6 +264,10 @@ def _print(real: Times, simulated: Mapping[str, Times]) -> None:
                 errors[column].append(said_s / took_s - 1)
                 line += f"{said_s:14.4f}{errors[column][-1]:9.1%}"
             print(line)
+    cliff_s = _LONG_GAP * float(np.median(real.tbt_s))
+    shares = {column: np.mean(np.array(times.tbt_s) > cliff_s) for column, times in {"real": real, **simulated}.items()}
+    listed = ", ".join(f"{column} {share:.1%}" for column, share in shares.items())
+    print(f"gaps between tokens of more than {cliff_s:.2f} s: {listed}")
     for column, of_column in errors.items():
         verdict = "pass" if all(abs(error) <= WITHIN for error in of_column) else "FAIL"
         print(f"{column}: {verdict}: TTFT and TBT within {WITHIN:.0%} wanted, {max(of_column, key=abs):+.1%} at worst")

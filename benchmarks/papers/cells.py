@@ -67,11 +67,18 @@ class Setting:
     block_size: int = 256
 
     def prefill(
-        self, parallel: str, exchange: str, length: int, cached: int = 0, fractions: Fractions = None
+        self,
+        parallel: str,
+        exchange: str,
+        length: int,
+        cached: int = 0,
+        fractions: Fractions = None,
+        *,
+        batch: int = 1,
     ) -> Estimate:
         cluster = Cluster.of(parallel)
-        found = exchange_of(exchange)
-        return estimate_prefill(self._cost(cluster), cluster.num_instances, found, length, cached, fractions=fractions)
+        line, found, number = self._cost(cluster), exchange_of(exchange), cluster.num_instances
+        return estimate_prefill(line, number, found, length, cached, fractions=fractions, batch=batch)
 
     def decode(self, parallel: str, length: int, batch: int = 1) -> Estimate:
         cluster = Cluster.of(parallel)

@@ -13,35 +13,12 @@ from pathlib import Path
 
 import context_parallelism
 import kv_runahead
+import seesaw
 import tetris
 from verdicts import RULES, Claim, report_claims
 
 STORED = Path(__file__).with_name("claims.json")
-_PIPELINE = "Pipeline stages are refused, weights are not re-sharded while serving, and KV has no tier on the host."
 _SPARSE = "The policy, its sparse attention and its pipelining are missing; two of its exchanges are here."
-
-
-def seesaw() -> list[Claim]:
-    """Lists the claims of a paper of which nothing runs here yet."""
-    claimed = (
-        ("Fig. 1, 3.1", "Pipeline parallelism is best for prefill, tensor parallelism for decoding.", "no number"),
-        ("3.2, Fig. 4", "With 4 of 8 GPUs each, prefill is over 6 times quicker than decoding (70B).", "6; 15 %"),
-        ("6.2, Fig. 10", "On A10 throughput is 1.45 times the best single parallelism's on average.", "up to 1.78"),
-        ("6.2, Fig. 10", "On L4 it is 1.29 times that.", "up to 1.52"),
-        (
-            "6.3, Fig. 12",
-            "Prefill and decoding are each nearly as quick as with the best parallelism for them.",
-            "no number",
-        ),
-        (
-            "6.4, Fig. 11",
-            "It is quicker on A100s, too, by NVLink and by PCIe.",
-            "kept for later; vLLM on PCIe 60 % of SXM",
-        ),
-        ("6.5, Fig. 13", "It is the best at every ratio of lengths of output and input.", "no number"),
-        ("6.5, Fig. 14", "It is the best for links of 0.1 to 50 times PCIe's speed.", "0.1 to 50"),
-    )
-    return [Claim(where, says, given, _PIPELINE) for where, says, given in claimed]
 
 
 def csps() -> list[Claim]:
@@ -86,7 +63,7 @@ PAPERS = {
     "Context Parallelism": context_parallelism.claims,
     "KV-Runahead": kv_runahead.claims,
     "Tetris": tetris.claims,
-    "Seesaw": seesaw,
+    "Seesaw": seesaw.claims,
     "CSPS": csps,
 }
 

@@ -308,7 +308,7 @@ def _check_hosts(gib: float, cluster: Cluster) -> None:
             raise ParameterError("host_kv_gib", problem, gib)
     needed, available = gib * (max(cluster.hosts) + 1), psutil.virtual_memory().available / 2**30
     if needed > available:
-        problem = f"({gib:g}) needs {needed:.1f} GiB, but {available:.1f} are available: allow less"
+        problem = f"{gib:g} needs {needed:.1f} GiB, but {available:.1f} are available: allow less"
         raise ParameterError("host_kv_gib", problem, gib)
 
 

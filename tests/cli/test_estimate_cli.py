@@ -81,6 +81,21 @@ def test_decode_with_mixed_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tbt_s"] == pytest.approx(0.071, rel=0.15)
 
 
+def test_kv_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """131,072 bytes a token; eight devices have a bus each, and with stages or instances it is the same."""
+    shape = (*BASE, "--gpus-per-host", "8", "--context", "64k", "--batch", "4", "--host-kv-gib", "32")
+    found = [answer(capsys, *shape, "--parallel", spec) for spec in ("tp8", "pp8", "2xtp2pp2", "tp4")]
+    assert [one["host_kv_tokens"] for one in found] == [32 * 2**30 // 131_072] * 4
+    times = [one["host_fetch_s"] for one in found]
+    assert times[0] == times[1] == times[2] == pytest.approx(times[3] / 2, rel=0.01)
+    assert times[3] == pytest.approx(4 * 64_000 * 131_072 / 4 / 25e9, rel=0.3)
+    assert "host_fetch_s" not in answer(capsys, *shape[:-2])
+    assert run(*shape[:-1], "-1") == 2
+    assert "--host-kv-gib -1 holds no token" in capsys.readouterr().err
+    assert run(*shape) == 0
+    assert re.search("from the host *│ .*; room for KV of 262,144 tokens", capsys.readouterr().out)
+
+
 def test_float32_is_computed_without_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
     """312 and 19.5 TFLOP/s of an A100: 16 times, less what does not compute."""
     options = (*BASE, "--gpus-per-host", "1", "--context", "16K")
@@ -167,6 +182,13 @@ def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> N
     assert run(*BASE, "--parallel", "8", "--context", "64k") == 0
     out = capsys.readouterr().out
     assert "time to first token" in out and "attention" in out
+
+
+def test_a_table_has_no_part_that_takes_next_to_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Launches are hidden but for some nanoseconds."""
+    assert run("estimate", "llama-2-13b", "--hardware", "l4", "--parallel", "tp8", "--context", "16K") == 0
+    shown = capsys.readouterr().out
+    assert "all reduce" in shown and "launch" not in shown
 
 
 def test_a_table_has_the_tokens_of_each_instance_if_they_differ(capsys: pytest.CaptureFixture[str]) -> None:

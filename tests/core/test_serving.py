@@ -19,7 +19,7 @@ from longspan import LLM, SamplingParams
 from longspan.args import EngineArgs
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
-from longspan.core.steps import Completion, Executor, Forward, Step
+from longspan.core.steps import Completion, Executor, Forward, Free, MoveKV, Step
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
@@ -122,8 +122,30 @@ class _Recorder:
         return self._inner.poll(timeout_s)
 
 
+class _InOrder(_Recorder):
+    """One that also gives back what is done in the order of steps, since copies take whatever time they take."""
+
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
+        self._awaited: list[int] = []
+        self._done: dict[int, Completion] = {}
+
+    def submit(self, step: Step) -> None:
+        if not isinstance(step, Free):
+            self._awaited.append(step.number)
+        super().submit(step)
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        number = self._awaited.pop(0)
+        while number not in self._done:
+            self._done.update((done.number, done) for done in super().poll(timeout_s))
+        return [self._done.pop(number)]
+
+
+@pytest.mark.parametrize("host_kv_gib", [0.0, 0.02])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, pp: int) -> None:
+def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, pp: int, host_kv_gib: float) -> None:
+    recorder = _InOrder if host_kv_gib else _Recorder
     rng = random.Random(3)
     jobs = [
         (
@@ -140,22 +162,24 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, pp: int) -
         num_gpu_blocks_override=120,
         max_num_batched_tokens=256,
         max_num_seqs=12,
+        host_kv_gib=host_kv_gib,
         pp=pp,
     ) as llm:
         config = llm.engine.config
-        real = _Recorder(llm.engine._executor)
+        real = recorder(llm.engine._executor)
         llm.engine._executor = real
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
     clock = VirtualClock()
-    simulated = _Recorder(SimExecutor(clock=clock, vocab_size=199, cost=LinearCost(num_stages=pp)))
+    simulated = recorder(SimExecutor(clock=clock, vocab_size=199, cost=LinearCost(num_stages=pp)))
     policy = make_policy("chunked", num_instances=1, options={})
     engine = Engine(policy=policy, executor=simulated, clock=clock, config=config)
     for prompt, params in jobs:
         engine.add(prompt, params)
     while engine.has_unfinished:
         engine.step()
-    assert config == EngineConfig(
-        cluster=EngineArgs(pp=pp).resolve().cluster.with_blocks([120]).with_layers(3, llm.info.head_layers),
+    cluster = EngineArgs(pp=pp).resolve().cluster.with_blocks([120]).with_layers(3, llm.info.head_layers)
+    assert replace(config, swap=None) == EngineConfig(
+        cluster=cluster.with_tiers(llm.service.block_bytes, host_kv_gib=host_kv_gib, disk_kv_gib=0.0),
         block_size=16,
         max_model_len=1920,
         eos_token_ids=(2,),
@@ -164,6 +188,8 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, pp: int) -
     )
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert real.steps == simulated.steps
+    ways = {step.way for step in real.steps if isinstance(step, MoveKV)}
+    assert ways == ({"out", "in"} if host_kv_gib else set())
 
 
 def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,6 +28,7 @@ _cluster = partial(Option, group="Cluster")
 _work = partial(Option, group="What is computed")
 _LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?")
 _MOST = 2**40
+_NEGLIGIBLE = 1e-6
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _HARDWARE = HardwareSpec()
 
@@ -82,6 +84,9 @@ def estimate(
     cached: Annotated[int, _work("How many of them have been computed before.", metavar="P", read=length)] = 0,
     phase: Annotated[Literal["prefill", "decode"], _work("The whole prompt, or one token behind it.")] = "prefill",
     batch: Annotated[int, _work("Requests at a time.")] = 1,
+    host_kv_gib: Annotated[
+        float, _work("GiB of memory on each host for KV: how much that is, and how soon the context's is back.")
+    ] = 0.0,
     hardware_spec: HardwareSpec = _HARDWARE,
     as_json: Annotated[bool, Option("Print one JSON object and no table.", name="json")] = False,
 ) -> None:
@@ -89,7 +94,7 @@ def estimate(
 
     Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
     """
-    from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415 - other verbs need none of it
+    from longspan.cost.estimate import estimate_decode, estimate_prefill, host_kv  # noqa: PLC0415 - no other verb does
     from longspan.cost.forward import rooflines  # noqa: PLC0415
     from longspan.cost.topology import Devices  # noqa: PLC0415
     from longspan.simulation import read_architecture  # noqa: PLC0415
@@ -112,6 +117,8 @@ def estimate(
             raise ValueError("--fractions and --cached are of prompts: leave them out with --phase decode")
         chosen = RING_Q if exchange == "auto" else exchange_of(exchange)
         found = estimate_decode(cost, spec.num_instances, chosen, context, batch)
+    if host_kv_gib:
+        found = replace(found, host=host_kv(cost, spec.num_instances, hosts, host_kv_gib, context, batch))
     _print(found, cluster, as_json=as_json)
 
 
@@ -134,10 +141,12 @@ def _table(found: Estimate, cluster: Devices) -> Table:
     table.add_row(name, seconds(found.seconds))
     table.add_row("lower bound", seconds(found.lower_bound_s))
     for part, part_s in found.breakdown.as_dict().items():
-        if part_s:
+        if part_s > _NEGLIGIBLE * found.seconds:
             table.add_row(f"  {part.removesuffix('_s').replace('_', ' ')}", seconds(part_s))
     table.add_row("exchanged", f"{number(found.bytes_exchanged / 1e9)} GB")
     table.add_row("memory", found.memory.arithmetic)
+    if found.host is not None:
+        table.add_row("from the host", f"{seconds(found.host.fetch_s)}; room for KV of {found.host.tokens:,} tokens")
     table.add_row("utilisation", f"{found.mfu:.1%}, {found.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU")
     if len(set(found.partition)) > 1:
         table.add_row("tokens", ", ".join(map(str, found.partition)))

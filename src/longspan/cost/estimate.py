@@ -13,6 +13,7 @@ from longspan.core.cluster import cut_evenly
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
+from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline, pipelined_s
@@ -73,6 +74,19 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostKv:
+    """KV in the memory of hosts.
+
+    Attributes:
+        tokens: whose KV all hosts have room for.
+        fetch_s: seconds in which the KV of the context comes back, each device over its own bus.
+    """
+
+    tokens: int
+    fetch_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The prediction for a prompt or a step.
 
@@ -83,6 +97,7 @@ class Estimate:
         flops_per_gpu_s: operations per second and device, counted as in Context Parallelism, Appendix A.
         mfu: that as a part of the peak in 16 bits.
         partition: tokens of each instance.
+        host: what the memory of hosts does for it, if that is asked.
     """
 
     phase: Phase
@@ -94,6 +109,7 @@ class Estimate:
     flops_per_gpu_s: float
     mfu: float
     partition: tuple[int, ...]
+    host: HostKv | None = None
 
     def as_json(self) -> dict[str, Any]:
         communication_s = self.breakdown.all_reduce_s + self.breakdown.exchange_s
@@ -110,6 +126,7 @@ class Estimate:
             "tflops_per_gpu_s": self.flops_per_gpu_s / 1e12,
             "partition": list(self.partition),
             "breakdown": self.breakdown.as_dict(),
+            **({} if self.host is None else {"host_kv_tokens": self.host.tokens, "host_fetch_s": self.host.fetch_s}),
         }
 
 
@@ -213,6 +230,21 @@ def _pipelined(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tu
         by_stage.append(model.by_stage(last.total_s - last.head_s, last.head_s, max(channel.shares.queries)))
     part = len(model.stages[-1]) / model.layer.model.attention.num_layers
     return total.of_stage(part, pipelined_s(by_stage)), channels[-1]
+
+
+def host_kv(model: Roofline, instances: int, num_hosts: int, gib: float, context: int, batch: int = 1) -> HostKv:
+    """Predicts what so much memory of each host holds, and how long the KV of `batch` requests needs from there.
+
+    Raises:
+        ParameterError: when it holds no token.
+    """
+    shape, layer = model.layer.model.attention, model.layer
+    token_bytes = shape.kv_bytes * shape.num_layers
+    if not gib * 2**30 >= token_bytes:
+        raise ParameterError("host_kv_gib", f"{gib:g} holds no token of {token_bytes:g} bytes: allow more", gib)
+    bus, num_devices = catalog.link(layer.device.bus), instances * layer.tp * len(model.stages)
+    fetch_s = bus.latency_s + batch * context * token_bytes / (num_devices * bus.bytes_per_s)
+    return HostKv(tokens=int(num_hosts * gib * 2**30 // token_bytes), fetch_s=fetch_s)
 
 
 def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length: int, batch: int = 1) -> Estimate:
