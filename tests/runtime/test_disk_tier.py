@@ -113,6 +113,12 @@ def test_another_models_files_are_ignored(
     assert [line for line in caplog.messages if "11 files" in line and "it is of another model" in line]
 
 
+def test_prompts_on_disk_are_for_their_owner_only(tiny: Path, tmp_path: Path) -> None:
+    with running(tiny, tmp_path / "made"):
+        [folder] = (tmp_path / "made").glob("*/host-0")
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_block_sizes_have_folders_of_their_own(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
     answered(tiny, tmp_path, oracle)
     assert num_cached(answered(tiny, tmp_path, oracle, block_size=32)) == [0, 0]

@@ -66,7 +66,7 @@ class DiskPool:
         self._block_bytes = sum(part.shape[1] for part in self._parts)
         self._is_writable = True
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the tokens of prompts are nobody else's business
             self._lock: IO[bytes] = (folder / "lock").open("ab")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
