@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from fake_llm import run
+from tiny_models import make_tiny
 
 from longspan.cli.app import app
 from longspan.serve import run as server_run
@@ -397,6 +398,13 @@ def test_an_address_that_is_taken_is_named_before_a_model_is_loaded(capsys: pyte
         assert f"127.0.0.1:{port}" in failure(capsys, "--port", port)
     assert "127.0.0.1:70000" in failure(capsys, "--port", "70000")
     assert "192.0.2.1" in failure(capsys, "--host", "192.0.2.1")  # an address of documentation, so not ours
+
+
+def test_what_only_the_engine_refuses_is_said_of_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It knows the parameter by its name in Python, in another process."""
+    folder = make_tiny("llama", tmp_path)
+    assert run("serve", str(folder), "--skip-tokenizer-init", "--disk-kv-gib", "1", "--port", "0") == 2
+    assert "longspan: --disk-kv-gib 1 is reached by way of the host's memory: " in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_start_is_no_mistake_of_the_user(

@@ -157,10 +157,10 @@ class Cluster:
         blocks = []
         for name, gib in (("host_kv_gib", host_kv_gib), ("disk_kv_gib", disk_kv_gib)):
             if gib and not gib * 2**30 >= block_bytes:
-                raise ParameterError(name, f"{gib:g} holds no block of {block_bytes:g} bytes: allow more", gib)
+                raise ParameterError(name, f"{gib:g} holds no block of {block_bytes:,.0f} bytes: allow more", gib)
             blocks.append((int(gib * 2**30 // block_bytes),) * (max(self.hosts) + 1) if gib else ())
         if disk_kv_gib and not host_kv_gib:
-            problem = f"{disk_kv_gib:g} is reached by way of the host's memory: give host_kv_gib, too"
+            problem = f"{disk_kv_gib:g} is reached by way of the host's memory: give that some, too"
             raise ParameterError("disk_kv_gib", problem, disk_kv_gib)
         return replace(self, host_blocks=blocks[0], disk_blocks=blocks[1])
 

@@ -241,7 +241,7 @@ def host_kv(model: Roofline, instances: int, num_hosts: int, gib: float, context
     shape, layer = model.layer.model.attention, model.layer
     token_bytes = shape.kv_bytes * shape.num_layers
     if not gib * 2**30 >= token_bytes:
-        raise ParameterError("host_kv_gib", f"{gib:g} holds no token of {token_bytes:g} bytes: allow more", gib)
+        raise ParameterError("host_kv_gib", f"{gib:g} holds no token of {token_bytes:,.0f} bytes: allow more", gib)
     bus, num_devices = catalog.link(layer.device.bus), instances * layer.tp * len(model.stages)
     fetch_s = bus.latency_s + batch * context * token_bytes / (num_devices * bus.bytes_per_s)
     return HostKv(tokens=int(num_hosts * gib * 2**30 // token_bytes), fetch_s=fetch_s)

@@ -19,6 +19,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from longspan.core.options import option_text
+from longspan.errors import ParameterError
 from longspan.policy import PolicySettings
 from longspan.runtime.child import make_run_dir, start_child
 from longspan.serve import messages
@@ -289,6 +290,8 @@ class EngineClient:
                     self._first.set_result(report)
             case messages.NotStarted():
                 error = ValueError(report.reason) if report.is_mistake else EngineLostError(report.reason)
+                if report.parameter is not None:
+                    error = ParameterError(report.parameter, report.reason)
                 if not self._first.done():
                     self._first.set_exception(error)
             case messages.Restarting(reason):

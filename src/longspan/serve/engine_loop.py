@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from longspan.core.request import FinishReason, Request
-from longspan.errors import WorkerLostError
+from longspan.errors import ParameterError, WorkerLostError
 from longspan.serve import messages
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
@@ -50,6 +50,8 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
         service = Service(setup.engine)
     except (ValueError, WorkerLostError) as error:
         report = messages.NotStarted(reason=str(error), is_mistake=isinstance(error, ValueError))
+        if isinstance(error, ParameterError):
+            report = messages.NotStarted(reason=error.problem, is_mistake=True, parameter=error.parameter)
         socket.send(msgspec.msgpack.encode(report))
         return 1
     with closing(service):

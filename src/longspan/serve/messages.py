@@ -121,10 +121,15 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine core ends without having served: by the user's mistake, or a worker that did not start."""
+    """The engine core ends without having served: by the user's mistake, or a worker that did not start.
+
+    Attributes:
+        parameter: the one that the mistake is in, if it is in one; `reason` is the problem with it then.
+    """
 
     reason: str
     is_mistake: bool
+    parameter: str | None = None
 
 
 class PolicySet(msgspec.Struct, frozen=True, tag=True):
