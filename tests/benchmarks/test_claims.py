@@ -82,7 +82,7 @@ def test_every_failing_claim_says_why_as_far_as_known() -> None:
 
 
 def test_claims_on_serving_go_by_all_figures_of_a_study() -> None:
-    """As `tetris.py --serving --json` keeps them; the kept ones lack some, which is said."""
+    """As `tetris.py --serving --json` keeps them."""
     systems = {"tetris": 4.0, "fixed-sp 8": 3.0, "loongserve": 2.5, "loongserve-disagg": 2.0, "fixed-sp 16": 1.0}
     point = {
         "ttft_mean_s": 1.0,
@@ -113,4 +113,4 @@ def test_claims_on_serving_go_by_all_figures_of_a_study() -> None:
     assert rows["8B: near saturation 0.7 is better than 0.1 (P50)."]["verdict"] == "fails"
     assert rows["8B: without chunks P50 of TTFT is up to so many times higher."]["ours"] == "short 3"
     kept = tetris_serving_claims.claims(tetris_serving.stored())
-    assert {claim.where for claim in kept if claim.verdict == "not modelled"} == {"Fig. 8", "Fig. 11", "Fig. 12"}
+    assert "not modelled" not in {claim.verdict for claim in kept}
