@@ -67,7 +67,7 @@ def claims(found: Mapping[str, Figures]) -> list[Claim]:
 
 def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
     of, rates = paper.name, found.max_rates
-    baselines = {name: {system: rate for system, rate in one.items() if system != "tetris"} for name, one in rates.items()}
+    baselines = {name: {one: rate for one, rate in every.items() if one != "tetris"} for name, every in rates.items()}
     load = {name: rates[name]["tetris"] / max(one.values()) for name, one in baselines.items()}
     every = {system for systems in paper.order for system in systems}
     claims = [
