@@ -70,6 +70,45 @@ def test_no_token_is_computed_twice(policy: str, num_instances: int, pp: int, un
     assert cluster.engine.num_host_hits > 0
 
 
+@pytest.mark.parametrize("num_instances", [1, 2])
+@pytest.mark.parametrize("uneven", [0, 3])
+def test_what_ended_requests_leave_evicts_nothing_of_those_that_wait(num_instances: int, uneven: int) -> None:
+    """A host that all of them would fill some times, and those that wait would not."""
+    cluster = swapping(num_instances, host_blocks=80 * num_instances, uneven=uneven)
+    requests = crowd(cluster, 64)
+    cluster.run()
+    assert_lawful(cluster)
+    assert sum(request.metrics.num_preemptions for request in requests) > 10
+    assert sum(request.blocks_for(request.num_tokens) for request in requests) > 600
+    assert_nothing_computed_twice(requests)
+
+
+@pytest.mark.parametrize(("policy", "num_instances", "options"), POLICIES, ids=str)
+@settings(RANDOM_RUNS, max_examples=30)
+@given(st.data())
+def test_full_hosts(policy: str, num_instances: int, options: dict[str, str], data: st.DataObject) -> None:
+    """What finds no room is computed anew; all ends, with every block free, whoever aborts and if workers are lost."""
+    host_blocks, disk_blocks = data.draw(st.integers(1, 24)), data.draw(st.sampled_from([(), (1,), (30,)]))
+    uneven, num_blocks = data.draw(st.integers(0, 3)), data.draw(st.integers(24, 60))
+    changes = {"policy": policy, "options": options, "uneven": uneven, "num_blocks": num_blocks}
+    cluster = swapping(num_instances, host_blocks=host_blocks, disk_blocks=disk_blocks, **changes)
+    requests = crowd(cluster, data.draw(st.integers(4, 24)))
+    randoms = random.Random(data.draw(st.integers(0, 99)))
+    loses, aborts = data.draw(st.booleans()), data.draw(st.booleans())
+    for _ in range(20_000):
+        if not cluster.engine.has_unfinished:
+            break
+        cluster.step(0.0 if randoms.random() < 0.3 else None)
+        if loses and randoms.random() < 0.01:
+            cluster.restart()
+        if aborts and randoms.random() < 0.02:
+            cluster.engine.finish(randoms.choice(requests), "abort")
+    cluster.assert_at_rest()
+    for request in requests:
+        expected = cluster.expected_output(request)
+        assert request.output == (expected if request.finish_reason == "length" else expected[: len(request.output)])
+
+
 def test_without_a_host_they_are() -> None:
     """Else the test above would say nothing."""
     cluster = swapping(host_blocks=0)

@@ -300,7 +300,8 @@ class BlockPool:
         return found
 
     def share(self, block: int) -> None:
-        assert block in self._content, "only blocks with known content are shared"
+        """Adds a reference to a block whose content is known, or on its way."""
+        assert block in self._content or self._references[block], "nobody shares a blank block"
         self._cached.pop(block, None)
         self._references[block] += 1
         self.changes += 1

@@ -109,6 +109,10 @@ class Tiers:
         number: gives the next step's number.
         swap: prices; None when a copy always pays.
 
+    What a request gives up while it goes on stays on hosts until it is admitted again or ends. That of ended requests
+    is a cache, which is evicted when others need the room. A host that is full of the former takes no more: what finds
+    no room is computed anew.
+
     Attributes:
         changes: how often other requests could be admitted than before.
         num_hits: tokens that were found on hosts. `num_disk_hits`: those that came there from disks.
@@ -130,7 +134,8 @@ class Tiers:
         self._host_of = {disk: host for host in hosts if (disk := cluster.disk_pool(host)) is not None}
         self.changes = self.num_hits = self.num_disk_hits = self._times_relented = 0
         self._copies: dict[int, _Copy] = {}
-        self._coming: set[tuple[int, bytes]] = set()  # pools, and contents on their way there
+        self._coming: dict[tuple[int, bytes], int] = {}  # blocks, by their pools and the contents on their way there
+        self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
         self._fetches: dict[int, _Fetch] = {}
         self._groups: dict[int, tuple[int, ...]] = {}  # of several, that requests had when they gave up their KV
         self._hidden, self._first_hidden = set[int](), math.inf
@@ -145,10 +150,17 @@ class Tiers:
         return any(copy.move.way in ("out", "in") for copy in self._copies.values())
 
     def restart(self, account: KvAccount) -> None:
-        """Goes on with another account, which may have the same pools on hosts; copies under way are forgotten."""
+        """Goes on with another account, which may have the same pools on hosts; copies under way are forgotten.
+
+        What requests gave up before stays theirs, as far as its copies were complete.
+        """
+        incomplete = {target for copy in self._copies.values() for _, target in copy.move.copies}
         for copy in self._copies.values():
             self._account.let_go(copy.held)
             self._account.give_back(reversed(copy.kept))
+        for request_id, blocks in self._given_up.items():
+            self._account.give_back([ref for ref in blocks if ref in incomplete])  # which copies of others were to fill
+            self._given_up[request_id] = [ref for ref in blocks if ref not in incomplete]
         self.make_room()
         self._account = account
         for kept in (self._copies, self._coming, self._fetches, self._groups):
@@ -168,12 +180,14 @@ class Tiers:
                 self.num_disk_hits += len(content.tokens) if move.way == "load" else 0
             elif move.way == "load":
                 account.pool(source.pool).forget(source.block)
-        self._coming.difference_update(
-            (target.pool, content.key) for (_, target), content in zip(move.copies, copy.contents, strict=True)
-        )
+        for (_, target), content in zip(move.copies, copy.contents, strict=True):
+            self._coming.pop((target.pool, content.key), None)
         saves = self._save(copy) if move.way == "out" else []
         account.let_go(reversed(copy.held))
-        account.give_back(reversed(copy.kept))
+        if move.way == "out":
+            self._keep(move.request_id, copy.kept)
+        else:
+            account.give_back(reversed(copy.kept))
         if (fetch := self._fetches.get(move.request_id)) is not None:
             fetch.numbers.discard(done.number)
         return saves
@@ -184,23 +198,23 @@ class Tiers:
         """Makes moves of what a request is about to give up and its hosts do not have, as far as they have room."""
         if not self._is_active:
             return []
-        if len(request.group) > 1 and request.finish_reason is None:
-            self._groups[request.id] = request.group
+        if request.finish_reason is None:
+            self._given_up.setdefault(request.id, [])
+            if len(request.group) > 1:
+                self._groups[request.id] = request.group
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
         contents: defaultdict[int, list[Content]] = defaultdict(list)
         for ref, content in self._account.contents(request):
             number = self._cluster.host_pool(ref.instance)
             pool = self._account.pool(number)
-            if (number, content.key) in self._coming:
-                continue
-            if (block := pool.holder(content)) is not None:
+            if (block := self._on_host(number, content)) is not None:
                 pool.share(block)
             elif pool.num_free:
                 [block] = pool.allocate(1)
                 copies[number].append((ref, BlockRef(number, block), content))
             else:
-                continue
+                break  # nobody finds what lies behind one that is missing
             kept[number].append(BlockRef(number, block))
             contents[number].append(content)
         moves = []
@@ -211,8 +225,23 @@ class Tiers:
                 self._account.hold(sources)
                 moves.append(self._move("out", request.id, found, held=sources, kept=blocks))
             else:
-                self._account.give_back(reversed(blocks))  # which makes them the last that are evicted
+                self._keep(request.id, blocks)
         return moves
+
+    def _on_host(self, number: int, content: Content) -> int | None:
+        """Finds the block of a host that has a content, or is about to."""
+        block = self._account.pool(number).holder(content)
+        return self._coming.get((number, content.key)) if block is None else block
+
+    def _keep(self, request_id: int, blocks: Sequence[BlockRef]) -> None:
+        """Makes references of blocks on hosts those of a request that gave them up and goes on.
+
+        Of one that has ended, or was admitted meanwhile, they become the last that are evicted.
+        """
+        if request_id in self._given_up:
+            self._given_up[request_id] += blocks
+        else:
+            self._account.give_back(reversed(blocks))
 
     def _use_saved(self, disk: int | None, contents: Sequence[Content]) -> None:
         """Makes those that a disk has the last that are evicted there, and the first of them the very last."""
@@ -251,7 +280,7 @@ class Tiers:
     ) -> MoveKV:
         """Makes a move from the first to the second of each."""
         copies, contents = tuple((source, target) for source, target, _ in found), tuple(one for _, _, one in found)
-        self._coming.update((target.pool, content.key) for _, target, content in found)
+        self._coming.update({(target.pool, content.key): target.block for _, target, content in found})
         on_disk = contents if way in ("save", "load") else ()
         move = MoveKV(number=self._number(), request_id=request_id, copies=copies, way=way, contents=on_disk)
         self._copies[move.number] = _Copy(move=move, contents=contents, held=held, kept=kept)
@@ -383,8 +412,9 @@ class Tiers:
         return all(best < load[i] - number or number >= found.num_tokens for i, number in cached.items())
 
     def release(self, request: Request) -> None:
-        """Drops the pins of a request that has been admitted or has ended."""
+        """Drops the pins of a request that has been admitted or has ended, and leaves what it gave up to the cache."""
         self._groups.pop(request.id, None)
+        self._account.give_back(reversed(self._given_up.pop(request.id, [])))
         self._times_relented = 0
         self._unpin(request.id)
 
