@@ -33,7 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.core.view import EnginePolicy
+from longspan.core.config import EnginePolicy
 from longspan.policy import PolicySpec
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions

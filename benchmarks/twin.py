@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan import LLM
-from longspan.core.config import EngineConfig
+from longspan.core.config import EngineConfig, EnginePolicy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.core.view import ClusterView, EnginePolicy, Plan
+from longspan.core.view import ClusterView, Plan
 from longspan.cost.profile import Profile
 from longspan.cost.step_cost import FittedCost
 from longspan.policy import ChosenPolicy, make_policy

@@ -12,6 +12,7 @@ from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.errors import ParameterError
+from longspan.policy import turns_of
 
 _HOSTS = "LONGSPAN_HOSTS"
 _devices = partial(Option, group="Devices and weights", configures=True)
@@ -89,8 +90,11 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
             tp=self.tp,
             pp=self.pp,
         )
+        turns = turns_of(self.policy, cluster)
+        cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in turns or (cluster,))
         return ResolvedArgs(
-            cluster=replace(cluster, locations=locations(cluster.num_ranks)),
+            cluster=cluster,
+            turns=(cluster, *others) if others else (),
             threads=self.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // cluster.num_ranks),
             policy_options=self.all_policy_options(),
         )
@@ -102,11 +106,13 @@ class ResolvedArgs:
 
     Attributes:
         cluster: its KV pools have no sizes yet, since these depend on the model.
+        turns: the clusters that take turns on the same devices, this one first; empty when it stays.
         threads: CPU threads of each rank.
         policy_options: all options of the policy, also those that are options of their own.
     """
 
     cluster: Cluster
+    turns: tuple[Cluster, ...]
     threads: int
     policy_options: dict[str, str]
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import torch
 
@@ -64,7 +65,7 @@ class Service:
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
         cluster, options = resolved.cluster, resolved.policy_options
-        early_facts = Facts(cluster=cluster)
+        early_facts = Facts(cluster=cluster, turns=resolved.turns)
         wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early_facts)
         kernel = _attention_kernel(given.attention_backend, given.device, given.dtype)  # compiles: checks first
         self.files = files = prepare(
@@ -77,14 +78,18 @@ class Service:
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(files)
         self.info = read_info(files.weights)
         self.block_bytes = bytes_per_block(self.info.specs, given.block_size, DTYPES[given.dtype])
-        cluster = cluster.with_layers(self.info.num_layers, self.info.head_layers)
-        _check_split(self.info, files, cluster, wanted)
-        self._cluster = cluster = _with_pools(cluster, self.block_bytes, self.info, files, given)
+        clusters = [
+            one.with_layers(self.info.num_layers, self.info.head_layers) for one in resolved.turns or (cluster,)
+        ]
+        for one in clusters:
+            _check_split(self.info, files, one, wanted)
+        clusters = [_with_pools(one, self.block_bytes, self.info, files, given) for one in clusters]
+        cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         self.profile_key = profile_key_of(
             files, given.device, tp=cluster.spec.tp, threads=resolved.threads, native=kernel is not None
         )
         shape = self.info.shape(DTYPES[given.dtype].itemsize)
-        self.facts = _facts(self.profile_key, shape, cluster, given.block_size)
+        self.facts = replace(_facts(self.profile_key, shape, cluster, given.block_size), turns=turns)
         self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
         if self._policy.hint is not None:
             _log.info(self._policy.hint)
@@ -92,6 +97,7 @@ class Service:
             _with_step_tokens(given, files, self.info, cluster, self._policy),
             cluster,
             self._policy,
+            turns=turns,
             context_length=self.info.context_length,
             eos_token_ids=self.info.eos_token_ids,
             rope_switch_length=self.info.rope_switch_length,
@@ -117,10 +123,12 @@ class Service:
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
         )
-        self._start_workers: Callable[[], WorkerExecutor] = lambda: WorkerExecutor(
-            launcher(worker_config), step_timeout_s=given.step_timeout_s, disks=self._disks
+        self._start_workers: Callable[[Cluster], WorkerExecutor] = lambda cluster: WorkerExecutor(
+            launcher(msgspec.structs.replace(worker_config, cluster=cluster)),
+            step_timeout_s=given.step_timeout_s,
+            disks=self._disks,
         )
-        self.executor = self._start_workers()
+        self.executor = self._start_workers(cluster)
         saved = [disk.contents() for disk in self._disks.values()]
         self.engine = Engine(
             policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved
@@ -133,9 +141,12 @@ class Service:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
-        num_instances = self._cluster.num_instances
-        chosen = make_policy(policy, num_instances=num_instances, options=options, facts=self.facts)
-        _check_split(self.info, self.files, self._cluster, chosen)
+        cluster = self.engine.config.cluster
+        chosen = make_policy(policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
+        if self.engine.config.turns and not chosen.spec.takes_turns:
+            problem = f"{policy} keeps to one cluster, but two take turns here: start anew with parallel"
+            raise ParameterError("policy", problem, policy)
+        _check_split(self.info, self.files, cluster, chosen)
         self.engine.set_policy(chosen)
         self._policy = chosen
 
@@ -159,7 +170,7 @@ class Service:
             WorkerLostError: when a worker does not start.
         """
         self.executor.close()
-        self.executor = self._start_workers()
+        self.executor = self._start_workers(self.engine.config.cluster)
         self.engine.restart(self.executor)
 
     def reset_prefix_cache(self) -> None:
@@ -279,6 +290,9 @@ def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
 
 
 def _with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, files: ModelFiles, given: EngineArgs) -> Cluster:
+    if cluster.num_device_pools and not given.host_kv_gib:
+        problem = f"is where KV lies while clusters change, which policy {given.policy} has them do: give it some"
+        raise ParameterError("host_kv_gib", problem, given.host_kv_gib)
     _check_hosts(given.host_kv_gib, cluster)
     cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
     return cluster.with_blocks(_blocks_per_instance(info, files, given, cluster))

@@ -80,7 +80,7 @@ def test_the_command_line_takes_and_lists_it(
     for verb in ("generate", "simulate"):
         capsys.readouterr()
         assert run(verb, "--help") == 0
-        assert re.search(r"loongserve-disagg(, |\|)last", capsys.readouterr().out)
+        assert re.search(r"seesaw(, |\|)last", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

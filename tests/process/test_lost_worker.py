@@ -346,7 +346,7 @@ def test_a_thread_that_cannot_load_its_model_is_named_with_its_reason(
     def refuse(*_: object) -> NoReturn:
         raise ValueError("no such weights")
 
-    monkeypatch.setattr(threads, "load_worker", refuse)
+    monkeypatch.setattr(threads, "Rank", refuse)
     with pytest.raises(
         WorkerLostError, match=r"rank 0 was lost: .*no such weights.* \(see the log of process \d+ for r"
     ):
@@ -361,7 +361,7 @@ def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, cap
         held.wait(60)
         raise ValueError("too late")
 
-    monkeypatch.setattr(threads, "load_worker", hang)
+    monkeypatch.setattr(threads, "Rank", hang)
     monkeypatch.setattr(threads, "_END_TIMEOUT_S", 0.02)
     num_threads = torch.get_num_threads()
     config: Any = SimpleNamespace(

@@ -6,8 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from longspan.core.config import EnginePolicy
 from longspan.core.owners import PrefixHit
-from longspan.core.view import ClusterView, EnginePolicy, Plan, RequestView, ScheduledPart
+from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, single_part
 from longspan.policy.choosing import Facts
@@ -110,6 +111,9 @@ class Wandering:
 
     def check(self, num_prompt_tokens: int) -> None:
         pass
+
+    def admits(self, _cluster: object) -> Admitted:
+        return "all"
 
     def plan(self, view: ClusterView) -> Plan:
         batch = Batch(view, frozenset(self._everyone), coupled_sets=(frozenset(self._everyone),))

@@ -34,9 +34,9 @@ class KvAccount:
         self.prefix_caching = prefix_caching
         self._pools = [BlockPool(num_blocks=number, block_size=block_size) for number in num_blocks]
 
-    def keep_hosts(self, before: KvAccount, num_instances: int) -> None:
-        """Goes on with the pools on hosts and their disks of an account before this one, and with their contents."""
-        self._pools[num_instances:] = before._pools[num_instances:]
+    def keep_pools(self, before: KvAccount, first: int) -> None:
+        """Goes on with the pools from number `first` on of an account before this one, and with their contents."""
+        self._pools[first:] = before._pools[first:]
 
     def pool(self, number: int) -> BlockPool:
         return self._pools[number]

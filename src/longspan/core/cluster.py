@@ -99,6 +99,9 @@ class Cluster:
         disk_blocks: those of the pool on the disk of each host; empty without such pools.
         num_layers: of the model; 0 until it is known.
         head_layers: how many times the weights of a layer the model's output head has.
+        num_spare: ranks behind those of the instances, which have no part in this cluster.
+        num_device_pools: so many numbers are left to the pools of instances, if that is more than there are, such that
+            pools on hosts keep theirs when another cluster takes the place of this one.
     """
 
     spec: ParallelSpec
@@ -110,6 +113,8 @@ class Cluster:
     disk_blocks: tuple[int, ...] = ()
     num_layers: int = 0
     head_layers: float = 0.0
+    num_spare: int = 0
+    num_device_pools: int = 0
 
     def __post_init__(self) -> None:
         if self.transfer_backends is not None:
@@ -139,6 +144,25 @@ class Cluster:
             transfer_backends=transfer_backends,
             num_blocks=tuple(num_blocks),
         )
+
+    def in_turns(self) -> tuple[Cluster, Cluster]:
+        """Returns the clusters of a role each, of one with both, that take turns on the same devices.
+
+        Raises:
+            ParameterError: when the instances have no roles, or those of both are split alike.
+        """
+        if self.decode_spec is None:
+            problem = "and decode_parallel say which instances prefill and which decode, by turns: give both"
+            raise ParameterError("prefill_parallel", problem)
+        if self.decode_spec == self.spec:
+            problem = f"{self.spec} is what prefill_parallel is, too: give another, or parallel and another policy"
+            raise ParameterError("decode_parallel", problem, str(self.spec))
+        specs = self.spec, self.decode_spec
+        num_ranks, num_pools = max(spec.num_ranks for spec in specs), max(spec.instances for spec in specs)
+        first, second = (
+            Cluster(spec=spec, num_spare=num_ranks - spec.num_ranks, num_device_pools=num_pools) for spec in specs
+        )
+        return first, second
 
     def on_hosts(self, devices_per_host: int) -> Cluster:
         """Returns the cluster with its ranks on hosts of one rack, which are filled one after the other."""
@@ -210,13 +234,19 @@ class Cluster:
 
     def tier(self, pool: int) -> Tier:
         """Tells where a pool lies. Those of instances come first, then those of hosts, then those of their disks."""
-        if pool < self.num_instances:
+        if pool < self.host_pools.start:
             return "device"
         return "host" if pool in self.host_pools else "disk"
 
     @property
+    def pool_blocks(self) -> tuple[int, ...]:
+        """The blocks of each pool, by its number; none of the numbers that are left to instances."""
+        unused = self.host_pools.start - len(self.num_blocks)
+        return (*self.num_blocks, *(0,) * unused, *self.host_blocks, *self.disk_blocks)
+
+    @property
     def host_pools(self) -> range:
-        first = self.num_instances
+        first = max(self.num_instances, self.num_device_pools)
         return range(first, first + len(self.host_blocks))
 
     @property
@@ -226,7 +256,7 @@ class Cluster:
 
     def host_pool(self, instance: int) -> int:
         """Returns the pool in the memory of an instance's host, which all instances of that host share."""
-        return self.num_instances + self.hosts[self.rank(instance)]
+        return self.host_pools.start + self.hosts[self.rank(instance)]
 
     def disk_pool(self, host_pool: int) -> int | None:
         """Returns the pool on the disk of the host whose pool this is, if there is one."""
@@ -236,7 +266,7 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        return self.spec.num_ranks + (0 if self.decode_spec is None else self.decode_spec.num_ranks)
+        return self._first_ranks[-1] + self.num_spare
 
     @cached_property
     def _specs(self) -> tuple[ParallelSpec, ...]:
@@ -293,7 +323,11 @@ class Cluster:
     def rank(self, instance: int, stage: int = 0, shard: int = 0) -> int:
         return self.stage_ranks(instance, stage)[shard]
 
+    def is_spare(self, rank: int) -> bool:
+        return rank >= self._first_ranks[-1]
+
     def at(self, rank: int) -> Rank:
+        assert not self.is_spare(rank), f"rank {rank} has no part in {self}"
         instance = bisect_right(self._first_ranks, rank) - 1
         stage, shard = divmod(rank - self._first_ranks[instance], self.tp(instance))
         return Rank(instance, stage, shard)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
 from longspan.core.tiers import SwapCost
-from longspan.core.view import EnginePolicy
+from longspan.core.view import Admitted, Policy
 from longspan.errors import ParameterError
 
 
@@ -17,6 +18,7 @@ class EngineConfig:
 
     Attributes:
         cluster: with the sizes of its pools.
+        turns: all clusters that take turns on the same devices, this one among them; empty when it stays.
         max_model_len: the longest request, prompt and output together, in tokens.
         rope_switch_length: requests longer than this use other rotary factors; None for most models.
         max_num_batched_tokens: tokens that one instance computes in one step, at most.
@@ -30,6 +32,7 @@ class EngineConfig:
     cluster: Cluster
     block_size: int
     max_model_len: int
+    turns: tuple[Cluster, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     rope_switch_length: int | None = None
     max_num_batched_tokens: int = 2048
@@ -51,6 +54,7 @@ class EngineConfig:
         cluster: Cluster,
         policy: EnginePolicy,
         *,
+        turns: tuple[Cluster, ...] = (),
         context_length: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         rope_switch_length: int | None = None,
@@ -61,7 +65,8 @@ class EngineConfig:
         if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:
             problem = f"{scheduling.host_kv_gib:g} keeps KV for prefix caching, which is off: leave one of them out"
             raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
-        capacity, wanted = capacity_tokens(policy, cluster, scheduling.block_size), scheduling.max_model_len
+        capacity = min(capacity_tokens(policy, one, scheduling.block_size) for one in turns or (cluster,))
+        wanted = scheduling.max_model_len
         if wanted is not None and context_length is not None and wanted > context_length:
             problem = f"{wanted} exceeds the model's context of {context_length} tokens"
             raise ParameterError("max_model_len", problem, wanted)
@@ -70,6 +75,7 @@ class EngineConfig:
             raise ParameterError("max_model_len", problem, wanted)
         return cls(
             cluster=cluster,
+            turns=turns,
             block_size=scheduling.block_size,
             max_model_len=wanted or min(capacity, context_length or capacity),
             eos_token_ids=eos_token_ids,
@@ -82,6 +88,11 @@ class EngineConfig:
             swap=swap,
         )
 
+    @property
+    def clusters(self) -> tuple[Cluster, ...]:
+        """The clusters that requests are on in their course."""
+        return self.turns or (self.cluster,)
+
     def rope_length(self, num_tokens: int) -> int:
         """Returns the length that such a request's rotary embeddings are pinned to; 0 for most models."""
         switch = self.rope_switch_length
@@ -90,7 +101,28 @@ class EngineConfig:
         return switch + 1 if num_tokens > switch else switch
 
 
+class EnginePolicy(Policy, Protocol):
+    """A policy, and what an engine must know of it besides its plans."""
+
+    def admits(self, cluster: Cluster) -> Admitted:
+        """Says whom it would admit on a cluster: all that wait, those that have put out no token yet, or the others.
+
+        For them KV is fetched from hosts, and they are shown as waiting.
+        """
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that it cannot place as its options say."""
+
+    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
+        """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
+
+
 def capacity_tokens(policy: EnginePolicy, cluster: Cluster, block_size: int) -> int:
-    """Returns the length of the longest request that is sure to fit when it is alone."""
+    """Returns the length of the longest request that is sure to fit when it is alone; also in the memory of a host,
+    where KV lies while others take the place of the cluster.
+    """
     capacity = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
-    return min([capacity, *(cluster.num_blocks[instance] * block_size for instance in cluster.decode)])
+    others = [cluster.num_blocks[instance] for instance in cluster.decode]
+    if cluster.num_device_pools:
+        others += cluster.host_blocks
+    return min([capacity, *(number * block_size for number in others)])

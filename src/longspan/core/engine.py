@@ -5,21 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, product
 from typing import Protocol, get_args
 
 from longspan.core.account import KvAccount
-from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.cluster import Cluster
+from longspan.core.config import EngineConfig, EnginePolicy, capacity_tokens
 from longspan.core.exchange import shown_names
 from longspan.core.owners import Content
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Completion, Executor, Forward, Free, Link, MoveKV, Part, Sampled
+from longspan.core.steps import Completion, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
 from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
-from longspan.core.view import ClusterView, EnginePolicy, ScheduledPart
+from longspan.core.view import ClusterView, ScheduledPart
 
 
 class Clock(Protocol):
@@ -48,6 +49,42 @@ class Load:
     busy_s: list[float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """A change from one cluster to another, in seconds of the engine's clock.
+
+    Attributes:
+        asked_s: when the policy asked for it.
+        idle_s: when nothing was computed any more.
+        begun_s: when all KV had left the devices, and ranks began to regroup.
+        ended_s: when they had.
+        copied_bytes: of weights, which were not there already.
+    """
+
+    cluster: Cluster
+    asked_s: float
+    idle_s: float
+    begun_s: float
+    ended_s: float
+    copied_bytes: int
+
+    @property
+    def exposed_s(self) -> float:
+        """The time in which nothing was computed."""
+        return self.ended_s - self.idle_s
+
+
+@dataclass(kw_only=True)
+class _Regrouping:
+    """A change of clusters under way; see `Transition`."""
+
+    cluster: Cluster
+    asked_s: float
+    idle_s: float | None = None
+    begun_s: float = 0.0
+    number: int | None = None
+
+
 class Engine:
     """Owns the requests and the KV account. One thread drives it through `step`.
 
@@ -55,6 +92,7 @@ class Engine:
         num_preemptions: how often a request gave up its KV to others.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         num_external_queries: tokens that are looked up on hosts, too.
+        transitions: the changes of clusters so far.
 
     Args:
         saved: what each disk has from an earlier run, by block, the least recently used first.
@@ -80,9 +118,10 @@ class Engine:
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = self.num_external_queries = 0
         self._requests: dict[int, Request] = {}
+        self.transitions: list[Transition] = []
+        self._regrouping: _Regrouping | None = None
         self._waiting, self._steps = Waiting(), StepOrder()
-        most = config.max_steps_in_flight - 1
-        self._occupancy = Occupancy([most + config.cluster.pp(i) for i in config.cluster.instances])
+        self._occupancy = Occupancy(self._most_steps())
         self._request_ids, self._admissions = count(), count(1)
         self._seeds = random.Random(config.seed)
         self.set_policy(policy)
@@ -131,10 +170,13 @@ class Engine:
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         config, cluster = self.config, self.config.cluster
-        num_blocks = cluster.num_blocks + cluster.host_blocks + cluster.disk_blocks
-        account = KvAccount(num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
+        account = KvAccount(cluster.pool_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
         backends, max_num_seqs = cluster.backends, config.max_num_seqs
         return account, Transfers(account, self._running, self._number, backends=backends, max_num_seqs=max_num_seqs)
+
+    def _most_steps(self) -> list[int]:
+        config, cluster = self.config, self.config.cluster
+        return [config.max_steps_in_flight - 1 + cluster.pp(instance) for instance in cluster.instances]
 
     @property
     def has_unfinished(self) -> bool:
@@ -143,7 +185,8 @@ class Engine:
 
     @property
     def _is_moving(self) -> bool:
-        return self._transfers.in_flight or self._tiers.in_flight
+        is_regrouping = self._regrouping is not None and self._regrouping.number is not None
+        return self._transfers.in_flight or self._tiers.in_flight or is_regrouping
 
     @property
     def num_host_hits(self) -> int:
@@ -187,8 +230,8 @@ class Engine:
         """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's."""
         self._check_idle("the policy cannot change")
         self._policy = policy
-        capacity = capacity_tokens(policy, self.config.cluster, self.config.block_size)
-        self._max_len = min(self.config.max_model_len, capacity)
+        capacities = [capacity_tokens(policy, one, self.config.block_size) for one in self.config.clusters]
+        self._max_len = min(self.config.max_model_len, *capacities)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
@@ -216,9 +259,10 @@ class Engine:
         What hosts and their disks have is kept.
         """
         self._executor, before = executor, self.account
+        self._regrouping = None
         self.account, self._transfers = self._empty()
         self._tiers.restart(self.account)
-        self.account.keep_hosts(before, self.config.cluster.num_instances)
+        self.account.keep_pools(before, self.config.cluster.host_pools.start)
         for forward in self._steps.clear():
             self._end(forward)
         for request in list(self._requests.values()):
@@ -246,15 +290,53 @@ class Engine:
     def emit(self) -> None:
         """Emits what the policy plans, until no instance can be given another step."""
         self._hand_over()
-        while True:
+        while self._regrouping is None:
             num_preemptions = self.num_preemptions
             if self._can_emit and (batches := self._plan()):
                 self._emit_batches(batches)
                 continue
             # A plan that only preempted may have freed backends, or room for KV that waits.
             has_preempted = self.num_preemptions > num_preemptions
-            if not ((has_preempted and self._hand_over()) or self._relents()):
+            if self._regrouping is None and not ((has_preempted and self._hand_over()) or self._relents()):
                 return
+        self._regroup(self._regrouping)
+
+    def _regroup(self, regrouping: _Regrouping) -> None:
+        """Takes KV off the devices as steps end, and sends a Reshard once nothing of it is under way there."""
+        if regrouping.number is not None:
+            return
+        for request in list(self._running):
+            if not request.in_flight:
+                self._retract(request)
+        if self._steps:
+            return
+        now_s = self._clock.now()
+        regrouping.idle_s = now_s if regrouping.idle_s is None else regrouping.idle_s
+        assert not self._running, "who is in no step has been parked"
+        if not (self._tiers.on_devices or self._transfers.in_flight):
+            regrouping.number, regrouping.begun_s = self._number(), now_s
+            self._executor.submit(Reshard(number=regrouping.number, cluster=regrouping.cluster))
+
+    def _take_places(self, regrouping: _Regrouping, done: Completion) -> None:
+        """Goes on with another cluster, whose ranks have regrouped."""
+        assert regrouping.idle_s is not None, "ranks regroup when nothing is computed"
+        self._regrouping, before = None, self.account
+        self.config = replace(self.config, cluster=regrouping.cluster)
+        self._running.replace(regrouping.cluster.num_instances)
+        self._occupancy.replace(self._most_steps())
+        self.account, self._transfers = self._empty()
+        self._tiers.regroup(self.account, regrouping.cluster)
+        self.account.keep_pools(before, regrouping.cluster.host_pools.start)
+        self.transitions.append(
+            Transition(
+                cluster=regrouping.cluster,
+                asked_s=regrouping.asked_s,
+                idle_s=regrouping.idle_s,
+                begun_s=regrouping.begun_s,
+                ended_s=self._clock.now(),
+                copied_bytes=sum(done.bytes_sent.values()),
+            )
+        )
 
     def _relents(self) -> bool:
         """Lets requests that wait for KV on hosts go on without it, if nothing else could happen."""
@@ -324,8 +406,16 @@ class Engine:
         may_fetch = True
         while True:
             self._transfers.make_room(self._occupancy.full)
-            self._submit(self._tiers.arrange(self._waiting.able(), may_fetch=may_fetch))
+            self._submit(
+                self._tiers.arrange(self._waiting.able(self._policy.admits(self.config.cluster)), may_fetch=may_fetch)
+            )
             plan = self._policy.plan(self._view())
+            for parked in plan.parked:
+                self._retract(self._requests[parked.id])
+            if plan.reshard is not None:
+                assert not plan.batches, "nothing is planned beside a change of clusters"
+                self._regrouping = _Regrouping(cluster=plan.reshard, asked_s=self._clock.now())
+                return ()
             if plan.preempted and self._tiers.make_room():
                 may_fetch = False
                 continue
@@ -360,19 +450,23 @@ class Engine:
             self._waiting.remove(request)
 
     def _view(self) -> ClusterView:
+        admits, waiting = self._policy.admits(self.config.cluster), self._waiting
         return ClusterView(
             cluster=self.config.cluster,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
-            waiting=self._tiers.ready(self._waiting.able()),
+            waiting=self._tiers.ready(waiting.able(admits)),
             running=self._running,
             kv=self.account,
             busy=frozenset(self._occupancy.busy),
             full=frozenset(self._occupancy.full),
             now_s=self._clock.now(),
             promised=self._transfers.promised,
-            arrivals=self._waiting.changes + self._tiers.changes,
+            arrivals=waiting.changes + self._tiers.changes,
             max_steps_in_flight=self.config.max_steps_in_flight,
+            num_new=len(waiting) - waiting.num_started,
+            num_started=waiting.num_started,
+            next_new=waiting.first_new() if admits == "started" and not waiting.num_started else None,
         )
 
     def _admit(self, scheduled: ScheduledPart) -> None:
@@ -433,6 +527,9 @@ class Engine:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
         if self._transfers.moved(done.number):
+            return
+        if self._regrouping is not None and self._regrouping.number == done.number:
+            self._take_places(self._regrouping, done)
             return
         if (saves := self._tiers.moved(done)) is None:
             self._steps.complete(done)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from longspan.core.owners import coupled_instances
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Forward
+from longspan.core.view import Admitted
 
 
 class Waiting:
@@ -18,29 +19,42 @@ class Waiting:
 
     Attributes:
         changes: how many have come or gone.
+        num_started: how many of them have put out a token.
     """
 
     def __init__(self) -> None:
-        self.changes = 0
+        self.changes = self.num_started = 0
         self._all: list[Request] = []
         self._num_followers = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
+    def __len__(self) -> int:
+        return len(self._all)
 
     def add(self, request: Request) -> None:
         self._all.insert(self._place(request), request)
         self.changes += 1
         self._num_followers += request.leader is not None
+        self.num_started += bool(request.output)
 
     def remove(self, request: Request) -> None:
         del self._all[self._place(request)]
         self.changes += 1
         self._num_followers -= request.leader is not None
+        self.num_started -= bool(request.output)
 
-    def able(self) -> Sequence[Request]:
-        """Returns the requests that could run if there were room: their leader, if any, has computed their prompt."""
-        return [r for r in self._all if not r.must_wait] if self._num_followers else self._all
+    def able(self, admitted: Admitted = "all") -> Sequence[Request]:
+        """Returns the requests that could run if there were room: their leader, if any, has computed their prompt.
+
+        `admitted` leaves out those that have, or have not, put out a token.
+        """
+        if admitted == "all" or (admitted == "new" and not self.num_started):
+            return [r for r in self._all if not r.must_wait] if self._num_followers else self._all
+        is_started = admitted == "started"
+        return [r for r in self._all if bool(r.output) == is_started and not r.must_wait]
+
+    def first_new(self) -> Request | None:
+        """Returns the first that could run and has put out no token; those that have come before it are few."""
+        return next((r for r in self._all if not (r.output or r.must_wait)), None)
 
     def _place(self, request: Request) -> int:
         return bisect_left(self._all, request.id, key=lambda one: one.id)
@@ -57,6 +71,10 @@ class Running:
     """
 
     def __init__(self, num_instances: int) -> None:
+        self.replace(num_instances)
+
+    def replace(self, num_instances: int) -> None:
+        """Goes on with so many other instances, on which nothing runs."""
         self.changes = [0] * num_instances
         self.occupied: set[int] = set()
         self._all: dict[int, Request] = {}
@@ -254,12 +272,20 @@ class StepOrder:
 
 
 class Occupancy:
-    """Steps in flight per instance, which is full with the number in `most`."""
+    """Steps in flight per instance, which is full with the number in `most`.
+
+    Other instances can take their places while no step is in flight; seconds are kept by number.
+    """
 
     def __init__(self, most: Sequence[int]) -> None:
+        self._busy_s = list[float]()
+        self.replace(most)
+
+    def replace(self, most: Sequence[int]) -> None:
         self._most, self._counts = most, [0] * len(most)
         self.busy, self.full = set[int](), set[int]()
-        self._busy_s, self._busy_since_s = [0.0] * len(most), [0.0] * len(most)
+        self._busy_since_s = [0.0] * len(most)
+        self._busy_s += [0.0] * (len(most) - len(self._busy_s))
 
     @property
     def all_full(self) -> bool:
@@ -285,5 +311,6 @@ class Occupancy:
                 self._busy_s[i] += now_s - self._busy_since_s[i]
 
     def busy_s(self, now_s: float) -> list[float]:
-        since = enumerate(zip(self._busy_s, self._busy_since_s, strict=True))
-        return [done + (now_s - begun if i in self.busy else 0.0) for i, (done, begun) in since]
+        return [
+            done + (now_s - self._busy_since_s[i] if i in self.busy else 0.0) for i, done in enumerate(self._busy_s)
+        ]

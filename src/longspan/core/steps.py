@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Content, Rotation
 from longspan.core.runs import SpanShards
+
+if TYPE_CHECKING:
+    from longspan.core.cluster import Cluster
 
 Link = Literal["same_host", "other_host"]
 """The locations of the two ends of a message."""
@@ -215,7 +218,18 @@ class Free:
     request_ids: tuple[int, ...]
 
 
-Step = Forward | MoveKV | Free
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reshard:
+    """Moves every rank to its place in another cluster: another share of the weights, an empty pool (Seesaw §4.1).
+
+    No Forward is in flight meanwhile, nor a copy to or from a device. Ranks forget all requests.
+    """
+
+    number: int
+    cluster: Cluster
+
+
+Step = Forward | MoveKV | Free | Reshard
 
 
 @dataclass(kw_only=True, slots=True)
@@ -243,7 +257,7 @@ class Scored:
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """A Forward or MoveKV that is done on all its ranks, which have sent `bytes_sent`.
+    """A Forward, MoveKV or Reshard that is done on all its ranks, which have sent `bytes_sent`.
 
     Attributes:
         failed: of a MoveKV to or from a disk, the copies that could not be made, by their index.

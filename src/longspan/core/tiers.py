@@ -166,6 +166,16 @@ class Tiers:
         for kept in (self._copies, self._coming, self._fetches, self._groups):
             kept.clear()
 
+    def regroup(self, account: KvAccount, cluster: Cluster) -> None:
+        """Goes on with another cluster and its account, which has the same pools on hosts and disks.
+
+        No copy to or from a device is under way.
+        """
+        assert not self.on_devices, "KV has left the devices"
+        self.make_room()
+        self._groups.clear()
+        self._account, self._cluster = account, cluster
+
     def moved(self, done: Completion) -> list[MoveKV] | None:
         """Takes the completion of a step if it is a copy; returns the moves to disks that follow, None for others.
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation
@@ -180,6 +180,8 @@ class ClusterView:
         now_s: the engine's clock.
         promised: blocks on decode instances that KV on its way will need, and that are not allocated yet.
         arrivals: how many requests have begun or ceased to wait.
+        num_new, num_started: requests without KV on devices that have put out no token yet, and those that have.
+        next_new: the first new one, while the policy admits others and none of these waits.
     """
 
     cluster: Cluster
@@ -194,6 +196,9 @@ class ClusterView:
     promised: Mapping[int, int] = field(default_factory=dict)
     arrivals: int = 0
     max_steps_in_flight: int = 2
+    num_new: int = 0
+    num_started: int = 0
+    next_new: RequestView | None = None
 
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who
@@ -240,10 +245,20 @@ class ScheduledPart:
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """The next preemptions, and then one Forward per batch; batches share no instance."""
+    """The next preemptions, and one Forward per batch; batches share no instance.
+
+    Attributes:
+        parked: requests in no step in flight that give up their KV on devices, though they are in nobody's way.
+        reshard: the cluster that takes the place of this one once all who run are parked; nothing is planned before.
+    """
 
     preempted: tuple[RequestView, ...] = ()
+    parked: tuple[RequestView, ...] = ()
+    reshard: Cluster | None = None
     batches: tuple[tuple[ScheduledPart, ...], ...] = ()
+
+
+Admitted = Literal["all", "new", "started"]
 
 
 class Policy(Protocol):
@@ -255,13 +270,3 @@ class Policy(Protocol):
         A step for a busy instance is planned ahead: what steps in flight compute and sample counts as done, though the
         last token of a request may be unknown. Only requests that no step in flight names can be preempted.
         """
-
-
-class EnginePolicy(Policy, Protocol):
-    """A policy, and what an engine must know of it besides its plans."""
-
-    def check(self, num_prompt_tokens: int) -> None:
-        """Raises ValueError for a prompt that it cannot place as its options say."""
-
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, ItemsView, Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from longspan.core.cluster import Cluster
+from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.owners import coupled_instances
@@ -60,6 +60,50 @@ class StepCost(Protocol):
         """
         ...
 
+    def resharded(self, cluster: Cluster) -> StepCost:
+        """Returns the cost of the same model and devices in another cluster."""
+        ...
+
+    def reshard(self, cluster: Cluster) -> ReshardCost:
+        """Says what it takes to take places in another cluster."""
+        ...
+
+
+class ReshardCost(NamedTuple):
+    """The bytes of weights that all ranks copy for a `Reshard`, and the seconds until the last has its own."""
+
+    copied_bytes: float
+    seconds: float
+
+
+def missing_weights(model: Architecture, before: Cluster, after: Cluster) -> list[float]:
+    """Counts for each rank the bytes of its share of the weights in a cluster that it lacks after another one.
+
+    Shards have equal parts of each layer and of what comes before and behind the layers, the first those that come
+    first. Both clusters know the model.
+    """
+    return [_missing(model, before, after, rank) for rank in range(after.num_ranks)]
+
+
+def _missing(model: Architecture, before: Cluster, after: Cluster, rank: int) -> float:
+    if after.is_spare(rank):
+        return 0.0
+    layers, (first, last) = _place(after, rank)
+    missing = model.stage_bytes(layers) * (last - first)
+    if not before.is_spare(rank):
+        had, (first_had, last_had) = _place(before, rank)
+        kept = range(max(layers.start, had.start), min(layers.stop, had.stop))
+        if kept:
+            missing -= model.stage_bytes(kept) * max(0.0, min(last, last_had) - max(first, first_had))
+    return missing
+
+
+def _place(cluster: Cluster, rank: int) -> tuple[range, tuple[float, float]]:
+    """Returns the layers of a rank, and which part of each."""
+    instance, stage, shard = cluster.at(rank)
+    tp = cluster.tp(instance)
+    return cluster.layers(instance, stage), (shard / tp, (shard + 1) / tp)
+
 
 def _wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCost) -> None:
     """Adds to the time of all layers of each member what the layers do not hide of `rebalances`.
@@ -96,6 +140,8 @@ class RooflineCost:
     def __init__(
         self, model: Architecture, devices: Devices, cluster: Cluster, *, block_size: int, kernels: Kernels = "flash"
     ) -> None:
+        self._model, self._devices, self._kernels = model, devices, kernels
+        self._turns: dict[ParallelSpec, RooflineCost] = {cluster.spec: self}
         self.lines = rooflines(model, devices, cluster, kernels)
         self.num_layers = model.attention.num_layers
         self._block_size, self._num_prefill = block_size, cluster.spec.instances
@@ -114,6 +160,21 @@ class RooflineCost:
         return tuple(
             self._path(*pair)._replace(num_bytes=number * self._block_bytes(pair[1])) for pair, number in _pairs(move)
         )
+
+    def resharded(self, cluster: Cluster) -> RooflineCost:
+        if cluster.spec not in self._turns:
+            size, kernels = self._block_size, self._kernels
+            found = RooflineCost(self._model, self._devices, cluster, block_size=size, kernels=kernels)
+            self._turns[cluster.spec], found._turns = found, self._turns  # so that none is made anew at each turn
+        return self._turns[cluster.spec]
+
+    def reshard(self, cluster: Cluster) -> ReshardCost:
+        """Returns the cost of copying what each rank lacks from the memory of its host, over its own bus (Seesaw §4.1).
+
+        Nothing of it overlaps with what is computed before.
+        """
+        missing = missing_weights(self._model, self._cluster, cluster)
+        return ReshardCost(sum(missing), self._bus.latency_s + max(missing) / self._bus.bytes_per_s)
 
     def _block_bytes(self, target: int) -> float:
         layer = self._line(target).layer
@@ -324,12 +385,22 @@ class FittedCost:
         shape: of the model that was measured.
         block_size: tokens of a KV block, which transfers consist of.
         cluster: the instances, when they have stages or pools on hosts.
+        others: profiles of instances that are split otherwise, which take turns with these.
 
     Raises:
         ValueError: for a profile that lacks one instance alone, with the remedy.
     """
 
-    def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int, cluster: Cluster | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        *,
+        block_size: int,
+        cluster: Cluster | None = None,
+        others: Sequence[Profile] = (),
+    ) -> None:
+        self._profile, self._shape, self._others = profile, shape, others
         self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
         self._cluster, self._host_link = cluster, profile.link("host_copy", 1) or self._link
         self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
@@ -357,6 +428,25 @@ class FittedCost:
             Flow(*pair, number * self._block_bytes, latency_s, ((("out", pair[0]), byte_s), (("in", pair[1]), byte_s)))
             for pair, number in _pairs(move)
         )
+
+    def resharded(self, cluster: Cluster) -> FittedCost:
+        """Takes the profile of instances that are split so.
+
+        Raises:
+            ParameterError: when there is none.
+        """
+        profiles = (self._profile, *self._others)
+        found = next((one for one in profiles if one.profile_key.tp == cluster.spec.tp), None)
+        if found is None:
+            known = " and ".join(str(one.profile_key.tp) for one in profiles)
+            problem = f"is of instances with tp {known}, but {cluster} is to take its turn: measure that, too"
+            raise ParameterError("profile", problem)
+        others = [one for one in profiles if one is not found]
+        return FittedCost(found, self._shape, block_size=self._block_size, cluster=cluster, others=others)
+
+    def reshard(self, cluster: Cluster) -> ReshardCost:  # noqa: ARG002 - on a CPU it does not depend on that
+        """Returns nothing: shares of a CPU are views of the same weights."""
+        return ReshardCost(0.0, 0.0)
 
     def _known_link(self) -> LinkFit:
         if self._link is None:

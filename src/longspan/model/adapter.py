@@ -41,6 +41,7 @@ class Model:
         specs: what the attention of each layer, of any stage, computes on a rank with this share.
         shard: which share this is.
         stage: which layers these are; None for all.
+        copied_bytes: of parameters that are no views of the mapped weights.
         stored_attention: by layer, the unsharded parameters of its attention in the weight file; empty for a whole one.
     """
 
@@ -57,7 +58,7 @@ class Model:
         is_whole = layers is None or len(layers) == self.info.num_layers
         self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
         stored = map_tensors(files.weights)
-        _fill(self.module, stored, device, self.shard)
+        self.copied_bytes = _fill(self.module, stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
         self._reduce: Reduce | None = None
@@ -183,13 +184,20 @@ def _serve(
 AttentionInterface.register(_SERVE, _serve)
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, shard: Shard) -> None:
-    """Replaces every meta parameter and buffer by the stored one, or its share; tied names get one Parameter."""
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, shard: Shard) -> int:
+    """Replaces every meta parameter and buffer by the stored one, or its share; tied names get one Parameter.
+
+    Returns the bytes of the parameters that had to be copied.
+    """
     parameters: dict[int, nn.Parameter] = {}
+    copied_bytes = 0
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         tensor = tensors[name]
         if id(tensor) not in parameters:
-            parameters[id(tensor)] = nn.Parameter(shard.cut(name, tensor).to(device), requires_grad=False)
+            share = shard.cut(name, tensor).to(device)
+            parameters[id(tensor)] = nn.Parameter(share, requires_grad=False)
+            is_view = share.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            copied_bytes += 0 if is_view else share.nbytes
         _set(model, name, parameters[id(tensor)])
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
         # Some modules write to their buffers (longrope does): a private copy, they are small.
@@ -199,6 +207,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device,
     named += [(name, value) for name, module in model.named_modules() for value in vars(module).values()]
     left = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
     assert not left, f"tensors of these modules were not loaded: {left}"
+    return copied_bytes
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hint
 import msgspec
 
 from longspan.core.exchange import Exchange, exchange_of
-from longspan.core.view import ClusterView, Plan, Policy
+from longspan.core.view import Admitted, ClusterView, Plan, Policy
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
+    from longspan.core.cluster import Cluster
     from longspan.policy.choosing import Facts
 
 OptionsT = TypeVar("OptionsT")
@@ -40,6 +41,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
         changeable: the options that may change while it serves.
         change: changes such options, and returns all options that are then in force.
         knows_roles: tells whether some instances may only prefill, or only decode.
+        takes_turns: tells whether instances of both roles take turns on the same devices; `admits`, who gets on which.
         hint: tells users what they might have forgotten to say, if anything.
     """
 
@@ -52,6 +54,8 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     changeable: tuple[str, ...] = ()
     change: Callable[[PolicyT, OptionsT, Mapping[str, str]], OptionsT] | None = None
     knows_roles: bool = False
+    takes_turns: bool = False
+    admits: Callable[[PolicyT, Cluster], Admitted] | None = None
     hint: Callable[[OptionsT, Any], str | None] | None = None
 
     def chosen(self, instances: tuple[int, ...], options: OptionsT, facts: object) -> ChosenPolicy:
@@ -84,6 +88,10 @@ class ChosenPolicy:
     @property
     def settings(self) -> PolicySettings:
         return PolicySettings(name=self.spec.name, options=asdict(self.options), changeable=self.spec.changeable)
+
+    def admits(self, cluster: Cluster) -> Admitted:
+        """Asks the policy; most admit all."""
+        return "all" if self.spec.admits is None else self.spec.admits(self.policy, cluster)
 
     def update(self, options: Mapping[str, str]) -> None:
         """Changes options between two plans; requests that run stay as they are."""
@@ -132,6 +140,7 @@ _REGISTRY: dict[str, str | PolicySpec[Any, Any]] = {
     "fixed-sp": "tetris:FIXED_SP",
     "loongserve": "loongserve:LOONGSERVE",
     "loongserve-disagg": "loongserve:LOONGSERVE_DISAGG",
+    "seesaw": "seesaw:SEESAW",
 }
 """A spec, or the module and name of one that loads on first use."""
 
@@ -171,6 +180,11 @@ def make_policy(
         raise ParameterError("policy", f"{problem} parallel instead of prefill_parallel and decode_parallel", name)
     instances = tuple(sorted(facts.prefill(num_instances), key=facts.location))
     return spec.chosen(instances, parse_options(name, spec.options, options), facts)
+
+
+def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
+    """Returns the clusters that take turns on the devices of one with roles, if a policy has them do so."""
+    return () if policy == "auto" or not spec_of(policy).takes_turns else cluster.in_turns()
 
 
 def spec_of(name: str) -> PolicySpec[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 from longspan.core.cluster import Cluster, Location
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, of_any_layout
@@ -15,6 +15,22 @@ from longspan.cost.profile import LinkFit, Profile
 _MAX_KNOWN = 100_000
 
 
+class TurnCost(Protocol):
+    """Predicts what the work of an offline run takes on each of the clusters that take turns, all of it in use."""
+
+    def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
+        """Times prompts of a `length` that have `num_tokens` together."""
+
+    def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
+        """Times one more token for each of `num_seqs` requests of a `length`."""
+
+    def reshard_s(self, cluster: Cluster) -> float:
+        """Times the change to this cluster from the other one."""
+
+    def swap_s(self, cluster: Cluster, num_blocks: int) -> float:
+        """Times blocks that go from the devices of a cluster to their hosts, or come from there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """The known facts of a model and its hardware, from which a policy is made.
@@ -23,6 +39,8 @@ class Facts:
         model: what the table of partitions calls it.
         partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
         cluster: None when nothing is known of it: then all instances do everything and are near each other.
+        turns: the clusters that prefill and decode by turns on the same devices, if they do.
+        turn_cost: what these take; None when that is not known.
     """
 
     shape: ModelShape | None = None
@@ -31,6 +49,8 @@ class Facts:
     model: str = ""
     partitions: PartitionTable | ModelledPartitions | None = None
     cluster: Cluster | None = None
+    turns: tuple[Cluster, ...] = ()
+    turn_cost: TurnCost | None = None
 
     @property
     def tp(self) -> int | None:

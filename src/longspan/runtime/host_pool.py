@@ -59,14 +59,19 @@ def map_blocks(
 
 
 class HostPool:
-    """The pool of its host as one rank sees it, whose own pool is `pool`; `specs` are those of the whole model."""
+    """The pool of its host as one rank sees it, whose own pool is `pool`.
 
-    def __init__(self, memory: Path, pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int) -> None:
-        self._own, self._specs = pool, specs
+    Args:
+        layers: of the host, see `map_blocks`.
+        specs: of the whole model.
+    """
+
+    def __init__(
+        self, layers: Sequence[PagedKv], pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int
+    ) -> None:
+        self._layers, self._own, self._specs = layers, pool, specs
         self._instance, _, self._shard = cluster.at(rank)
-        self._tp, num_blocks = cluster.tp(self._instance), cluster.host_blocks[cluster.hosts[rank]]
-        dtype = pool.layer(pool.layers.start).keys.dtype
-        self._layers = map_blocks(memory, specs, num_blocks=num_blocks, block_size=pool.block_size, dtype=dtype)
+        self._tp = cluster.tp(self._instance)
 
     def copies(self, move: MoveKV, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields what this rank copies of a layer, each `[kv_heads, token, head_dim]`: to where, and from where.

@@ -48,11 +48,18 @@ class RunFree(msgspec.Struct, frozen=True, tag="free"):
     step: Free
 
 
+class RunReshard(msgspec.Struct, frozen=True, tag="reshard"):
+    """Take the rank's place in another cluster, as the step of this number says."""
+
+    number: int
+    cluster: Cluster
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Finish and exit."""
 
 
-Command = RunForward | RunMoves | RunFree | Stop
+Command = RunForward | RunMoves | RunFree | RunReshard | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -89,6 +96,14 @@ class Sent(msgspec.Struct, frozen=True, tag="sent"):
     number: int
 
 
+class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):
+    """A rank has its place in another cluster; `bytes_sent` are those of weights that it had to copy."""
+
+    rank: int
+    number: int
+    bytes_sent: BytesSent
+
+
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
     """The controller's own lane has made a MoveKV to or from a disk, but for the copies that `failed`, by index."""
 
@@ -112,7 +127,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Done | Moved | Sent | Stored | Failed | Exited
+Report = Ready | Done | Moved | Sent | Regrouped | Stored | Failed | Exited
 
 
 def command_address(endpoint: str, rank: int) -> str:

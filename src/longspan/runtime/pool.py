@@ -21,12 +21,30 @@ _CPU_SHARE = 0.3
 _CUDA_SHARE = 0.85
 
 
+class KvMemory:
+    """The memory of one rank's KV pools, of which one follows the other. All numbers in it are finite.
+
+    CPU pages take neither time nor memory until they are written.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._bytes = device, torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns `[num_bytes]` of it; who had it before is done with it."""
+        if len(self._bytes) < num_bytes:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # which frees what there was
+            self._bytes = _zeros(num_bytes, self._device)
+        return self._bytes[:num_bytes]
+
+
 class KvPool:
     """Keys and values of `num_blocks` blocks in some layers.
 
     Args:
         specs: of all layers of the model.
         layers: those of this rank; None for all.
+        memory: what it lies in; None for memory of its own.
     """
 
     def __init__(
@@ -38,13 +56,18 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         layers: range | None = None,
+        memory: KvMemory | None = None,
     ) -> None:
         self.block_size = block_size
         self.layers = range(len(specs)) if layers is None else layers
-        self._layers = {}
-        for layer in self.layers:
-            shape = (num_blocks, specs[layer].num_kv_heads, block_size, specs[layer].head_dim)
-            self._layers[layer] = PagedKv(keys=_zeros(shape, dtype, device), values=_zeros(shape, dtype, device))
+        own = [specs[layer] for layer in self.layers]
+        shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in own]
+        sizes = [math.prod(shape) for shape in shapes for _ in range(2)]
+        parts = (memory or KvMemory(device)).take(sum(sizes) * dtype.itemsize).view(dtype).split(sizes)
+        self._layers = {
+            layer: PagedKv(keys=keys.view(shape), values=values.view(shape))
+            for layer, shape, keys, values in zip(self.layers, shapes, parts[::2], parts[1::2], strict=True)
+        }
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores `k, v [kv_heads, tokens, head_dim]`: token t goes to slot `offsets[t]` of block `blocks[t]`."""
@@ -74,12 +97,12 @@ class KvPool:
         return kv.keys[:, heads.start : heads.stop], kv.values[:, heads.start : heads.stop]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Makes zeros: a masked slot must hold a finite number. CPU pages take neither time nor memory until written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Makes zeros: a masked slot must hold a finite number."""
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dtype) -> int:

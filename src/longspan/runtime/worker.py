@@ -1,6 +1,6 @@
-"""One rank: a device, a model and a KV pool, and the steps that it is sent, computed first in first out.
+"""One rank of a cluster: a device, a share of a model, a KV pool, and the steps that it is sent, first in first out.
 
-It is given all of them, so that the same worker runs in a process of its own or in a thread; see `load_worker`.
+It is given all of them, so that the same worker runs in a process of its own or in a thread; see `runtime.rank`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 import zmq
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
-from longspan.model.store import DTYPES
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
@@ -70,7 +69,7 @@ class Worker:
         *,
         backend: AttentionBackend,
         vocabulary: Vocabulary,
-        record_times: bool,
+        watch: Stopwatch,
         host: HostPool | None = None,
     ) -> None:
         self._rank, self._cluster, self._model, self._pool = rank, cluster, model, pool
@@ -82,8 +81,7 @@ class Worker:
         self._requests = RankRequests(vocabulary, self._device, samples=self._is_last)
         self._leaving = deque[Pending]()  # what was sent to other stages, oldest first
         self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
-        self._watch = Stopwatch(enabled=record_times, device=self._device)
-        self._watch.watch_linear(model.module)
+        self._watch = watch
         self._exchange = TimedTransport(transports.exchange, self._watch)
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
         self._hidden = TimedTransport(transports.hidden, self._watch)
@@ -91,10 +89,13 @@ class Worker:
         self._messages = BlockMessages(pool, model.info.specs, cluster, rank)
         self._moves = Moves(self._messages, transports.moves, host)
 
-    def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
-        """Works until it is told to stop; returns whether no KV was on its way then."""
-        send_report(reports, messages.Ready(rank=self._rank))
-        inbox = Inbox(commands, self._moves.wakeup)
+    @property
+    def wakeup(self) -> int:
+        """A file descriptor that can be read when there may be something to do besides commands."""
+        return self._moves.wakeup
+
+    def serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | None:
+        """Works until it is told to take its place in another cluster, or to stop: then there is none."""
         while True:
             with self._watch.during("controller"):
                 new = inbox.receive()
@@ -111,12 +112,23 @@ class Worker:
                         send_report(reports, report)
                 case messages.RunFree(step):
                     self._requests.forget(step.request_ids)
+                case messages.RunReshard() as command:
+                    self._read_samples(len(self._unread))
+                    while self._leaving:
+                        self._leaving.popleft().wait()
+                    return command
                 case messages.Stop():
                     self._read_samples(len(self._unread))
-                    return self._moves.is_idle
+                    return None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no KV is on its way."""
+        return self._moves.is_idle
 
     def close(self) -> None:
-        """Ends the threads that move KV, once its transports are closed, and gives the model back as it was.
+        """Ends the threads that move KV, when none is on its way or its transports are closed, and gives the model back
+        as it was.
 
         A process that ends need not call it.
         """
@@ -261,36 +273,6 @@ class Worker:
         return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(found))
 
 
-def load_worker(config: messages.WorkerConfig, rank: int, device: torch.device, transports: Transports) -> Worker:
-    files, cluster = config.files, config.cluster
-    instance, stage, shard = cluster.at(rank)
-    layers = cluster.layers(instance, stage)
-    model = Model(files, device, tp_index=shard, tp=cluster.tp(instance), layers=layers)
-    pool = KvPool(
-        model.specs,
-        num_blocks=cluster.num_blocks[instance],
-        block_size=config.block_size,
-        dtype=DTYPES[files.dtype],
-        device=device,
-        layers=layers,
-    )
-    host = None
-    if config.host_memory:
-        host = HostPool(config.host_memory[cluster.hosts[rank]], pool, model.info.specs, cluster, rank)
-    vocabulary = Vocabulary(files, size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
-    return Worker(
-        rank,
-        cluster,
-        model,
-        pool,
-        transports,
-        backend=backend_of(device, compiled=config.attention_kernel is not None),
-        vocabulary=vocabulary,
-        record_times=config.record_times,
-        host=host,
-    )
-
-
 def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:
     wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
     num_top = {row: number for row, number in wanted.items() if number is not None}
@@ -303,12 +285,18 @@ def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequ
 class Inbox:
     """Commands in their order, seen as soon as they have come. The descriptor `wakeup` ends the wait for one, too."""
 
-    def __init__(self, commands: zmq.Socket[bytes], wakeup: int) -> None:
-        self._commands, self._poller = commands, zmq.Poller()
+    def __init__(self, commands: zmq.Socket[bytes]) -> None:
+        self._commands = commands
         self._decoder = msgspec.msgpack.Decoder(messages.Command)
         self._waiting: deque[messages.Command] = deque()
-        for source in (commands, wakeup):
-            self._poller.register(source, zmq.POLLIN)
+        self.watch(None)
+
+    def watch(self, wakeup: int | None) -> None:
+        """Lets another descriptor end the wait."""
+        self._poller = zmq.Poller()
+        for source in (self._commands, wakeup):
+            if source is not None:
+                self._poller.register(source, zmq.POLLIN)
 
     def receive(self) -> list[messages.Command]:
         """Takes the commands that have come; waits for something if there is nothing to do."""

@@ -19,7 +19,8 @@ from longspan.attn import native
 from longspan.attn.comm import NOBODY, TorchTransport, meet
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
-from longspan.runtime.worker import Transports, Worker, failure, load_worker, send_report
+from longspan.runtime.rank import Rank
+from longspan.runtime.worker import Transports, failure, send_report
 
 _log = logging.getLogger("longspan.worker")
 
@@ -52,15 +53,15 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
         dist.destroy_process_group()
 
 
-def _load(config: WorkerConfig, rank: int, run_dir: str) -> Worker:
+def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
     torch.set_num_threads(config.num_threads)
     keep_to_cores(config.device, rank, config.cluster.num_ranks)
     if config.attention_kernel is not None:
         native.load(config.attention_kernel)
     device = open_device(config.device, rank)
-    worker = load_worker(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
+    found = Rank(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
     _log.info("ready: %s on %s, %d threads", config.files.name, config.device, config.num_threads)
-    return worker
+    return found
 
 
 def _transports(config: WorkerConfig, rank: int, store: str, device: torch.device) -> Transports:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longspan.core.owners import coupled_instances
-from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampled, Step
+from longspan.core.steps import BytesSent, Completion, Forward, MoveKV, Part, Reshard, Sample, Sampled, Step
 from longspan.cost.flows import alone_s
 from longspan.cost.step_cost import StepCost
 from longspan.sim.links import Links
@@ -110,6 +110,7 @@ class SimExecutor:
         """By the number of a move, how many of its flows have not left, and when the latest of the others is there."""
         self._due: list[tuple[float, int, Forward | None]] = []
         """When a step is complete, its number, and the step if it is a Forward."""
+        self._copied: dict[int, BytesSent] = {}
         self._banned: dict[int, tuple[int, ...]] = {}
 
     def submit(self, step: Step) -> None:
@@ -122,6 +123,8 @@ class SimExecutor:
             sources = step.sources if step.way == "across" else ()
             ends_s = [end_s for (instance, _), end_s in self._free_at.items() if instance in sources]
             self._send(step, ready_s=max([self._clock.now(), self._ready_s, *ends_s]))
+        elif isinstance(step, Reshard):
+            self._regroup(step)
         else:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
@@ -150,7 +153,17 @@ class SimExecutor:
             move, start_s = self._moving.pop(number)
             self._watch_moves(MoveTiming(move=move, start_s=start_s, end_s=self._clock.now()))
         sampled = tuple([self._invent(part, part.sample) for part in parts if part.sample is not None])
-        return Completion(number=number, sampled=sampled, bytes_sent={})
+        return Completion(number=number, sampled=sampled, bytes_sent=self._copied.pop(number, {}))
+
+    def _regroup(self, step: Reshard) -> None:
+        """Begins when all is computed; later steps are those of the other cluster."""
+        start_s = max([self._clock.now(), self._ready_s, *self._free_at.values()])
+        cost = self._cost.reshard(step.cluster)
+        end_s = start_s + cost.seconds
+        self._cost = self._cost.resharded(step.cluster)
+        self._free_at.clear()
+        self._copied[step.number] = {("weights_copy", "same_host"): round(cost.copied_bytes)}
+        heapq.heappush(self._due, (end_s, step.number, None))
 
     def _run(self, forward: Forward) -> None:
         stages, done_s = self._run_stages(forward)

@@ -10,14 +10,14 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from longspan.core.cluster import Cluster, cut_evenly
+from longspan.core.cluster import Cluster, ParallelSpec, cut_evenly
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, of_any_layout
 from longspan.core.layouts import shard_span
 from longspan.core.options import SchedulingArgs
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, chunk_tokens
-from longspan.core.steps import Forward, MoveKV, MoveWay, Part
+from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.channels import Channel, Shares, shares_of
@@ -78,7 +78,7 @@ class Experiment:
 
     Attributes:
         cost: seconds of its steps.
-        facts: what policies know of it.
+        facts: what policies know of it; also the clusters that take turns, if there are several.
         description: the cluster in a few words, for people.
         progress: is told how many requests of a run are done.
     """
@@ -115,7 +115,7 @@ class Experiment:
         if not (workload.shares or self.cluster.host_blocks):
             scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
         swap = PricedSwap(self.cost, self.cluster) if self.cluster.host_blocks else None
-        config = EngineConfig.of(scheduling, self.cluster, policy, swap=swap)
+        config = EngineConfig.of(scheduling, self.cluster, policy, turns=self.facts.turns, swap=swap)
         with self.progress(title, len(workload.arrivals)) as finished:
             watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
@@ -237,11 +237,11 @@ def computed_experiment(
     """Makes an experiment on a cluster that costs what data sheets say."""
     if spec.hardware is None:
         raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
-    cluster = spec.cluster.with_layers(model.attention.num_layers, model.head_layers)
-    hardware = spec.hardware
+    clusters = _clusters(spec, model, scheduling)
+    cluster, hardware = clusters[0], spec.hardware
     devices = Devices(
         hardware=hardware,
-        gpus_per_host=spec.devices_per_host,
+        gpus_per_host=spec.devices_per_host(cluster),
         hosts=spec.hosts,
         link=spec.link,
         link_gbytes_per_s=spec.link_gbytes_per_s,
@@ -249,11 +249,11 @@ def computed_experiment(
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     partitions = ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size))
-    known = Facts(model=model.name, partitions=partitions, cluster=cluster)
+    turns = clusters if len(clusters) > 1 else ()
+    known = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
-    blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
-    cluster = cluster.with_blocks([blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances])
-    cluster = _with_tiers(cluster, model, scheduling)
+    clusters = tuple(_with_pools(one, cost.resharded(one), model, scheduling) for one in clusters)
+    cluster, turns = clusters[0], clusters if turns else ()
     profile_key = ProfileKey(
         model=model.name,
         dtype=spec.dtype,
@@ -280,6 +280,8 @@ def computed_experiment(
         hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         profile=profile,
         cluster=cluster,
+        turns=turns,
+        turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
     )
     speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
     description = f"{devices.hosts} × {devices.gpus_per_host} {hardware}, {devices.slowest_link}{speed}"
@@ -292,21 +294,33 @@ def measured_experiment(
     model: Architecture, profile: Profile, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
 ) -> Experiment:
     """Makes an experiment on a cluster of instances that cost what was measured of one."""
-    cluster, key = spec.cluster.with_layers(model.attention.num_layers, model.head_layers), profile.profile_key
-    if {cluster.tp(instance) for instance in cluster.instances} != {key.tp}:
-        raise ParameterError("profile", f"is of instances with tp {key.tp}, but {cluster} given", spec.profile)
+    key = profile.profile_key
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
-    cluster = cluster.with_blocks([num_blocks] * cluster.num_instances)
-    cluster = _with_tiers(cluster, model, scheduling)
+    clusters = tuple(
+        _with_tiers(one.with_blocks([num_blocks] * one.num_instances), model, scheduling)
+        for one in _clusters(spec, model, scheduling)
+    )
+    cluster, turns = clusters[0], clusters if len(clusters) > 1 else ()
+    if {one.tp(instance) for one in clusters for instance in one.instances} != {key.tp}:
+        given = " and ".join(map(str, clusters))
+        raise ParameterError("profile", f"is of instances with tp {key.tp}, but {given} given", spec.profile)
     partitions: PartitionTable | ModelledPartitions = PartitionTable()
     if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
         partitions = ModelledPartitions(found)
-    facts = Facts(profile=profile, model=key.model, partitions=partitions, cluster=cluster)
+    cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
+    facts = Facts(
+        profile=profile,
+        model=key.model,
+        partitions=partitions,
+        cluster=cluster,
+        turns=turns,
+        turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
+    )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(
         cluster=cluster,
-        cost=FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster),
+        cost=cost,
         facts=facts,
         description=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
         scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
@@ -370,8 +384,24 @@ def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
     return found
 
 
+def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs) -> tuple[Cluster, ...]:
+    """Returns the clusters that a policy has take turns, or the only one, for a model."""
+    found = spec.clusters(scheduling.policy)
+    return tuple(one.with_layers(model.attention.num_layers, model.head_layers) for one in found)
+
+
+def _with_pools(cluster: Cluster, cost: RooflineCost, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
+    """Gives the devices of a cluster, and the tiers below them, as many blocks as they have room for."""
+    blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
+    numbers = [blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances]
+    return _with_tiers(cluster.with_blocks(numbers), model, scheduling)
+
+
 def _with_tiers(cluster: Cluster, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
     """Gives hosts and their disks pools of blocks with all layers and heads."""
+    if cluster.num_device_pools and not scheduling.host_kv_gib:
+        problem = f"is where KV lies while clusters change, which {scheduling.policy} has them do: give it some"
+        raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
     block_bytes = scheduling.block_size * model.attention.kv_bytes * model.attention.num_layers
     return cluster.with_tiers(block_bytes, host_kv_gib=scheduling.host_kv_gib, disk_kv_gib=scheduling.disk_kv_gib)
 
@@ -387,6 +417,40 @@ class PricedSwap:
         self.block_s = _block_s(cost, host, 0, "in")
         self.load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
         self.recompute_s = lru_cache(maxsize=4096)(partial(_prefill_s, cost, 1, LOCAL))
+
+
+class PricedTurns:
+    """Prices the work of clusters that take turns by the cost of steps, as if all of their devices had some."""
+
+    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int) -> None:
+        self._costs = {one.spec: cost.resharded(one) for one in turns}
+        self._other = {turns[0].spec: turns[1], turns[1].spec: turns[0]}
+        self._swaps = {one.spec: PricedSwap(self._costs[one.spec], one) for one in turns}
+        self._block_size = block_size
+        self._stage_s = lru_cache(maxsize=4096)(self._find_stage_s)
+
+    def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
+        """Times prompts of a `length` that follow each other through all stages."""
+        return num_tokens / length / cluster.num_instances * self._stage_s(cluster.spec, 0, length)
+
+    def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
+        """Times one more token for each of `num_seqs` requests, as many at once as devices have KV for."""
+        most = max(1, cluster.num_blocks[0] // -(-length // self._block_size))
+        at_once = max(1, min(most, -(-num_seqs // cluster.num_instances)))
+        num_stages, number = cluster.pp(0), -(-at_once // cluster.pp(0))
+        rounds = num_seqs / (at_once * cluster.num_instances)
+        return rounds * num_stages * self._stage_s(cluster.spec, number, length)
+
+    def reshard_s(self, cluster: Cluster) -> float:
+        return self._costs[self._other[cluster.spec].spec].reshard(cluster).seconds
+
+    def swap_s(self, cluster: Cluster, num_blocks: int) -> float:
+        return num_blocks * self._swaps[cluster.spec].block_s / cluster.num_instances
+
+    def _find_stage_s(self, spec: ParallelSpec, num_decodes: int, length: int) -> float:
+        """Times the slowest stage of one instance with a prompt, or with so many decodes."""
+        forward = _decodes(num_decodes, length) if num_decodes else _prefill(1, LOCAL, length, 0)
+        return max(self._costs[spec].stage_seconds(forward)[0])
 
 
 def _block_s(cost: StepCost, source: int, target: int, way: MoveWay) -> float:
@@ -442,6 +506,25 @@ def _prefill_s(cost: StepCost, members: int, exchange: Exchange, new: int, cache
         for start, stop in cut_evenly(new, number)
     ]
     return pipelined_s([max(chunk, key=sum) for chunk in chunks])
+
+
+def _decodes(number: int, length: int) -> Forward:
+    parts = tuple(
+        Part(
+            request_id=request_id,
+            start=length - 1,
+            stop=length,
+            tokens=range(1),
+            group=(0,),
+            runs=((Run(length - 1, length),),),
+            exchange=LOCAL,
+            first_block=0,
+            blocks=(),
+            sample=Sample(instance=0, position=length),
+        )
+        for request_id in range(number)
+    )
+    return Forward(number=1, parts=parts)
 
 
 def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:

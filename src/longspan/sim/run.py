@@ -14,11 +14,10 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.core.config import EngineConfig
+from longspan.core.config import EngineConfig, EnginePolicy
 from longspan.core.engine import Engine
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.core.view import EnginePolicy
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import MoveTiming, SimExecutor, StepTiming, VirtualClock
 from longspan.sim.spec import Faults, ServiceLevel
@@ -228,10 +227,13 @@ class _Simulation:
         heapq.heapify(self._events)
 
     def _executor(self, ready_s: float) -> SimExecutor:
+        cost = self._cost
+        if ready_s and self._engine.config.turns:
+            cost = cost.resharded(self._engine.config.cluster)
         return SimExecutor(
             clock=self._clock,
             vocab_size=_VOCAB_SIZE,
-            cost=self._cost,
+            cost=cost,
             slow=self._faults.slow,
             ready_s=ready_s,
             watch=self._watch.ran,

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from longspan.core.cluster import Cluster, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
+from longspan.policy import turns_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,6 @@ class ClusterSpec(HardwareSpec, FleetSpec):
             raise ParameterError("hardware", f"{self.hardware} and profile exclude each other: give one of them")
         if self.profile is not None:
             self._check_measured()
-        self._check_devices()
 
     def _check_measured(self) -> None:
         """Refuses options of data sheets beside a profile."""
@@ -128,25 +128,35 @@ class ClusterSpec(HardwareSpec, FleetSpec):
                 problem = f"{value} refines data sheets: with a profile all is as it was measured; leave it out"
                 raise ParameterError(name, problem, value)
 
-    def _check_devices(self) -> None:
-        """Refuses instances that do not take all devices, or leave a host empty."""
-        found, per_host = self._instances, self.devices_per_host
-        if self.gpus_per_host is not None and found.num_ranks != (there := self.hosts * per_host):
-            specs = [found.spec] if found.decode_spec is None else [found.spec, found.decode_spec]
-            sums = " + ".join(f"instances({spec.instances}) * tp({spec.tp})" for spec in specs)
-            problem = f"({per_host}) * hosts({self.hosts}) = {there} devices, but {sums} = {found.num_ranks} given"
-            raise ParameterError("gpus_per_host", problem, per_host)
-        if self.profile is None and (taken := math.ceil(found.num_ranks / per_host)) < self.hosts:
-            problem = f"({self.hosts}) are more than the {taken} that {found.num_ranks} devices, {per_host} each, take"
-            raise ParameterError("hosts", problem, self.hosts)
+    def clusters(self, policy: str) -> tuple[Cluster, ...]:
+        """Returns the instances, on all devices; with a policy that has several clusters take turns there, all of them.
 
-    @property
-    def cluster(self) -> Cluster:
-        """The instances, on all devices. By data sheets, hosts are filled one after the other."""
+        By data sheets, hosts are filled one after the other.
+
+        Raises:
+            ParameterError: for instances that do not take all devices, or leave a host empty.
+        """
         found = self._instances
+        turns = turns_of(policy, found)
+        self._check_devices(found, turns)
         if self.profile is not None:
-            return replace(found, locations=locations_of_ranks(found.num_ranks, str(self.hosts)))
-        return found.on_hosts(self.devices_per_host)
+            return tuple(
+                replace(one, locations=locations_of_ranks(one.num_ranks, str(self.hosts))) for one in turns or (found,)
+            )
+        return tuple(one.on_hosts(self.devices_per_host(one)) for one in turns or (found,))
+
+    def _check_devices(self, found: Cluster, turns: tuple[Cluster, ...]) -> None:
+        num_ranks = turns[0].num_ranks if turns else found.num_ranks
+        per_host = self.devices_per_host(turns[0] if turns else found)
+        if self.gpus_per_host is not None and num_ranks != (there := self.hosts * per_host):
+            specs = [found.spec] if found.decode_spec is None else [found.spec, found.decode_spec]
+            sums = [f"instances({one.instances}) * tp({one.tp})" + f" * pp({one.pp})" * (one.pp > 1) for one in specs]
+            taken = f"the larger of {' and '.join(sums)}" if turns else " + ".join(sums)
+            problem = f"({per_host}) * hosts({self.hosts}) = {there} devices, but {taken} = {num_ranks} given"
+            raise ParameterError("gpus_per_host", problem, per_host)
+        if self.profile is None and (taken_hosts := math.ceil(num_ranks / per_host)) < self.hosts:
+            problem = f"({self.hosts}) are more than the {taken_hosts} that {num_ranks} devices, {per_host} each, take"
+            raise ParameterError("hosts", problem, self.hosts)
 
     @property
     def _instances(self) -> Cluster:
@@ -154,10 +164,9 @@ class ClusterSpec(HardwareSpec, FleetSpec):
         alike = None if any(spec is not None for spec in specs) else self.hosts * (self.gpus_per_host or _GPUS_PER_HOST)
         return parse_parallel(*specs, transfer_backends=self.transfer_backends, instances=alike)
 
-    @property
-    def devices_per_host(self) -> int:
-        """Devices of the first host; hosts are filled one after the other, so the last may have fewer."""
-        return self.gpus_per_host or math.ceil(self._instances.num_ranks / self.hosts)
+    def devices_per_host(self, cluster: Cluster) -> int:
+        """Counts the devices of the first host; hosts are filled one after the other, so the last may have fewer."""
+        return self.gpus_per_host or math.ceil(cluster.num_ranks / self.hosts)
 
 
 def _factors(pairs: Sequence[str]) -> dict[int, float]:

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from longspan.core.cluster import Cluster
-from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, MoveKV, Sampled, Scored, Step
+from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, MoveKV, Reshard, Sampled, Scored, Step
 from longspan.errors import WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.disk_pool import DiskLane, DiskPool
@@ -126,9 +126,14 @@ class WorkerExecutor:
         return tuple(worker.pid for worker in self._workers)
 
     def submit(self, step: Step) -> None:
-        """Sends a Forward to the ranks that take part, a MoveKV to both ends or to the disk, a Free to all."""
+        """Sends a Forward to the ranks that take part, a MoveKV to both ends or to the disk, others to all."""
+        everyone = range(len(self._commands))
         if isinstance(step, Free):
-            self._send(messages.RunFree(step), range(len(self._commands)))
+            self._send(messages.RunFree(step), everyone)
+            return
+        if isinstance(step, Reshard):
+            self._in_flight.regroup(step, everyone, time.monotonic())
+            self._send(messages.RunReshard(step.number, step.cluster), everyone)
             return
         if isinstance(step, MoveKV) and step.way in ("save", "load"):
             self._disk_lane.put(step)
@@ -221,7 +226,7 @@ class WorkerExecutor:
             case messages.Done():
                 self.worker_times[report.rank] = report.times
                 return self._in_flight.take(report, time.monotonic())
-            case messages.Moved():
+            case messages.Moved() | messages.Regrouped():
                 return self._in_flight.take(report, time.monotonic())
             case messages.Sent(rank, number):
                 self._in_flight.sent(rank, number)
@@ -263,9 +268,12 @@ class WorkerExecutor:
             _tell(self._commands[rank], data)
 
 
+_StepReport = messages.Done | messages.Moved | messages.Regrouped
+
+
 @dataclass
 class _StepInFlight:
-    """A Forward or a MoveKV that some rank has not reported done yet.
+    """A Forward, a MoveKV or a Reshard that some rank has not reported done yet.
 
     Attributes:
         awaited: ranks that have not reported its end.
@@ -278,7 +286,7 @@ class _StepInFlight:
     carries: Sequence[int] = ()
     unsent: set[int] = field(default_factory=set)
     leaving: set[int] = field(default_factory=set)
-    reports: list[messages.Done | messages.Moved] = field(default_factory=list)
+    reports: list[_StepReport] = field(default_factory=list)
 
 
 class InFlight:
@@ -312,7 +320,14 @@ class InFlight:
         own.carries = [move.number for move in carried]
         self._work(workers, step.number, now_s)
 
-    def take(self, report: messages.Done | messages.Moved, now_s: float) -> Completion | None:
+    def regroup(self, step: Reshard, ranks: Iterable[int], now_s: float) -> None:
+        """Begins a step of all ranks, after which steps are those of another cluster."""
+        assert not self._steps, "ranks regroup when nothing else is in flight"
+        self._cluster = step.cluster
+        self._steps[step.number] = _StepInFlight(awaited={*ranks})
+        self._work(ranks, step.number, now_s)
+
+    def take(self, report: _StepReport, now_s: float) -> Completion | None:
         """Returns the completion of a step once its last rank has reported."""
         rank, number = report.rank, report.number
         step = self._steps[number]
@@ -363,7 +378,7 @@ class InFlight:
             self._since_s.pop(rank, None)
 
 
-def _completion(number: int, reports: Iterable[messages.Done | messages.Moved]) -> Completion:
+def _completion(number: int, reports: Iterable[_StepReport]) -> Completion:
     sampled: list[Sampled] = []
     scored: list[Scored] = []
     sent: Counter[tuple[str, Link]] = Counter()

@@ -16,7 +16,8 @@ import zmq
 from longspan.attn import native
 from longspan.attn.memory import MemoryTransport, Wires
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
-from longspan.runtime.worker import Transports, failure, load_worker, send_report
+from longspan.runtime.rank import Rank
+from longspan.runtime.worker import Transports, failure, send_report
 
 _log = logging.getLogger("longspan.worker")
 _END_TIMEOUT_S = 5.0
@@ -83,7 +84,7 @@ class WorkerThread:
             _log.exception("rank %d hangs and is left behind", self._rank)
 
     def _run(self) -> None:
-        worker = None
+        rank = None
         exchange, rebalances, moves, stages = self._wires
         transports = Transports(
             exchange=MemoryTransport(exchange, self._rank),
@@ -94,15 +95,15 @@ class WorkerThread:
         )
         try:
             with _loading:
-                worker = load_worker(self._config, self._rank, torch.device("cpu"), transports)
-            worker.serve(self._commands, self._reports)
+                rank = Rank(self._config, self._rank, torch.device("cpu"), transports)
+            rank.serve(self._commands, self._reports)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
             _log.exception("rank %d fails", self._rank)
             send_report(self._reports, failure(self._rank, error))
         finally:
             self.kill()
-            if worker is not None:
-                worker.close()
+            if rank is not None:
+                rank.close()
             self._commands.close(linger=0)
             self._reports.close()

@@ -1,0 +1,192 @@
+"""Seesaw: prefill and decode take turns, each on a cluster that is split as suits it (Su et al., 2025).
+
+Prompts are prefilled until the memory of the hosts is full, or nothing waits; their KV goes there as each is done. Then
+the model is re-sharded, and all of it is decoded, while further KV comes in from hosts; and so on (§4.2).
+
+Where costs are known, clusters only change when that gains more than it takes; else it is as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from longspan.core.cluster import Cluster
+from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
+from longspan.errors import ParameterError
+from longspan.policy import PolicySpec
+from longspan.policy.batching import Batch, single_part
+from longspan.policy.choosing import Facts, TurnCost
+from longspan.policy.chunked import admit_alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeesawOptions:
+    """Options that say when `seesaw` changes clusters.
+
+    Attributes:
+        strict: change clusters whenever the paper does, also when that takes longer than it gains.
+    """
+
+    strict: bool = False
+
+
+class Seesaw:
+    """Prefills on one cluster and decodes on the other; each request is on one instance.
+
+    Attributes:
+        capacity: a request fills the pool of one instance at most.
+    """
+
+    capacity = 1
+
+    def __init__(self, prefill: Cluster, decode: Cluster, cost: TurnCost | None) -> None:
+        self._prefill, self._decode, self._cost = prefill, decode, cost
+        self._mixes = False  # what is left is not worth a change: it is prefilled and decoded where it is
+        self._parked = _Parked()
+
+    def admits(self, cluster: Cluster) -> Admitted:
+        """Admits new requests while prompts are prefilled, and those that have begun while they decode."""
+        return "all" if self._mixes else "new" if cluster.spec == self._prefill.spec else "started"
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Goes on with the turn of this cluster, or ends it."""
+        return self._prefill_turn(view) if self.admits(view.cluster) == "new" else self._decode_turn(view)
+
+    def _prefill_turn(self, view: ClusterView) -> Plan:
+        """Parks whoever has its first token, and prefills as many others as hosts have room for."""
+        done = tuple([r for r in view.running if not r.in_flight and r.num_known > r.num_prompt])
+        for request in done:
+            self._parked.add(request)
+        room = _Room(view, view.running)
+        batch, instances = Batch(view, frozenset(view.cluster.instances)), tuple(view.cluster.instances)
+        for request in batch.running():
+            if request.num_scheduled < request.num_prompt:
+                batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
+        for request in batch.waiting():
+            part = admit_alone(request, batch.budget, instances)
+            batch.add(part if part is not None and room.take(part) else None)
+        plan = batch.plan()
+        plan.parked = done
+        is_done = not (plan.batches or view.busy) and len(done) == len(view.running)
+        if is_done and (view.num_started or done) and not self._can_go_on(view, room):
+            if self._is_worth_decoding(view):
+                self._parked = _Parked()
+                plan.reshard = self._decode
+            else:
+                self._mixes = True
+        return plan
+
+    def _can_go_on(self, view: ClusterView, room: _Room) -> bool:
+        """Tells whether a prompt waits that hosts have room for: devices have it soon."""
+        if not view.waiting:
+            return view.num_new > 0  # its prefix is on its way
+        return room.has(view.waiting[0])
+
+    def _decode_turn(self, view: ClusterView) -> Plan:
+        """Decodes with continuous batching, until hosts have nothing more to decode and new prompts are worth it."""
+        first = view.next_new
+        if first is not None:
+            room = _Room(view, view.running)
+            if room.has(first):
+                if self._is_worth_prefilling(view, first, room):
+                    return Plan(reshard=self._prefill)
+                self._mixes = True
+        batch, instances = Batch(view, frozenset(view.cluster.instances)), tuple(view.cluster.instances)
+        for request in batch.running():
+            batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
+        for request in batch.waiting():
+            batch.add(admit_alone(request, batch.budget, instances))
+        plan = batch.plan()
+        if self._mixes and not (plan.batches or view.busy or view.num_new or view.num_started):
+            self._mixes = False  # all have ended
+        return plan
+
+    def _is_worth_decoding(self, view: ClusterView) -> bool:
+        """Tells whether the requests that have begun gain more by the other cluster than the way there takes."""
+        if self._cost is None or not self._parked.number:
+            return True
+        number, length, left = view.num_started, self._parked.length, self._parked.num_left
+        here_s, there_s = (self._cost.decode_s(one, number, length) for one in (self._prefill, self._decode))
+        return left * (here_s - there_s) > self._cost.reshard_s(self._decode)
+
+    def _is_worth_prefilling(self, view: ClusterView, first: RequestView, room: _Room) -> bool:
+        """Tells whether new prompts gain more by the other cluster than the way there and back takes."""
+        if (cost := self._cost) is None:
+            return True
+        length = first.num_tokens
+        num_tokens = min(view.num_new * length, room.num_blocks * first.block_size)
+        here_s, there_s = (cost.prefill_s(one, num_tokens, length) for one in (self._decode, self._prefill))
+        swapped_s = 2 * cost.swap_s(self._decode, room.num_running)
+        return here_s - there_s > cost.reshard_s(self._prefill) + cost.reshard_s(self._decode) + swapped_s
+
+
+class _Room:
+    """Blocks in the memory of hosts, but for those that running requests will need when they leave the devices."""
+
+    def __init__(self, view: ClusterView, running: Iterable[RequestView]) -> None:
+        cluster, kv = view.cluster, view.kv
+        self._pool = {instance: cluster.host_pool(instance) for instance in cluster.instances}
+        self._left = Counter({pool: kv.num_free(pool) for pool in self._pool.values()})
+        self.num_running = 0
+        for request in running:
+            number = request.blocks_for(request.num_tokens)
+            self._left[self._pool[request.group[0]]] -= number
+            self.num_running += number
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self._left.values())
+
+    def has(self, request: RequestView) -> bool:
+        """Tells whether any host has room for a request."""
+        return max(self._left.values()) >= _needed(request)
+
+    def take(self, part: ScheduledPart) -> bool:
+        """Takes the room for a request to be admitted; returns whether there was any."""
+        pool, number = self._pool[part.group[0]], _needed(part.request)
+        if self._left[pool] < number:
+            return False
+        self._left[pool] -= number
+        return True
+
+
+def _needed(request: RequestView) -> int:
+    """Counts the blocks of a request when its prompt is computed."""
+    return request.blocks_for(request.num_tokens)
+
+
+@dataclass(kw_only=True)
+class _Parked:
+    """Sums over the requests that were parked in a turn."""
+
+    number: int = 0
+    num_tokens: int = 0
+    num_to_come: int = 0
+
+    def add(self, request: RequestView) -> None:
+        self.number += 1
+        self.num_tokens += request.num_tokens
+        self.num_to_come += request.max_tokens - (request.num_known - request.num_prompt)
+
+    @property
+    def length(self) -> int:
+        """Their mean length in tokens."""
+        return self.num_tokens // self.number
+
+    @property
+    def num_left(self) -> float:
+        """The mean number of tokens that each may still put out."""
+        return self.num_to_come / self.number
+
+
+def _make(_instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> Seesaw:
+    if not facts.turns:
+        problem = "seesaw prefills and decodes on the same devices by turns: give prefill_parallel and decode_parallel"
+        raise ParameterError("policy", problem, "seesaw")
+    prefill, decode = facts.turns
+    return Seesaw(prefill, decode, None if options.strict else facts.turn_cost)
+
+
+SEESAW = PolicySpec(name="seesaw", options=SeesawOptions, make=_make, takes_turns=True, admits=Seesaw.admits)

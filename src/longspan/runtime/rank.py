@@ -1,0 +1,117 @@
+"""One rank from its start to its end: it takes its place in one cluster after the other, and keeps what it can.
+
+Its process, the mapped weights, the memory for KV and the links to other ranks stay. A share of the model that it has
+computed with stays, too, on a CPU, where it consists of views of the mapped weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import zmq
+
+from longspan.attn.backends import backend_of
+from longspan.core.cluster import Cluster
+from longspan.core.steps import BytesSent
+from longspan.model.adapter import Model
+from longspan.model.store import DTYPES
+from longspan.runtime import messages
+from longspan.runtime.host_pool import HostPool, map_blocks
+from longspan.runtime.pool import KvMemory, KvPool
+from longspan.runtime.sampling import Vocabulary
+from longspan.runtime.timing import Stopwatch
+from longspan.runtime.worker import Inbox, Transports, Worker, send_report
+
+
+class Rank:
+    """Serves as the worker of its place, in the cluster of `config` first."""
+
+    def __init__(self, config: messages.WorkerConfig, rank: int, device: torch.device, transports: Transports) -> None:
+        self._config, self._rank, self._device, self._transports = config, rank, device, transports
+        self._backend = backend_of(device, compiled=config.attention_kernel is not None)
+        self._watch = Stopwatch(enabled=config.record_times, device=device)
+        self._kv_memory = KvMemory(device)
+        self._models: dict[tuple[range, int, int], Model] = {}
+        self._worker, _ = self._take_place(config.cluster)
+
+    def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
+        """Works until it is told to stop; returns whether no KV was on its way then."""
+        inbox = Inbox(commands)
+        send_report(reports, messages.Ready(rank=self._rank))
+        while (command := self._serve(inbox, reports)) is not None:
+            self.close()
+            self._worker, copied_bytes = self._take_place(command.cluster)
+            copied: BytesSent = {("weights_copy", "same_host"): copied_bytes}
+            send_report(reports, messages.Regrouped(rank=self._rank, number=command.number, bytes_sent=copied))
+        return self._worker is None or self._worker.is_idle
+
+    def close(self) -> None:
+        """Ends its worker, see there."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | None:
+        """Works until it is told to take another place; without one, waits for that."""
+        if self._worker is not None:
+            inbox.watch(self._worker.wakeup)
+            return self._worker.serve(inbox, reports)
+        inbox.watch(None)
+        while True:
+            inbox.receive()
+            match inbox.next():
+                case messages.RunReshard() as command:
+                    return command
+                case messages.Stop():
+                    return None
+
+    def _take_place(self, cluster: Cluster) -> tuple[Worker | None, int]:
+        """Makes the worker of its place in a cluster, if it has any; also counts the bytes of weights copied for it."""
+        if cluster.is_spare(self._rank):
+            return None, 0
+        config, rank = self._config, self._rank
+        instance, stage, _ = cluster.at(rank)
+        model, copied_bytes = self._share(cluster)
+        pool = KvPool(
+            model.specs,
+            num_blocks=cluster.num_blocks[instance],
+            block_size=config.block_size,
+            dtype=DTYPES[config.files.dtype],
+            device=self._device,
+            layers=cluster.layers(instance, stage),
+            memory=self._kv_memory,
+        )
+        host = None
+        if config.host_memory:
+            number = cluster.hosts[rank]
+            blocks = map_blocks(
+                config.host_memory[number],
+                model.info.specs,
+                num_blocks=cluster.host_blocks[number],
+                block_size=config.block_size,
+                dtype=DTYPES[config.files.dtype],
+            )
+            host = HostPool(blocks, pool, model.info.specs, cluster, rank)
+        worker = Worker(
+            rank,
+            cluster,
+            model,
+            pool,
+            self._transports,
+            backend=self._backend,
+            vocabulary=Vocabulary(config.files, size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids),
+            watch=self._watch,
+            host=host,
+        )
+        return worker, copied_bytes
+
+    def _share(self, cluster: Cluster) -> tuple[Model, int]:
+        """Returns its share of the model in a cluster, and how many bytes of weights had to be copied for it."""
+        instance, stage, shard = cluster.at(self._rank)
+        layers, tp = cluster.layers(instance, stage), cluster.tp(instance)
+        key = layers, shard, tp
+        if (known := self._models.get(key)) is not None:
+            return known, 0
+        if self._device.type != "cpu":
+            self._models.clear()  # a device has memory for one share
+        model = self._models[key] = Model(self._config.files, self._device, tp_index=shard, tp=tp, layers=layers)
+        self._watch.watch_linear(model.module)
+        return model, model.copied_bytes
