@@ -356,9 +356,11 @@ def _full_step(line: Roofline, tokens: int) -> Memory:
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the blocks that fit beside weights and the activations of a full step."""
-    tokens, layer = scheduling.max_num_batched_tokens, line.layer
-    assert tokens is not None, "the size of steps was found before"
+    """Counts the blocks that fit beside weights and the activations of a full step; of several stages, each computes
+    its part of that at once.
+    """
+    assert scheduling.max_num_batched_tokens is not None, "the size of steps was found before"
+    tokens, layer = -(-scheduling.max_num_batched_tokens // len(line.stages)), line.layer
     full = _full_step(line, tokens)
     block = scheduling.block_size * layer.kv_bytes * max(map(len, line.stages))
     found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
