@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import claims
 import context_parallelism
 import kv_runahead
 import seesaw
+import seesaw_serving
 import tetris
 import tetris_serving
 import tetris_serving_claims
@@ -114,3 +117,36 @@ def test_claims_on_serving_go_by_all_figures_of_a_study() -> None:
     assert rows["8B: without chunks P50 of TTFT is up to so many times higher."]["ours"] == "short 3"
     kept = tetris_serving_claims.claims(tetris_serving.stored())
     assert "not modelled" not in {claim.verdict for claim in kept}
+
+
+def test_claims_of_seesaw_go_by_all_points_of_its_figures() -> None:
+    """As `seesaw.py --serving --json` keeps them, and with the pairs that re-sharding adds."""
+    rate = partial(seesaw_serving.Rate, pass_tokens=512)
+    winners = {
+        (12, "34B, 4 a10"): "tp2pp2",
+        (13, "1"): "pp8",
+        (13, "1000"): "tp4pp2",
+        (14, "0.1"): "pp8",
+        (14, "50"): "tp8",
+    }
+    points = [
+        seesaw_serving.Point(
+            figure=case.figure,
+            name=case.name,
+            static={
+                winners.get((case.figure, case.name), "tp4"): rate(requests_per_s=0.6 if "pcie" in case.name else 1.0),
+                "other": rate(requests_per_s=0.5),
+            },
+            pairs={"pp8 → tp8": rate(requests_per_s=1.45 if "a10" in case.name else 1.3)},
+        )
+        for case in seesaw_serving.cases(seesaw_serving.FIGURES, seesaw_serving.ARXIV)
+    ]
+    found = {claim.where + claim.says[:20]: claim for claim in seesaw.claims(points)}
+    assert "not modelled" not in {claim.verdict for claim in found.values()}
+    failing = {claim.says[:20] for claim in found.values() if claim.verdict == "fails"}
+    assert failing == {"Decoding on 4 of 8 G", "On A10 throughput is", "On L4 throughput is "}, (
+        "no ratio is the largest"
+    )
+    without = [replace(point, pairs={}) for point in points]
+    verdicts = {claim.says[:20]: claim.verdict for claim in seesaw.claims(without)}
+    assert verdicts["It is the best at ev"] == "not modelled" and verdicts["Of single ones, PP8 "] == "holds"

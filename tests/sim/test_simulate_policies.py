@@ -16,14 +16,14 @@ from longspan.core.config import EngineConfig
 from longspan.core.exchange import RING_KV
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
-from longspan.cost.estimate import estimate_prefill
+from longspan.cost.estimate import activation_bytes, estimate_prefill
 from longspan.cost.step_cost import RooflineCost
 from longspan.sim import run as simulation
 from longspan.sim.executor import StepTiming
 from longspan.sim.run import Observers
 from longspan.sim.spec import ServiceLevel
 from longspan.sim.timeline import Timeline
-from longspan.simulation import each_policy, make_experiment
+from longspan.simulation import each_policy, make_experiment, read_architecture
 from longspan.workload.requests import make_workload
 
 HOST = ("llama-3-8b", "--hardware", "a100-sxm-80g", "--gpus-per-host", "8")
@@ -47,6 +47,19 @@ def test_policies_that_are_compared_do_as_they_do_alone(capsys: pytest.CaptureFi
     assert found["context"] == printed(capsys, "--policy", "context", "--exchange", "ring_kv")
     assert found["fixed-sp"] == printed(capsys, "--policy", "fixed-sp", *options)
     assert len({one["ttft_p50_s"] for one in found.values()}) == 3
+
+
+def test_stages_leave_memory_for_what_each_computes_at_once() -> None:
+    """A full step is in as many parts as there are stages, so tokens that every part has more take room once."""
+    spec = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=4, parallel="pp4")
+    rooms = []
+    for per_stage in (1024, 8192):
+        found = make_experiment("llama-3-8b", spec, SchedulingArgs(max_num_batched_tokens=4 * per_stage, block_size=16))
+        rooms.append(found.cluster.num_blocks[0] * 16)
+    model = read_architecture("llama-3-8b")
+    most_layers = max(len(found.cluster.layers(0, stage)) for stage in range(4))
+    taken_bytes = sum(activation_bytes(model, 8192, 1)) - sum(activation_bytes(model, 1024, 1))
+    assert rooms[0] - rooms[1] == pytest.approx(taken_bytes / (model.attention.kv_bytes * most_layers), abs=16)
 
 
 def test_a_host_spares_further_turns_their_prefill() -> None:

@@ -28,6 +28,8 @@ CPU_KV_BYTES = 4 * 2**30
 """Memory that the ranks on a CPU share for KV when the user names none, if so much is available."""
 CPU_STEP_SHARE = 0.25
 """The part of that which a rank's activations may take beside it, so that a prompt is one step."""
+USED_MEMORY = 0.9
+"""The part of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 _RESERVED_BYTES = 1.5 * 2**30
 """Memory of each device for the driver's context, libraries' workspaces and buffers of links."""
 _HIDDEN_COPIES = 6
@@ -57,6 +59,11 @@ class Memory:
     @property
     def fits(self) -> bool:
         return self.used <= self.capacity
+
+    @property
+    def kv_room(self) -> float:
+        """Bytes that KV may take beside the rest, when `USED_MEMORY` of the device is used."""
+        return USED_MEMORY * self.capacity - self.used + self.kv
 
     @property
     def arithmetic(self) -> str:
@@ -415,6 +422,12 @@ def memory(line: Roofline, channel: Channel, tokens: float) -> Memory:
         activations=hidden + max(0.0, wide - scores),
         capacity=layer.device.memory_bytes,
     )
+
+
+def full_step(line: Roofline, tokens: int) -> Memory:
+    """Counts the memory of the fullest rank while its instance computes a prompt of so many tokens."""
+    shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
+    return memory(line, Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False), tokens)
 
 
 def activation_bytes(model: Architecture, tokens: float, tp: int) -> tuple[float, float]:

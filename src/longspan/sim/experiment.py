@@ -20,13 +20,12 @@ from longspan.core.runs import Run, chunk_tokens
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
-from longspan.cost.channels import Channel, Shares, shares_of
 from longspan.cost.estimate import (
     CPU_KV_BYTES,
     CPU_STEP_SHARE,
-    Memory,
+    USED_MEMORY,
     activation_bytes,
-    memory,
+    full_step,
     searched_fractions,
     whole_prompt_tokens,
 )
@@ -59,8 +58,6 @@ _STEP_TOKENS = 8192
 """Tokens that devices with data sheets take at once; CPUs, for which `EngineConfig` is set, take fewer."""
 _ACTIVATION_SHARE = 0.25
 """The part of what weights leave that activations may take, so that a prompt is one step. The rest is for KV."""
-_USED_MEMORY = 0.9
-"""The part of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
 """No more than prompts have: a fit to much longer ones is off by a tenth where most of them are."""
 _GRID_PER_S = 0.5
@@ -345,11 +342,11 @@ def _device_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:
     """Counts the tokens of a step for which a device needs `_ACTIVATION_SHARE` of what weights leave."""
 
     def needed_bytes(tokens: int) -> float:
-        full = _full_step(line, tokens)
+        full = full_step(line, tokens)
         return full.scores + full.activations
 
-    idle = _full_step(line, 0)
-    room_bytes = _ACTIVATION_SHARE * (_USED_MEMORY * idle.capacity - idle.used)
+    idle = full_step(line, 0)
+    room_bytes = _ACTIVATION_SHARE * (USED_MEMORY * idle.capacity - idle.used)
     longest = scheduling.max_model_len or _PROFILED_TOKENS
     return whole_prompt_tokens(needed_bytes, room_bytes, least=_STEP_TOKENS, longest=longest)
 
@@ -364,21 +361,18 @@ def _measured_tokens(model: Architecture, key: ProfileKey, num_ranks: int, sched
     )
 
 
-def _full_step(line: Roofline, tokens: int) -> Memory:
-    shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
-    return memory(line, Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False), tokens)
-
-
 def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the blocks that fit beside weights and the activations of a full step."""
-    tokens, layer = scheduling.max_num_batched_tokens, line.layer
-    assert tokens is not None, "the size of steps was found before"
-    full = _full_step(line, tokens)
+    """Counts the blocks that fit beside weights and the activations of a full step; of several stages, each computes
+    its part of that at once.
+    """
+    assert scheduling.max_num_batched_tokens is not None, "the size of steps was found before"
+    tokens, layer = -(-scheduling.max_num_batched_tokens // len(line.stages)), line.layer
+    full = full_step(line, tokens)
     block = scheduling.block_size * layer.kv_bytes * max(map(len, line.stages))
-    found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
+    found = int(full.kv_room // block)
     if found < 1:
         raise ValueError(
-            f"no KV block fits into {_USED_MEMORY:.0%} of a device's memory beside a step of {tokens} tokens: "
+            f"no KV block fits into {USED_MEMORY:.0%} of a device's memory beside a step of {tokens} tokens: "
             f"{full.arithmetic}: use a larger tp, or fewer max_num_batched_tokens"
         )
     return found

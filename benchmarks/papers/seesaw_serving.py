@@ -1,0 +1,355 @@
+"""Seesaw, Figures 10 to 14: offline throughput of the best static parallelism, and of pairs, on simulated devices.
+
+    python benchmarks/papers/seesaw.py --serving [--figures 10 13] [--arxiv FILE] [--json FILE]
+
+`--json seesaw_serving.json` keeps the figures by which the claims page goes. Points that it has are not found anew.
+
+- 15B on four devices, 34B and 70B on eight (section 6.2); Fig. 12 has 34B on four A10, Fig. 11 has Llama 3 70B on eight
+  A100 of 40 GB. PCIe is 4.0 x8, with 80 GiB of the host's memory for each device. All requests come at once.
+- `arxiv`: the first 500 lengths of FILE, which is `shared/data/traces/arxiv_summarization_lengths.csv.gz` beside this
+  repository if not given. Without it they are drawn from quantiles of all its lengths, input and output apart.
+- `sharegpt`: 2,000 requests. The paper shows a distribution and gives no number. Ours are log-normal, cut off at 4 and
+  1,024 tokens, with a sixth of the range as the deviation of the logarithm, and means of 220 and 200 tokens, which are
+  about those that vLLM's benchmark has of ShareGPT.
+- Static specs, of any number of instances, serve by `chunked`, with the best of passes of 256 to 8,192 tokens, as the
+  paper tunes its chunk size; specs that are a quarter slower than the best with 1,024 tokens are not tuned.
+- Both specs of a pair have as many instances, as in the paper. Requests at once are bounded by memory only.
+- Fig. 14 changes how long sums over ranks take, latency and all, as the paper does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from tqdm import tqdm
+
+from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.options import SchedulingArgs
+from longspan.cost import closed_form
+from longspan.cost.closed_form import OfflineWork
+from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.step_cost import RooflineCost
+from longspan.cost.topology import Devices
+from longspan.policy import policy_names
+from longspan.sim.experiment import Experiment
+from longspan.sim.spec import ClusterSpec
+from longspan.simulation import make_experiment, read_architecture
+from longspan.workload.arrivals import Arrival, Workload, text
+from longspan.workload.requests import make_workload
+from longspan.workload.spec import WorkloadSpec
+
+FIGURES = (10, 11, 12, 13, 14)
+OUTPUT_LENS = (1, 10, 30, 100, 300, 1000)
+SPEEDS = (0.1, 0.3, 1.0, 3.0, 10.0, 50.0)
+"""Times of PCIe's speed at which Fig. 14 is read."""
+STORED = Path(__file__).with_name("seesaw_serving.json")
+_ARXIV_QUANTILES = Path(__file__).with_name("arxiv_summarization_quantiles.json")
+_SHAREGPT_QUANTILES = Path(__file__).with_name("sharegpt_quantiles.json")
+ARXIV = Path(__file__).parents[3] / "shared" / "data" / "traces" / "arxiv_summarization_lengths.csv.gz"
+_NUM_ARXIV, _NUM_SHAREGPT, _NUM_CONSTANT = 500, 2000, 200
+INPUT_LEN = 3000
+_HOST_GIB_PER_DEVICE = 80
+_MOST_AT_ONCE = 4096
+_PASS_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+_FIRST_TOKENS = 1024
+_WORTH_TUNING = 0.75
+_NUM_PAIRS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A model on the devices of one host.
+
+    Attributes:
+        faster: by how much sums over ranks are quicker than over the devices' link.
+    """
+
+    model: str
+    hardware: str
+    gpus: int
+    link: str | None = None
+    faster: float = 1.0
+
+    def specs(self) -> list[str]:
+        """Lists the parallel specs that take all devices, with degrees that are powers of 2."""
+        powers = [2**power for power in range(self.gpus.bit_length())]
+        every = [
+            ParallelSpec(instances=self.gpus // (tp * pp), tp=tp, pp=pp)
+            for tp, pp in product(powers, powers)
+            if tp * pp <= self.gpus
+        ]
+        return [str(spec).removeprefix("1x") for spec in every]
+
+    def line(self, spec: str) -> Roofline:
+        """Makes the cost model of an instance."""
+        devices = Devices(hardware=self.hardware, gpus_per_host=self.gpus, link=self.link)
+        return rooflines(read_architecture(self.model), devices, Cluster.of(spec))[0]
+
+    def experiment(self, pass_tokens: int, spec: str, decode_spec: str | None = None) -> Experiment:
+        """Makes an experiment on these devices: by `chunked`, or by `seesaw` with the spec of decoding, too.
+
+        Raises:
+            ValueError: when the model does not fit.
+        """
+        scheduling = SchedulingArgs(
+            policy="chunked" if decode_spec is None else "seesaw",
+            max_num_batched_tokens=pass_tokens * ParallelSpec.parse(spec).pp,
+            max_num_seqs=_MOST_AT_ONCE,
+            block_size=16,
+            host_kv_gib=0.0 if decode_spec is None else _HOST_GIB_PER_DEVICE * self.gpus,
+        )
+        cluster = ClusterSpec(
+            hardware=self.hardware,
+            gpus_per_host=self.gpus,
+            link=self.link,
+            parallel=spec if decode_spec is None else None,
+            prefill_parallel=None if decode_spec is None else spec,
+            decode_parallel=decode_spec,
+        )
+        return _with_faster_sums(make_experiment(self.model, cluster, scheduling), self.faster)
+
+
+def _with_faster_sums(experiment: Experiment, times: float) -> Experiment:
+    """Divides how long sums over the ranks of an instance take."""
+    cost = experiment.cost
+    assert isinstance(cost, RooflineCost)
+    lines = []
+    for line in cost.lines:
+        link = line.topology.inside
+        link = replace(link, ring_bytes_per_s=times * link.ring_bytes_per_s, collective_s=link.collective_s / times)
+        lines.append(replace(line, topology=replace(line.topology, inside=link), _known={}))
+    cost.lines = tuple(lines)
+    return experiment
+
+
+def throughput(machine: Machine, requests: Workload, pass_tokens: int, spec: str) -> float:
+    """Returns requests per second of one parallel spec, or 0 where the model or a request does not fit."""
+    try:
+        result = machine.experiment(pass_tokens, spec).run(requests)
+    except ValueError:
+        return 0.0
+    return 0.0 if result.refused else len(requests.arrivals) / result.makespan_s
+
+
+def pair_throughput(
+    machine: Machine, requests: Workload, pass_tokens: int, prefill_spec: str, decode_spec: str
+) -> float:
+    """Returns requests per second of Seesaw with one spec that prefills and one that decodes, or 0 as before."""
+    try:
+        result = machine.experiment(pass_tokens, prefill_spec, decode_spec).run(requests)
+    except ValueError:
+        return 0.0
+    return 0.0 if result.refused else len(requests.arrivals) / result.makespan_s
+
+
+# ---------------------------------------------------------------- points of figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """The highest throughput of a spec or a pair, and the tokens of its passes."""
+
+    pass_tokens: int
+    requests_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One bar of a figure, or one place on its axis.
+
+    Attributes:
+        static: by parallel spec.
+        pairs: by the two specs of Seesaw, with an arrow between; empty until re-sharding is simulated.
+    """
+
+    figure: int
+    name: str
+    static: dict[str, Rate]
+    pairs: dict[str, Rate]
+
+    @property
+    def best_static(self) -> str:
+        return max(self.static, key=lambda spec: self.static[spec].requests_per_s)
+
+    @property
+    def best_pair(self) -> str | None:
+        return max(self.pairs, key=lambda pair: self.pairs[pair].requests_per_s, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Throughput of the best pair over that of the best static spec."""
+        pair = self.best_pair
+        if pair is None:
+            return None
+        return self.pairs[pair].requests_per_s / self.static[self.best_static].requests_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A point that is to be found, and what it is measured on."""
+
+    figure: int
+    name: str
+    machine: Machine
+    requests: Callable[[], Workload]
+
+
+def cases(figures: Sequence[int], arxiv: Path) -> list[Case]:
+    """Lists the points of some figures, those that are quick to simulate first."""
+    found: list[Case] = []
+    workloads: dict[str, Callable[[], Workload]] = {"arxiv": partial(articles, arxiv), "sharegpt": _sharegpt}
+    models = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
+    for length in OUTPUT_LENS:
+        machine = Machine(model="llama-2-70b", hardware="a10", gpus=8)
+        found.append(Case(figure=13, name=f"{length}", machine=machine, requests=partial(constant, length)))
+    machine = Machine(model="codellama-34b", hardware="a10", gpus=4)
+    found.append(Case(figure=12, name="34B, 4 a10", machine=machine, requests=workloads["arxiv"]))
+    for speed in SPEEDS:
+        machine = Machine(model="codellama-34b", hardware="a10", gpus=8, faster=speed)
+        found.append(Case(figure=14, name=f"{speed:g}", machine=machine, requests=workloads["arxiv"]))
+    for name, hardware, (model, gpus) in product(workloads, ("a10", "l4"), models):
+        machine = Machine(model=model, hardware=hardware, gpus=gpus)
+        title = f"{hardware}, {model}, {name}"
+        found.append(Case(figure=10, name=title, machine=machine, requests=workloads[name]))
+    sxm, pcie = (
+        Machine(model="llama-3-70b", hardware=hardware, gpus=8, link=link)
+        for hardware, link in (("a100-sxm-40g", None), ("a100-pcie-40g", "pcie4-x8"))
+    )
+    for machine, name in product((sxm, pcie), workloads):
+        title = f"{machine.hardware}, {name}"
+        found.append(Case(figure=11, name=title, machine=machine, requests=workloads[name]))
+    return [case for case in found if case.figure in figures]
+
+
+def constant(output_len: int, num: int = _NUM_CONSTANT) -> Workload:
+    """Makes requests alike, of 3,000 tokens and answers of `output_len`."""
+    arrivals = [Arrival(due_s=0.0, prompt=text(3 * i + 2, INPUT_LEN), output_len=output_len) for i in range(num)]
+    return Workload(arrivals=arrivals, shares=False)
+
+
+def articles(file: Path) -> Workload:
+    """Makes the first requests of arxiv-summarization, or as many like them where the file is not there."""
+    path = file if file.is_file() else _ARXIV_QUANTILES
+    return make_workload(WorkloadSpec(workload=str(path), num_requests=_NUM_ARXIV, rate=math.inf))
+
+
+def _sharegpt() -> Workload:
+    return make_workload(WorkloadSpec(workload=str(_SHAREGPT_QUANTILES), num_requests=_NUM_SHAREGPT, rate=math.inf))
+
+
+# ---------------------------------------------------------------- the best of each point
+
+
+def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
+    """Finds the best throughput of the pairs that the closed form likes best, and of every static spec if not known."""
+    requests, machine = case.requests(), case.machine
+    static = _static(machine, requests) if static is None else static
+    pairs = {}
+    if has_resharding():
+        for prefill, decode in _likely_pairs(machine, requests, list(static)):
+            run_pair = partial(pair_throughput, machine, requests, prefill_spec=prefill, decode_spec=decode)
+            pairs[f"{prefill} → {decode}"] = _climb(run_pair, None, tuned=True)
+    return Point(figure=case.figure, name=case.name, static=dict(static), pairs=pairs)
+
+
+def _static(machine: Machine, requests: Workload) -> dict[str, Rate]:
+    rates = {spec: throughput(machine, requests, _FIRST_TOKENS, spec) for spec in machine.specs()}
+    best, found = max(rates.values()), {}
+    for spec, rate in rates.items():
+        if rate:
+            is_good = rate >= _WORTH_TUNING * best
+            found[spec] = _climb(partial(throughput, machine, requests, spec=spec), rate, tuned=is_good)
+    return found
+
+
+def has_resharding() -> bool:
+    """Tells whether there is a policy that changes the spec while it serves."""
+    return "seesaw" in policy_names()
+
+
+def _climb(run: Callable[[int], float], first: float | None, *, tuned: bool) -> Rate:
+    """Tries shorter and longer passes as long as that is better, from `_FIRST_TOKENS` on, whose rate may be known."""
+    start = _PASS_TOKENS.index(_FIRST_TOKENS)
+    best = Rate(pass_tokens=_FIRST_TOKENS, requests_per_s=run(_FIRST_TOKENS) if first is None else first)
+    for further in (_PASS_TOKENS[start + 1 :], _PASS_TOKENS[start - 1 :: -1]) if tuned else ():
+        for tokens in further:
+            rate = run(tokens)
+            if rate <= best.requests_per_s:
+                break
+            best = Rate(pass_tokens=tokens, requests_per_s=rate)
+    return best
+
+
+def _likely_pairs(machine: Machine, requests: Workload, specs: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the pairs with equal numbers of instances that are best for requests of mean lengths, by Eq. 1."""
+    work = OfflineWork(
+        num_requests=len(requests.arrivals),
+        input_len=round(float(np.mean([len(one.prompt) for one in requests.arrivals]))),
+        output_len=round(float(np.mean([one.output_len for one in requests.arrivals]))),
+    )
+    rates = {}
+    for pair in product(specs, specs):
+        if pair[0] != pair[1] and len({ParallelSpec.parse(spec).instances for spec in pair}) == 1:
+            rates[pair] = expected_pair_throughput(machine, work, _FIRST_TOKENS, *pair)
+    return sorted(rates, key=lambda pair: -rates[pair])[:_NUM_PAIRS]
+
+
+def expected_pair_throughput(
+    machine: Machine, work: OfflineWork, pass_tokens: int, prefill_spec: str, decode_spec: str
+) -> float:
+    """Returns what Eq. 1 says of a pair, or 0 where no request fits."""
+    prefill, decode = (machine.line(spec) for spec in (prefill_spec, decode_spec))
+    shape = prefill.layer.model.attention
+    host_tokens = _HOST_GIB_PER_DEVICE * machine.gpus * 2**30 / (shape.kv_bytes * shape.num_layers)
+    num_instances = ParallelSpec.parse(prefill_spec).instances
+    tokens = pass_tokens * len(prefill.stages)
+    try:
+        return closed_form.pair_throughput(prefill, decode, num_instances, work, tokens, host_tokens)
+    except ValueError:
+        return 0.0
+
+
+def run(given: argparse.Namespace) -> list[Point]:
+    """Finds all points that are not kept yet, and prints every figure."""
+    if not given.arxiv.is_file():
+        print(f"{given.arxiv} is not there: lengths of articles are drawn from {_ARXIV_QUANTILES.name}")
+    known = {(one.figure, one.name): one for one in (stored(given.json) if given.json else [])}
+    wanted = cases(given.figures, given.arxiv)
+    for case in tqdm(wanted, desc="points", disable=None):
+        key, before = (case.figure, case.name), known.get((case.figure, case.name))
+        if before is not None and (before.pairs or not has_resharding()):
+            continue
+        known[key] = point(case, None if before is None else before.static)
+        show(known[key])
+        if given.json:
+            kept = sorted(known.values(), key=lambda one: one.figure)
+            given.json.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
+    return [known[case.figure, case.name] for case in wanted]
+
+
+def stored(path: Path | None = None) -> list[Point]:
+    """Reads the points that were kept."""
+    path = STORED if path is None else path
+    return msgspec.json.decode(path.read_bytes(), type=list[Point]) if path.is_file() else []
+
+
+def show(one: Point) -> None:
+    """Prints the throughput of every spec of a point."""
+    rates = sorted({**one.static, **one.pairs}.items(), key=lambda item: -item[1].requests_per_s)
+    listed = ", ".join(f"{spec} {rate.requests_per_s:.3g} ({rate.pass_tokens})" for spec, rate in rates)
+    print(f"Fig. {one.figure}, {one.name}: {listed}", flush=True)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `--serving`."""
+    parser.add_argument("--figures", nargs="+", type=int, default=FIGURES, choices=FIGURES)
+    parser.add_argument("--arxiv", type=Path, default=ARXIV, help="lengths of arxiv-summarization")
+    parser.add_argument("--json", type=Path, help="keep points in this file, and find only those that it lacks")

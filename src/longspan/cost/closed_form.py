@@ -1,0 +1,250 @@
+"""Offline throughput with constant lengths in closed form: Seesaw, appendix A, Eq. 1, with its slips corrected.
+
+A layer's forward pass over a micro-batch takes, on every rank (Table 3 of the paper),
+
+    T_L = max(T_dm_linear, T_comp_linear) + max(T_dm_attn, T_comp_attn) + T_nw
+
+for weights and products, keys and scores, and sums over the ranks of a stage. A full pipeline ends a pass every
+T_stage = L / PP * T_L, in each of DP instances; a pass moves 1 / PP of an instance's requests on by one token, so it is
+1 / Eq. 1 = b / PP / T_stage. Slips of the paper:
+
+- Table 3 has d² in the operations of attention. A score is a product of d numbers, and its value takes as many. So a
+  prompt takes 2 b h_q s² d, half of its pairs being hidden, and a token behind s others 4 b h_q s d, not s².
+- Eq. 1 counts prompts with the times of prefill, and single tokens with those of decoding. A request with N tokens (in
+  Table 2, and nowhere else) takes one prefill, which gives the first of them, and N - 1 passes of decoding.
+- "A micro-batch of b / PP" is of all instances together; one of them finishes b / (PP * DP).
+- s is the prompt in prefill, s + N / 2 on average in decoding, and s + N at the end of it.
+- b_max counts all memory; activations, the driver and what stays unused are not for KV.
+
+The form leaves out what is not small, and is here:
+
+- parts of the peaks that devices reach, as in `cost/roofline.py`: weights and products are not hidden behind each other
+  altogether, so their maximum is rounded as measured; operators between products; how long all of them take to start;
+- B_ar(TP) of a ring, and the latency of each sum;
+- the output head, which the last stage has beside its layers, and layers that do not divide;
+- chunked prefill: answers are decoded in the passes that compute prompts, and have fewer of their own;
+- requests that are prefilled hold memory, too, and while PP stages wait for the last pass of a prompt, it idles them;
+- prompts are admitted when they fit, so N / (s + N) of the requests must give way for answers that grow, and are
+  computed anew, s + N / 2 tokens on average;
+- of r requests, the first fill the pipeline, and the last do not fill a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longspan.cost import catalog
+from longspan.cost.estimate import full_step
+from longspan.cost.forward import Roofline
+from longspan.errors import ParameterError
+
+_NUM_PRODUCTS, _NUM_ATTENTION = 4, 2
+"""Operators of a layer that take time to start: products; attention, and what joins its parts."""
+_ITERATIONS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineWork:
+    """Requests alike that all come at once.
+
+    Raises:
+        ParameterError: for less than one of anything.
+    """
+
+    num_requests: int
+    input_len: int
+    output_len: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "input_len", "output_len"):
+            if (value := getattr(self, name)) < 1:
+                raise ParameterError(name, f"must be at least 1, but {value} given", value)
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes of each request after its prefill."""
+        return self.output_len - 1
+
+    @property
+    def mean_len(self) -> float:
+        """Tokens of a request on average while it decodes."""
+        return self.input_len + self.output_len / 2
+
+    def passed(self, prompt: float, decodes: float) -> Pass:
+        """Makes a pass over so many tokens of prompts and so many decodes."""
+        return Pass(prompt, self.input_len / 2, decodes, self.mean_len)
+
+
+class Pass(NamedTuple):
+    """One forward pass of an instance.
+
+    Attributes:
+        prompt: tokens of prompts.
+        prompt_seen: tokens that each of those sees on average.
+        decodes: single tokens.
+        decode_seen: tokens that each of those sees on average.
+    """
+
+    prompt: float
+    prompt_seen: float
+    decodes: float
+    decode_seen: float
+
+
+class LayerTerms(NamedTuple):
+    """Seconds of one layer on one rank, as Table 3 has them, and T_L with what the paper leaves out.
+
+    Attributes:
+        weights_s: T_dm_linear.
+        products_s: T_comp_linear.
+        kv_s: T_dm_attn.
+        scores_s: T_comp_attn.
+        network_s: T_nw.
+        total_s: T_L.
+    """
+
+    weights_s: float
+    products_s: float
+    kv_s: float
+    scores_s: float
+    network_s: float
+    total_s: float
+
+
+def layer_terms(line: Roofline, one: Pass) -> LayerTerms:
+    """Computes the terms of Table 3, divided by TP where ranks share, at the speeds that devices reach."""
+    layer, model, shape = line.layer, line.layer.model, line.layer.model.attention
+    device, curve, tokens = layer.device, layer.efficiency.linear, one.prompt + one.decodes
+    bytes_per_s, peak = device.bytes_per_s * curve.memory, device.peak(shape.bytes_per_element)
+    projections, ffn = shape.attention_weights / layer.tp, model.ffn_weights / layer.tp
+    weights_s = (projections * shape.bytes_per_element + ffn * model.ffn_bytes) / bytes_per_s
+    products_s = 2 * tokens * (projections / peak + ffn / device.peak(model.ffn_bytes)) / curve.compute
+    queries_bytes = one.prompt * layer.heads * shape.head_dim * shape.bytes_per_element
+    kv_s = (queries_bytes + (one.prompt + one.decodes * one.decode_seen) * layer.kv_bytes) / bytes_per_s
+    pairs = one.prompt * one.prompt_seen + one.decodes * one.decode_seen
+    scores_s = 4 * pairs * layer.heads * shape.head_dim / (peak * layer.attention.attention)
+    num_sums, hidden_bytes = 1 if model.parallel else 2, tokens * shape.hidden_size * layer.bytes_per_element
+    network_s = num_sums * line.topology.all_reduce_s(hidden_bytes)
+    linear_s = (weights_s**curve.smooth + products_s**curve.smooth) ** (1 / curve.smooth)
+    starts_s = _NUM_PRODUCTS * curve.start_us * 1e-6 + _NUM_ATTENTION * layer.start_s
+    elementwise_s = layer.before(tokens).elementwise_s + layer.behind(tokens).elementwise_s
+    total_s = linear_s + max(kv_s, scores_s) + network_s + starts_s + elementwise_s
+    return LayerTerms(weights_s, products_s, kv_s, scores_s, network_s, total_s)
+
+
+def stage_s(line: Roofline, one: Pass) -> float:
+    """Returns T_stage of the slowest stage: a full pipeline ends a pass so long after the one before."""
+    layers_s = layer_terms(line, one).total_s * line.layer.model.attention.num_layers
+    num_sampled = one.decodes + (1 if one.prompt else 0)
+    return max(line.by_stage(layers_s, line.layer.head_s(num_sampled), 0.0))
+
+
+def kv_tokens(line: Roofline, pass_tokens: int) -> float:
+    """Counts the tokens whose KV an instance has room for beside weights and passes of so many tokens."""
+    return full_step(line, pass_tokens).kv_room / (line.layer.kv_bytes * max(map(len, line.stages)))
+
+
+def max_batch(line: Roofline, work: OfflineWork, pass_tokens: int) -> float:
+    """Returns b_max of one instance: how many requests it has room for, on average over their answers.
+
+    Raises:
+        ValueError: when there is no room for one.
+    """
+    room = kv_tokens(line, pass_tokens)
+    if room < work.input_len + work.output_len:
+        raise ValueError(
+            f"no request of {work.input_len} + {work.output_len} tokens fits beside a pass over {pass_tokens}: "
+            f"{full_step(line, pass_tokens).arithmetic}: use more devices, or fewer max_num_batched_tokens"
+        )
+    return room / work.mean_len
+
+
+def static_throughput(line: Roofline, instances: int, work: OfflineWork, max_num_batched_tokens: int) -> float:
+    """Returns requests per second of one parallel spec with chunked prefill, as the policy `chunked` has it.
+
+    Args:
+        line: the cost model of one of the `instances`.
+        max_num_batched_tokens: tokens of a step, of which each of PP passes under way has an equal part.
+
+    Raises:
+        ValueError: when no request fits.
+    """
+    num_stages = len(line.stages)
+    tokens = -(-max_num_batched_tokens // num_stages)
+    largest, own = max_batch(line, work, tokens), work.num_requests / instances
+    # As many as memory never keeps from being prefilled: those that come while one is served.
+    decodes = tokens * work.num_passes / (work.input_len + work.num_passes)
+    passes = work.input_len / (tokens - decodes)
+    served_passes = passes + num_stages - 1 + work.num_passes * num_stages
+    if served_passes / passes <= largest:
+        mixed_s = stage_s(line, work.passed(tokens - decodes, decodes))
+        last_s = stage_s(line, work.passed(0, decodes)) if decodes else 0.0
+        idle_s = (num_stages - 1) * mixed_s + work.num_passes * num_stages * last_s
+        return work.num_requests / (own * passes * mixed_s + idle_s)
+    passes, decodes = _bound_by_memory(work, tokens, largest, num_stages)
+    mixed_s, alone_s = (stage_s(line, work.passed(prompt, decodes)) for prompt in (tokens - decodes, 0))
+    alone_passes = max(0.0, work.num_passes / decodes - passes)
+    idle_s = (num_stages - 1) * (mixed_s - alone_s)  # once in each round of `largest` requests
+    request_s = passes * mixed_s + alone_passes * alone_s + idle_s / largest
+    ends_s = (num_stages - 1) * mixed_s + work.num_passes / 2 * num_stages * alone_s
+    return work.num_requests / (own * request_s + ends_s)
+
+
+def _bound_by_memory(work: OfflineWork, tokens: int, batch: float, num_stages: int) -> tuple[float, float]:
+    """Returns the passes that the prompt of a request takes, and the decodes of every pass, of `batch` requests."""
+    given_way = work.output_len / (work.input_len + work.output_len) if work.num_passes else 0.0
+    prompt_tokens = work.input_len + given_way * work.mean_len
+    decode_passes, decodes = work.num_passes * num_stages, 0.0
+    passes = prompt_tokens / tokens
+    for _ in range(_ITERATIONS):  # what decodes take of a pass lengthens prefills, in which fewer decode
+        decodes = batch / num_stages * decode_passes / (decode_passes + passes + num_stages - 1)
+        decodes = min(decodes, tokens / 2)
+        passes = prompt_tokens / (tokens - decodes)
+    return passes, decodes
+
+
+def pair_throughput(
+    prefill: Roofline,
+    decode: Roofline,
+    instances: int,
+    work: OfflineWork,
+    max_num_batched_tokens: int,
+    host_kv_tokens: float,
+) -> float:
+    """Returns requests per second of Seesaw: prompts by one spec until hosts are full, answers by the other.
+
+    KV leaves and comes over each device's bus beside the passes. Each time the spec changes, all devices get their part
+    of the weights over it, which nothing hides, and the pipeline empties.
+
+    Args:
+        prefill, decode: the cost models of an instance by each spec; there are as many `instances` of both.
+        host_kv_tokens: tokens whose KV the memory of all hosts has room for.
+
+    Raises:
+        ValueError: when no request fits.
+    """
+    own = work.num_requests / instances
+    tokens = -(-max_num_batched_tokens // len(prefill.stages))
+    prompt_s = stage_s(prefill, work.passed(tokens, 0))
+    prefill_s = max(work.input_len / tokens * prompt_s, _swap_s(prefill, work.input_len))
+    batch = min(max_batch(decode, work, -(-max_num_batched_tokens // len(decode.stages))), own)
+    decodes = max(1.0, batch / len(decode.stages))
+    alone_s = stage_s(decode, work.passed(0, decodes)) if work.num_passes else 0.0
+    decode_s = max(work.num_passes / decodes * alone_s, _swap_s(decode, work.input_len)) if work.num_passes else 0.0
+    rounds = max(1.0, work.num_requests * work.input_len / host_kv_tokens) if work.num_passes else 1.0
+    ends_s = (len(prefill.stages) - 1) * prompt_s + work.num_passes / 2 * len(decode.stages) * alone_s
+    changes_s = rounds * _weights_s(decode) + (rounds - 1) * _weights_s(prefill) if work.num_passes else 0.0
+    return work.num_requests / (own * (prefill_s + decode_s) + rounds * ends_s + changes_s)
+
+
+def _swap_s(line: Roofline, tokens: float) -> float:
+    """Times KV of so many tokens between an instance and its host, each device over its own bus."""
+    num_bytes = tokens * line.layer.kv_bytes * max(map(len, line.stages))
+    return num_bytes / catalog.link(line.layer.device.bus).bytes_per_s
+
+
+def _weights_s(line: Roofline) -> float:
+    """Times the weights of the fullest device over its bus."""
+    num_bytes = max(map(line.layer.model.stage_bytes, line.stages)) / line.layer.tp
+    return num_bytes / catalog.link(line.layer.device.bus).bytes_per_s
