@@ -70,6 +70,18 @@ def test_no_token_is_computed_twice(policy: str, num_instances: int, pp: int, un
     assert cluster.engine.num_host_hits > 0
 
 
+@pytest.mark.parametrize(
+    ("policy", "num_instances", "pp", "seed"), [("context", 2, 2, 24), ("chunked", 2, 2, 32), ("chunked", 3, 1, 31)]
+)
+def test_requests_go_on_where_their_kv_has_come(policy: str, num_instances: int, pp: int, seed: int) -> None:
+    """Though a new one would be admitted elsewhere. Some polls end before anything is done."""
+    cluster, timeouts = swapping(num_instances, policy=policy, pp=pp, uneven=seed), random.Random(seed)
+    requests = crowd(cluster, 64)
+    while cluster.engine.has_unfinished:
+        cluster.step(0.0 if timeouts.random() < 0.3 else None)
+    assert_nothing_computed_twice(requests)
+
+
 @pytest.mark.parametrize("num_instances", [1, 2])
 @pytest.mark.parametrize("uneven", [0, 3])
 def test_what_ended_requests_leave_evicts_nothing_of_those_that_wait(num_instances: int, uneven: int) -> None:

@@ -26,18 +26,19 @@ HOST = {"host_kv_gib": 0.02, "max_num_seqs": 64}
 
 
 @pytest.mark.parametrize("spec", ["1", "2", "pp2", "tp2", "2xpp2"])
-def test_next_to_no_token_is_computed_twice(engines: Engines, tiny: Path, oracle: Oracle, spec: str) -> None:
-    """64 requests on devices with room for 16. Now and then the last tokens of one, which fill no block, are."""
-    num_instances = int(spec[0]) if spec[0].isdigit() else 1
-    llm = engines(tiny, parallel=spec, num_gpu_blocks_override=BLOCKS_OF_16 // num_instances, **HOST)
-    outputs = assert_all_exact(llm, oracle, prompts_of(*LENGTHS), LONG)
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    num_computed = sum(output.metrics.num_computed_tokens for output in outputs)
-    needed = sum(length + 40 - 1 for length in LENGTHS)
-    assert needed <= num_computed <= 1.02 * needed
-    assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
-    host = llm.engine.account.pool(llm.engine.config.cluster.host_pool(0))
-    assert host.num_free == host.num_blocks
+def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 requests on devices with room for 16. Every copy pays: else a few tokens could be quicker to compute."""
+    monkeypatch.setattr("longspan.service.swap_times", lambda *_: None)
+    num_blocks = BLOCKS_OF_16 // (int(spec[0]) if spec[0].isdigit() else 1)
+    given = {"block_size": 16, "num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 48, **HOST}
+    with ThreadLLM(str(tiny), parallel=spec, skip_tokenizer_init=True, **given) as llm:
+        outputs = assert_all_exact(llm, oracle, prompts_of(*LENGTHS), LONG)
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        num_computed = sum(output.metrics.num_computed_tokens for output in outputs)
+        assert num_computed == sum(length + 40 - 1 for length in LENGTHS)
+        assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+        host = llm.engine.account.pool(llm.engine.config.cluster.host_pool(0))
+        assert host.num_free == host.num_blocks
 
 
 @pytest.mark.parametrize("way", ["out", "in"])

@@ -11,10 +11,9 @@ from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_request
 from longspan.core.account import BlockPool
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
-from longspan.core.owners import Content
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Forward, MoveKV, Part
+from longspan.core.steps import Content, Forward, MoveKV, Part
 from longspan.core.transfers import Transfer
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock

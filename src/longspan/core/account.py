@@ -13,8 +13,9 @@ from heapq import heappop, heappush
 from itertools import groupby
 from operator import attrgetter
 
-from longspan.core.owners import BlockRef, Content, PrefixHit, chain_key
+from longspan.core.owners import BlockRef, PrefixHit, chain_key
 from longspan.core.request import Request
+from longspan.core.steps import Content
 from longspan.core.view import RequestView
 
 _NO_HIT = PrefixHit()

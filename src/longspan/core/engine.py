@@ -13,11 +13,10 @@ from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, EnginePolicy, capacity_tokens
 from longspan.core.exchange import shown_names
-from longspan.core.owners import Content
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Completion, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
+from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
 from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
 from longspan.core.view import ClusterView, ScheduledPart
@@ -463,6 +462,7 @@ class Engine:
             now_s=self._clock.now(),
             promised=self._transfers.promised,
             arrivals=waiting.changes + self._tiers.changes,
+            returning=self._tiers.returning,
             max_steps_in_flight=self.config.max_steps_in_flight,
             num_new=len(waiting) - waiting.num_started,
             num_started=waiting.num_started,

@@ -29,18 +29,6 @@ def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
-
-    parent: bytes
-    tokens: Sequence[int]
-
-    @property
-    def key(self) -> bytes:
-        return chain_key(self.parent, self.tokens)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixHit:
     """KV found for the first `num_tokens` tokens of a request.

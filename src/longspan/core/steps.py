@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from longspan.core.exchange import Exchange
-from longspan.core.owners import BlockRef, Content, Rotation
+from longspan.core.owners import BlockRef, Rotation, chain_key
 from longspan.core.runs import SpanShards
 
 if TYPE_CHECKING:
@@ -139,6 +139,18 @@ class Part:
     targets: Sequence[int] = ()
     rope_length: int = 0
     rotation: Rotation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
+
+    parent: bytes
+    tokens: Sequence[int]
+
+    @property
+    def key(self) -> bytes:
+        return chain_key(self.parent, self.tokens)
 
 
 MoveWay = Literal["across", "out", "in", "save", "load"]

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
-from longspan.core.owners import BlockRef, Content
+from longspan.core.owners import BlockRef
 from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.steps import Completion, MoveKV, MoveWay
+from longspan.core.steps import Completion, Content, MoveKV, MoveWay
 
 
 class SwapCost(Protocol):
@@ -114,7 +114,8 @@ class Tiers:
     no room is computed anew.
 
     Attributes:
-        changes: how often other requests could be admitted than before.
+        changes: how often other requests could be admitted than before, or elsewhere.
+        returning: see `ClusterView`.
         num_hits: tokens that were found on hosts. `num_disk_hits`: those that came there from disks.
     """
 
@@ -139,6 +140,7 @@ class Tiers:
         self._fetches: dict[int, _Fetch] = {}
         self._groups: dict[int, tuple[int, ...]] = {}  # of several, that requests had when they gave up their KV
         self._hidden, self._first_hidden = set[int](), math.inf
+        self.returning: dict[int, tuple[int, ...]] = {}
 
     @property
     def in_flight(self) -> bool:
@@ -174,6 +176,7 @@ class Tiers:
         assert not self.on_devices, "KV has left the devices"
         self.make_room()
         self._groups.clear()
+        self.returning = {}
         self._account, self._cluster = account, cluster
 
     def moved(self, done: Completion) -> list[MoveKV] | None:
@@ -311,8 +314,8 @@ class Tiers:
         """
         if not self._is_active:
             return []
-        before, moves = (self._hidden, self._first_hidden), list[MoveKV]()
-        self._hidden, self._first_hidden = set(), math.inf
+        before, moves = (self._hidden, self._first_hidden, self.returning), list[MoveKV]()
+        self._hidden, self._first_hidden, self.returning = set(), math.inf, {}
         seen = waiting if not self._times_relented else waiting[: 2 - self._times_relented]
         if self._times_relented == 1 and len(waiting) > 1:
             self._first_hidden = waiting[1].id
@@ -322,7 +325,7 @@ class Tiers:
             if not self._arrange(request, room, load, moves, may_fetch):
                 self._first_hidden = request.id
                 break
-        self.changes += before != (self._hidden, self._first_hidden)
+        self.changes += before != (self._hidden, self._first_hidden, self.returning)
         return moves
 
     def _arrange(
@@ -341,6 +344,8 @@ class Tiers:
                 if max(room.values()) >= fetch.found.num_blocks:
                     self._unpin(request.id)  # to be fetched to where there is room
                 return False
+            elif request.was_admitted:
+                self._return(request, fetch.found)
             elif not self._is_best(request, fetch.found, load):
                 return False
             _claim(room, load, fetch.found, fetch.num_claimed, request)
@@ -380,9 +385,16 @@ class Tiers:
             return None
         if pays:
             self._hidden.add(request.id)
+        else:
+            self._return(request, best)
         moves += fetching
         _claim(room, load, best, best.num_asked, request)
         return True
+
+    def _return(self, request: Request, found: _Found) -> None:
+        """Lets a request that gave up its KV go on where devices have it again."""
+        if request.was_admitted and found.num_tokens:
+            self.returning[request.id] = found.group
 
     def _is_coming(self, ref: BlockRef, found: _Found) -> bool:
         """Tells whether what is in a block is on its way, for another request, to where it is wanted."""

@@ -182,6 +182,7 @@ class ClusterView:
         arrivals: how many requests have begun or ceased to wait.
         num_new, num_started: requests without KV on devices that have put out no token yet, and those that have.
         next_new: the first new one, while the policy admits others and none of these waits.
+        returning: where waiting requests that gave up their KV go on, by their ids: devices there have it again.
     """
 
     cluster: Cluster
@@ -195,6 +196,7 @@ class ClusterView:
     now_s: float
     promised: Mapping[int, int] = field(default_factory=dict)
     arrivals: int = 0
+    returning: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     max_steps_in_flight: int = 2
     num_new: int = 0
     num_started: int = 0

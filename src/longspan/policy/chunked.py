@@ -40,10 +40,12 @@ def admit_alone(request: RequestView, budget: Budget, instances: Sequence[int]) 
     """Schedules the first part of a request on the instance where its prefill is expected to end first.
 
     That is the one with the fewest tokens to compute, its own uncached ones included; of equals the one that has handed
-    out the fewest blocks. Returns None while no instance has a seat and room for it, or the best one takes no part in
-    this step.
+    out the fewest blocks. One that returns waits for where its KV is, unless there is no seat. Returns None while no
+    instance has a seat and room for it, or the best one takes no part in this step.
     """
     kv = budget.view.kv
+    if any(budget.seqs[i] > 0 for i in budget.view.returning.get(request.id, ())):
+        instances = budget.view.returning[request.id]
     hits = {i: kv.match(request, (i,)) for i in instances}
     for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, kv.num_allocated(i), i)):
         missing = request.blocks_for(request.num_tokens) - len(hits[instance].refs)

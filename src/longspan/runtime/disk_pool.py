@@ -20,8 +20,7 @@ import msgspec
 import torch
 
 from longspan.attn.paged import PagedKv
-from longspan.core.owners import Content
-from longspan.core.steps import MoveKV
+from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError
 from longspan.runtime.messages import Stored
 
