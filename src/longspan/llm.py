@@ -209,6 +209,18 @@ class LLM:
         """Changes the policy between calls, see `Service.set_policy`; cached KV stays."""
         self.service.set_policy(policy, options)
 
+    def reshard(self, parallel: str) -> None:
+        """Lets the workers take another parallel spec, on the ranks that there are, while calls go on.
+
+        They keep their processes and the mapped weights; ranks that the spec does not take stay idle. KV on devices is
+        computed anew, unless there is a pool on the host (`host_kv_gib`).
+
+        Raises:
+            ValueError: for a spec that takes more ranks, or that model or policy cannot do with.
+            RuntimeError: while another change is under way.
+        """
+        self.service.reshard(parallel)
+
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, also on hosts and disks, so that no prompt starts from any of it.
 

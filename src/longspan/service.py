@@ -15,10 +15,11 @@ import torch
 
 from longspan.args import EngineArgs
 from longspan.attn import native
-from longspan.core.cluster import Cluster
+from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.exchange import LOCAL
+from longspan.core.options import option_text
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.profile import ProfileKey
@@ -60,7 +61,7 @@ class Service:
     """
 
     def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
-        resolved = given.resolve()
+        self._given, resolved = given, given.resolve()
         if given.device == "cuda" and not torch.cuda.is_available():
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
@@ -172,6 +173,56 @@ class Service:
         self.executor.close()
         self.executor = self._start_workers(self.engine.config.cluster)
         self.engine.restart(self.executor)
+
+    def shrink(self, rank: int) -> None:
+        """Goes on without the instance of a lost rank: starts new workers for the others, with as many requests as run.
+
+        Raises:
+            ParameterError: when no instance would be left, or the policy cannot do with fewer.
+            WorkerLostError: when a worker does not start.
+        """
+        before = self.engine.config.cluster
+        cluster = before.without(before.at(rank).instance)
+        facts, policy = self._chosen_for(cluster)
+        self.executor.close()
+        self.executor = self._start_workers(cluster)
+        self.engine.restart(self.executor, cluster=cluster, policy=policy)
+        self.facts, self._policy = facts, policy
+
+    def reshard(self, spec: str) -> None:
+        """Lets the workers take their places in another cluster while requests go on, see `Engine.reshard`.
+
+        Raises:
+            ParameterError: for a spec that takes more workers than there are, or that model or policy cannot do with.
+            RuntimeError: while another change is under way.
+        """
+        before, given = self.engine.config.cluster, self._given
+        if before.has_roles or self.engine.config.turns:
+            raise ParameterError("parallel", f"{spec} is for instances that all do the same: start anew", spec)
+        wanted = ParallelSpec.parse(spec)
+        if wanted.num_ranks > before.num_ranks:
+            problem = f"{spec} takes {wanted.num_ranks} ranks, but {before.num_ranks} workers run: start anew"
+            raise ParameterError("parallel", problem, spec)
+        cluster = Cluster(
+            spec=wanted,
+            num_spare=before.num_ranks - wanted.num_ranks,
+            num_device_pools=before.host_pools.start,
+            locations=before.locations,
+        ).with_layers(self.info.num_layers, self.info.head_layers)
+        if before.host_blocks and cluster.num_instances > before.host_pools.start:
+            problem = f"{spec} has more instances than there were at the start, and hosts have KV: start anew"
+            raise ParameterError("parallel", problem, spec)
+        cluster = _with_pools(cluster, self.block_bytes, self.info, self.files, given)
+        facts, policy = self._chosen_for(cluster)
+        _check_split(self.info, self.files, cluster, policy)
+        self.engine.reshard(cluster, policy)
+        self.facts, self._policy = facts, policy
+
+    def _chosen_for(self, cluster: Cluster) -> tuple[Facts, ChosenPolicy]:
+        """Makes the policy anew, with the options in force, for another cluster."""
+        settings, facts = self._policy.settings, replace(self.facts, cluster=cluster)
+        options = {name: option_text(value) for name, value in settings.options.items()}
+        return facts, make_policy(settings.name, num_instances=cluster.num_instances, options=options, facts=facts)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, also what is saved; raises RuntimeError when some are unfinished."""
@@ -290,9 +341,6 @@ def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
 
 
 def _with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, files: ModelFiles, given: EngineArgs) -> Cluster:
-    if cluster.num_device_pools and not given.host_kv_gib:
-        problem = f"is where KV lies while clusters change, which policy {given.policy} has them do: give it some"
-        raise ParameterError("host_kv_gib", problem, given.host_kv_gib)
     _check_hosts(given.host_kv_gib, cluster)
     cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
     return cluster.with_blocks(_blocks_per_instance(info, files, given, cluster))

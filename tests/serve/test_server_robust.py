@@ -249,6 +249,27 @@ def test_requests_go_on_after_workers_were_killed(pair: ServerProcess, what: str
     assert not alive
 
 
+def test_a_fleet_goes_on_without_a_lost_worker(servers: Servers, tiny: Path) -> None:
+    """Three instances and then two, under load; streams go on where they were."""
+    server = servers(
+        str(tiny), "--skip-tokenizer-init", "--parallel", "3", "--threads-per-rank", "1", "--max-worker-restarts", "0"
+    )
+    client, prompts = server.client, [*prompts_of(40, 3), *prompts_of(1500, 1)]
+    solo = solo_answers(client, prompts, 80)
+    threads, futures = at_once([asking(client, prompts[i % 4], 80, stream=i >= 4) for i in range(12)])
+    with threads:
+        client.wait_until_running(6)
+        server.kill("worker")
+        _check_recovery(client, futures, within_s=120)
+        for index, future in enumerate(futures):
+            check_same(future.result(), solo[index % 4])
+    metrics = client.wait_until_idle()
+    assert metrics["worker_restarts_total"] == 0
+    check_metrics(metrics)
+    assert len(server.one("forkserver").children()) == 2
+    check_same(client.complete(prompt=prompts[3], max_tokens=80), solo[3])
+
+
 def test_a_request_that_runs_in_two_losses_fails(pair: ServerProcess) -> None:
     client, [prompt] = pair.client, prompts_of(30, 1)
     [solo] = solo_answers(client, [prompt], 20)

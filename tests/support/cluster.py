@@ -32,7 +32,7 @@ class Cluster:
         self.clock = VirtualClock()
         facts = replace(setup.facts, cluster=setup.cluster)
         self.policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
-        capacity = capacity_tokens(self.policy, setup.cluster, setup.block_size)
+        capacity = capacity_tokens(self.policy, [setup.cluster], setup.block_size)
         self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(setup)), setup)
         self.engine = Engine(
             policy=self.policy,

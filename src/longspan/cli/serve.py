@@ -64,6 +64,7 @@ def serve(
         max_num_queued_reqs=server.max_num_queued_reqs,
         max_num_queued_tokens=server.max_num_queued_tokens,
         engine_timeout_s=server.engine_timeout_s,
+        max_worker_restarts=server.max_worker_restarts,
     )
     tracer = None if otlp_traces_endpoint is None else _tracer(otlp_traces_endpoint)
     settings = replace(server, model_names=server.model_names or (model,), tracer=tracer, limits=limits)

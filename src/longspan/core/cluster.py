@@ -169,6 +169,30 @@ class Cluster:
         locations = (Location(host=rank // devices_per_host, device=rank) for rank in range(self.num_ranks))
         return replace(self, locations=tuple(locations))
 
+    def without(self, instance: int) -> Cluster:
+        """Returns the cluster that is left when the ranks of an instance are lost; those behind it take their numbers.
+
+        Raises:
+            ParameterError: when too little is left, or the pools of hosts would not keep their numbers.
+        """
+        problem = None
+        if self.has_roles or self.num_spare:
+            problem = f"{self} has instances that cannot do without each other"
+        elif self.num_instances == 1:
+            problem = f"{self} has no other instance"
+        elif self.host_blocks and len(set(self.hosts)) > 1:
+            problem = f"{self} has KV in the memory of several hosts"
+        if problem is not None:
+            raise ParameterError("parallel", f"{problem}: the workers of all must start anew", str(self.spec))
+        lost = self.ranks(instance)
+        return replace(
+            self,
+            spec=replace(self.spec, instances=self.num_instances - 1),
+            locations=self.locations[: lost.start] + self.locations[lost.stop :],
+            num_blocks=self.num_blocks[:instance] + self.num_blocks[instance + 1 :],
+            num_device_pools=self.host_pools.start,
+        )
+
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
         return replace(self, num_blocks=tuple(num_blocks))
 

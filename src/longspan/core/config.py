@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +66,10 @@ class EngineConfig:
         if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:
             problem = f"{scheduling.host_kv_gib:g} keeps KV for prefix caching, which is off: leave one of them out"
             raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
-        capacity = min(capacity_tokens(policy, one, scheduling.block_size) for one in turns or (cluster,))
+        if turns and not scheduling.host_kv_gib:
+            problem = f"is where KV lies while clusters change, which policy {scheduling.policy} has them do: give some"
+            raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
+        capacity = capacity_tokens(policy, turns or (cluster,), scheduling.block_size)
         wanted = scheduling.max_model_len
         if wanted is not None and context_length is not None and wanted > context_length:
             problem = f"{wanted} exceeds the model's context of {context_length} tokens"
@@ -87,11 +91,6 @@ class EngineConfig:
             seed=seed,
             swap=swap,
         )
-
-    @property
-    def clusters(self) -> tuple[Cluster, ...]:
-        """The clusters that requests are on in their course."""
-        return self.turns or (self.cluster,)
 
     def rope_length(self, num_tokens: int) -> int:
         """Returns the length that such a request's rotary embeddings are pinned to; 0 for most models."""
@@ -117,12 +116,15 @@ class EnginePolicy(Policy, Protocol):
         """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
 
 
-def capacity_tokens(policy: EnginePolicy, cluster: Cluster, block_size: int) -> int:
-    """Returns the length of the longest request that is sure to fit when it is alone; also in the memory of a host,
-    where KV lies while others take the place of the cluster.
+def capacity_tokens(policy: EnginePolicy, clusters: Sequence[Cluster], block_size: int) -> int:
+    """Returns the length of the longest request that is sure to fit when it is alone.
+
+    Where clusters take turns it must fit all of them, and the memory of a host, too, where KV lies in between.
     """
-    capacity = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
-    others = [cluster.num_blocks[instance] for instance in cluster.decode]
-    if cluster.num_device_pools:
-        others += cluster.host_blocks
-    return min([capacity, *(number * block_size for number in others)])
+    found = []
+    for cluster in clusters:
+        found.append(policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size))
+        others = [cluster.num_blocks[instance] for instance in cluster.decode]
+        others += cluster.host_blocks if len(clusters) > 1 else ()
+        found += [number * block_size for number in others]
+    return min(found)

@@ -79,6 +79,7 @@ class _Regrouping:
 
     cluster: Cluster
     asked_s: float
+    policy: EnginePolicy | None = None
     idle_s: float | None = None
     begun_s: float = 0.0
     number: int | None = None
@@ -228,9 +229,13 @@ class Engine:
     def set_policy(self, policy: EnginePolicy) -> None:
         """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's."""
         self._check_idle("the policy cannot change")
+        self._adopt(policy)
+
+    def _adopt(self, policy: EnginePolicy) -> None:
         self._policy = policy
-        capacities = [capacity_tokens(policy, one, self.config.block_size) for one in self.config.clusters]
-        self._max_len = min(self.config.max_model_len, *capacities)
+        config = self.config
+        capacity = capacity_tokens(policy, config.turns or (config.cluster,), config.block_size)
+        self._max_len = min(config.max_model_len, capacity)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
@@ -252,10 +257,13 @@ class Engine:
                 self._take(done)
         return not self._tiers.in_flight
 
-    def restart(self, executor: Executor) -> None:
+    def restart(
+        self, executor: Executor, *, cluster: Cluster | None = None, policy: EnginePolicy | None = None
+    ) -> None:
         """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had.
 
-        What hosts and their disks have is kept.
+        What hosts and their disks have is kept. With another `cluster`, and a policy for it, requests that have no room
+        there end with an error.
         """
         self._executor, before = executor, self.account
         self._regrouping = None
@@ -271,6 +279,20 @@ class Engine:
                 self._waiting.add(request)
             else:
                 del self._requests[request.id]
+        if cluster is not None:
+            self._take_places(cluster, policy)
+
+    def reshard(self, cluster: Cluster, policy: EnginePolicy) -> None:
+        """Moves all ranks to their places in another cluster, as soon as no step is in flight; requests go on there.
+
+        KV that devices have lies on hosts meanwhile, as far as there is a pool; the rest is computed anew.
+
+        Raises:
+            RuntimeError: when one is.
+        """
+        if self._regrouping is not None:
+            raise RuntimeError("clusters change already: call step until they have")
+        self._regrouping = _Regrouping(cluster=cluster, asked_s=self._clock.now(), policy=policy)
 
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """Emits what the policy plans, takes the next completion, and returns the requests that got a token.
@@ -316,16 +338,10 @@ class Engine:
             regrouping.number, regrouping.begun_s = self._number(), now_s
             self._executor.submit(Reshard(number=regrouping.number, cluster=regrouping.cluster))
 
-    def _take_places(self, regrouping: _Regrouping, done: Completion) -> None:
-        """Goes on with another cluster, whose ranks have regrouped."""
+    def _regrouped(self, regrouping: _Regrouping, done: Completion) -> None:
         assert regrouping.idle_s is not None, "ranks regroup when nothing is computed"
-        self._regrouping, before = None, self.account
-        self.config = replace(self.config, cluster=regrouping.cluster)
-        self._running.replace(regrouping.cluster.num_instances)
-        self._occupancy.replace(self._most_steps())
-        self.account, self._transfers = self._empty()
-        self._tiers.regroup(self.account, regrouping.cluster)
-        self.account.keep_pools(before, regrouping.cluster.host_pools.start)
+        self._regrouping = None
+        self._take_places(regrouping.cluster, regrouping.policy)
         self.transitions.append(
             Transition(
                 cluster=regrouping.cluster,
@@ -336,6 +352,29 @@ class Engine:
                 copied_bytes=sum(done.bytes_sent.values()),
             )
         )
+
+    def _take_places(self, cluster: Cluster, policy: EnginePolicy | None) -> None:
+        """Goes on with another cluster, on which nothing runs yet; with another policy, if one is given for it."""
+        before = self.account
+        self.config = replace(self.config, cluster=cluster)
+        self._running.replace(cluster.num_instances)
+        self._occupancy.replace(self._most_steps())
+        self.account, self._transfers = self._empty()
+        self._tiers.regroup(self.account, cluster)
+        self.account.keep_pools(before, cluster.host_pools.start)
+        if policy is not None:
+            self._adopt(policy)
+            for request in list(self._requests.values()):
+                self._bound(request)
+
+    def _bound(self, request: Request) -> None:
+        """Ends a request that has grown too long for other devices; else its output has room there."""
+        if request.num_known >= self._max_len:
+            request.stop_reason = (
+                f"it has {request.num_known} tokens, and the devices that are left hold {self._max_len}"
+            )
+            self.finish(request, "error")
+        request.max_tokens = min(request.max_tokens, self._max_len - request.num_prompt)
 
     def _relents(self) -> bool:
         """Lets requests that wait for KV on hosts go on without it, if nothing else could happen."""
@@ -529,7 +568,7 @@ class Engine:
         if self._transfers.moved(done.number):
             return
         if self._regrouping is not None and self._regrouping.number == done.number:
-            self._take_places(self._regrouping, done)
+            self._regrouped(self._regrouping, done)
             return
         if (saves := self._tiers.moved(done)) is None:
             self._steps.complete(done)

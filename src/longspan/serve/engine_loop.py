@@ -255,7 +255,9 @@ class EngineLoop:
             del self._choices[choice.request.id]
 
     def _restart(self, error: WorkerLostError) -> None:
-        _log.error("%s; starting new workers", error)
+        most = self._setup.max_worker_restarts
+        does_without = most is not None and self._num_restarts >= most
+        _log.error("%s; %s", error, "going on without its instance" if does_without else "starting new workers")
         self._send(messages.Restarting(str(error)))
         failed = []
         for served in self._served.values():
@@ -266,12 +268,39 @@ class EngineLoop:
                     self._send(
                         messages.Failed(served.id, f"workers were lost {_MAX_LOSSES} times while this request ran")
                     )
-        self._start_workers(error)
+        if does_without:
+            self._shrink(error)
+            failed += self._outgrown()
+        else:
+            self._start_workers(error)
+            self._num_restarts += 1
         for served in failed:  # not before: the engine tells workers to free what they hold, and there were none
             self._drop(served, "error")
-        self._num_restarts += 1
         self._send(messages.Restarted())
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
+
+    def _shrink(self, error: WorkerLostError) -> None:
+        """Serves on by the instances that are left.
+
+        Raises:
+            WorkerLostError: the loss, if they cannot.
+        """
+        try:
+            self._service.shrink(error.rank)
+        except ValueError as problem:
+            raise WorkerLostError(error.rank, f"{error.reason}; the others cannot go on: {problem}") from error
+        self._service.executor.wakeup = self._socket
+        _log.warning("%d instances are left", self._engine.config.cluster.num_instances)
+
+    def _outgrown(self) -> list[_Served]:
+        """Tells of requests that have ended since the devices that are left have no room for them."""
+        found = []
+        for served in self._served.values():
+            reasons = [one.request.stop_reason for one in served.state.choices if one.request.finish_reason == "error"]
+            if reasons:
+                self._send(messages.Failed(served.id, str(reasons[0])))
+                found.append(served)
+        return found
 
     def _start_workers(self, error: Exception) -> None:
         while True:

@@ -22,12 +22,14 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
         max_num_queued_reqs, max_num_queued_tokens: bounds of what waits.
         engine_timeout_s: an engine core that serves and says nothing for so long is taken for lost; with nothing
             else to say, it sends `Stats` four times as often.
+        max_worker_restarts: lost workers are replaced so often, and then done without; None for as often as need be.
     """
 
     engine: EngineArgs
     max_num_queued_reqs: int
     max_num_queued_tokens: int
     engine_timeout_s: float = 60.0
+    max_worker_restarts: int | None = None
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):

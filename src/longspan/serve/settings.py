@@ -182,6 +182,14 @@ class ServerSettings:
         float,
         _server("Seconds of silence after which the engine core is taken for lost.", name="engine-timeout", minimum=10),
     ] = 60.0
+    max_worker_restarts: Annotated[
+        int | None,
+        _server(
+            "How often lost workers are replaced; then the other instances serve without.",
+            minimum=0,
+            default="as often as need be",
+        ),
+    ] = None
     timeout_keep_alive_s: Annotated[
         int,
         _server("Seconds that a connection may be idle between requests.", name="timeout-keep-alive", minimum=1),

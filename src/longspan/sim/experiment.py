@@ -393,9 +393,6 @@ def _with_pools(cluster: Cluster, cost: RooflineCost, model: Architecture, sched
 
 def _with_tiers(cluster: Cluster, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
     """Gives hosts and their disks pools of blocks with all layers and heads."""
-    if cluster.num_device_pools and not scheduling.host_kv_gib:
-        problem = f"is where KV lies while clusters change, which {scheduling.policy} has them do: give it some"
-        raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
     block_bytes = scheduling.block_size * model.attention.kv_bytes * model.attention.num_layers
     return cluster.with_tiers(block_bytes, host_kv_gib=scheduling.host_kv_gib, disk_kv_gib=scheduling.disk_kv_gib)
 

@@ -1,0 +1,117 @@
+"""A fleet changes while requests run: other parallel specs on the same workers, and fewer instances after a loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import ThreadLLM, num_free_blocks
+from oracle import Oracle
+from test_exact import prompts_of
+
+from longspan import SamplingParams
+from longspan.args import EngineArgs
+from longspan.core.request import Request
+from longspan.errors import ParameterError
+from longspan.runtime.executor.threads import ThreadLauncher
+from longspan.service import Service
+
+LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+HOST = {"host_kv_gib": 0.02}
+
+
+def make_service(model: Path, **given: object) -> Service:
+    options = {"block_size": 16, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 48, **given}
+    return Service(EngineArgs(str(model), skip_tokenizer_init=True, **options), launcher=ThreadLauncher)  # type: ignore[arg-type]
+
+
+def run_with(service: Service, changes: dict[int, str]) -> list[Request]:
+    """Generates; takes another spec after so many engine steps, each in the middle of requests."""
+    engine = service.engine
+    requests = [engine.add(prompt, LONG) for prompt in prompts_of(3, 90, 17, 40, 61, 25)]
+    num_steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        num_steps += 1
+        if num_steps in changes:
+            assert any(request.output for request in requests) and not all(r.finish_reason for r in requests)
+            service.reshard(changes[num_steps])
+    return requests
+
+
+@pytest.mark.parametrize("host", [{}, HOST], ids=["no host tier", "host tier"])
+@pytest.mark.parametrize(
+    ("spec", "changes"), [("pp2", ("tp2", "pp2")), ("2", ("tp2", "pp2")), ("2xpp2", ("tp4", "2")), ("3", ("1", "pp2"))]
+)
+def test_another_spec_in_mid_stream(
+    tiny: Path, oracle: Oracle, spec: str, changes: tuple[str, str], host: dict[str, float]
+) -> None:
+    """Fewer ranks leave some idle. With a host tier no token is computed twice."""
+    service = make_service(tiny, parallel=spec, policy="chunked", **host)
+    try:
+        requests = run_with(service, dict(zip((12, 24), changes, strict=True)))
+        assert [str(one.cluster.spec).removeprefix("1x") for one in service.engine.transitions] == [*changes]
+        for request in requests:
+            assert request.output == oracle.complete(request.prompt, 30).token_ids
+            if host:
+                assert request.metrics.num_computed_tokens == len(request.prompt) + 29
+        account, cluster = service.engine.account, service.engine.config.cluster
+        assert all(
+            account.num_free(pool) == account.num_blocks(pool) for pool in (*cluster.instances, *cluster.host_pools)
+        )
+    finally:
+        service.close()
+
+
+def test_what_does_not_fit_is_refused(tiny: Path) -> None:
+    service = make_service(tiny, parallel="2", policy="chunked", **HOST)
+    try:
+        with pytest.raises(ParameterError, match="parallel 2xpp2 takes 4 ranks, but 2 workers run: start anew"):
+            service.reshard("2xpp2")
+        service.reshard("pp2")
+        with pytest.raises(RuntimeError, match="clusters change already"):
+            service.reshard("tp2")
+    finally:
+        service.close()
+
+
+def test_an_engine_of_python_takes_another_spec(tiny: Path, oracle: Oracle) -> None:
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, parallel="2", policy="chunked", block_size=16) as llm:
+        for spec in ("tp2", "pp2", "2"):
+            llm.reshard(spec)
+            [prompt] = prompts_of(70)
+            [output] = llm.generate([prompt], LONG, use_tqdm=False)
+            assert output.outputs[0].token_ids == oracle.complete(prompt, 30).token_ids
+            assert str(llm.engine.config.cluster.spec).removeprefix("1x") == spec
+        assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+
+
+@pytest.mark.parametrize("policy", ["chunked", "context"])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_others_go_on_without_a_lost_instance(tiny: Path, oracle: Oracle, lost: int, policy: str) -> None:
+    service = make_service(tiny, parallel="3", policy=policy, **HOST)
+    try:
+        engine = service.engine
+        requests = [engine.add(prompt, LONG) for prompt in prompts_of(3, 90, 17, 40, 61, 25)]
+        for _ in range(20):
+            engine.step()
+        assert any(request.output for request in requests) and not all(r.finish_reason for r in requests)
+        service.shrink(lost)
+        assert engine.config.cluster.num_instances == 2
+        while engine.has_unfinished:
+            engine.step()
+        for request in requests:
+            assert request.output == oracle.complete(request.prompt, 30).token_ids
+        host = engine.account.pool(engine.config.cluster.host_pools[0])
+        assert host.num_free == host.num_blocks
+    finally:
+        service.close()
+
+
+def test_the_last_instance_cannot_be_done_without(tiny: Path) -> None:
+    service = make_service(tiny, parallel="pp2", policy="chunked")
+    try:
+        with pytest.raises(ParameterError, match="1xpp2 has no other instance: the workers of all must start anew"):
+            service.shrink(0)
+    finally:
+        service.close()
