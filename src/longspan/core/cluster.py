@@ -268,12 +268,12 @@ class Cluster:
         unused = self.host_pools.start - len(self.num_blocks)
         return (*self.num_blocks, *(0,) * unused, *self.host_blocks, *self.disk_blocks)
 
-    @property
+    @cached_property
     def host_pools(self) -> range:
         first = max(self.num_instances, self.num_device_pools)
         return range(first, first + len(self.host_blocks))
 
-    @property
+    @cached_property
     def disk_pools(self) -> range:
         first = self.host_pools.stop
         return range(first, first + len(self.disk_blocks))

@@ -139,6 +139,7 @@ class Tiers:
         self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
         self._fetches: dict[int, _Fetch] = {}
         self._groups: dict[int, tuple[int, ...]] = {}  # of several, that requests had when they gave up their KV
+        self._asked: dict[int, int] = {}  # free blocks without which a request was not fetched, and waits
         self._hidden, self._first_hidden = set[int](), math.inf
         self.returning: dict[int, tuple[int, ...]] = {}
 
@@ -165,7 +166,7 @@ class Tiers:
             self._given_up[request_id] = [ref for ref in blocks if ref not in incomplete]
         self.make_room()
         self._account = account
-        for kept in (self._copies, self._coming, self._fetches, self._groups):
+        for kept in (self._copies, self._coming, self._fetches, self._groups, self._asked):
             kept.clear()
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
@@ -176,6 +177,7 @@ class Tiers:
         assert not self.on_devices, "KV has left the devices"
         self.make_room()
         self._groups.clear()
+        self._asked.clear()
         self.returning = {}
         self._account, self._cluster = account, cluster
 
@@ -350,7 +352,7 @@ class Tiers:
                 return False
             _claim(room, load, fetch.found, fetch.num_claimed, request)
             return True
-        if max(room.values()) <= 0 or self._is_copied(request):
+        if max(room.values()) < self._asked.get(request.id, 1) or self._is_copied(request):
             return False
         if self._host_of and fetch is None:
             begun = self._begin(request, room, load, moves, may_fetch, on_disks=True)
@@ -375,6 +377,8 @@ class Tiers:
         if on_disks and not pays:
             return None
         if pays and not (has_room and may_fetch):
+            if not has_room and len(best.group) == 1:
+                self._asked[request.id] = best.num_asked
             return False
         if not pays:
             best.stored, best.num_tokens = [], best.num_cached
@@ -436,6 +440,7 @@ class Tiers:
     def release(self, request: Request) -> None:
         """Drops the pins of a request that has been admitted or has ended, and leaves what it gave up to the cache."""
         self._groups.pop(request.id, None)
+        self._asked.pop(request.id, None)
         self._account.give_back(reversed(self._given_up.pop(request.id, [])))
         self._times_relented = 0
         self._unpin(request.id)
