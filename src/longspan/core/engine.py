@@ -20,7 +20,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Completion, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
 from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
-from longspan.core.transitions import Transition
+from longspan.core.transitions import Transition, phase_of
 from longspan.core.view import ClusterView, ScheduledPart
 
 
@@ -180,8 +180,20 @@ class Engine:
         return self._tiers.num_swapped_blocks
 
     @property
+    def used_host_blocks(self) -> int:
+        """Counts the blocks of all hosts that are in use: for requests that go on, or copies under way."""
+        return self._tiers.used_host_blocks
+
+    @property
+    def phase(self) -> str:
+        """Says what it does while clusters take turns: prefill, decode or transition; empty when one stays."""
+        if self._regrouping is not None and self._regrouping.idle_s is not None:
+            return "transition"
+        return phase_of(self.config.cluster, self.config.turns)
+
+    @property
     def peak_host_blocks(self) -> int:
-        """The most blocks of all hosts that were in use at once: for requests that go on, or copies under way."""
+        """The most blocks of all hosts that were in use at once."""
         return self._tiers.peak_host_blocks
 
     def load(self) -> Load:

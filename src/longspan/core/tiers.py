@@ -243,9 +243,14 @@ class Tiers:
         self._note_peak()
         return moves
 
-    def _note_peak(self) -> None:
+    @property
+    def used_host_blocks(self) -> int:
+        """Counts the blocks of all hosts that are in use."""
         pools = map(self._account.pool, self._cluster.host_pools)
-        self.peak_host_blocks = max(self.peak_host_blocks, sum([one.num_blocks - one.num_free for one in pools]))
+        return sum([one.num_blocks - one.num_free for one in pools])
+
+    def _note_peak(self) -> None:
+        self.peak_host_blocks = max(self.peak_host_blocks, self.used_host_blocks)
 
     def _on_host(self, number: int, content: Content) -> int | None:
         """Finds the block of a host that has a content, or is about to."""
