@@ -55,6 +55,8 @@ def count_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
 
 
 TagT = TypeVar("TagT")
+MOST_WAITING_TOKENS = 2**21
+"""Tokens of prompts that wait at once, when they are taken as there is room."""
 
 
 class LLM:
@@ -152,12 +154,18 @@ class LLM:
         return self._stream(self.input_processor.process_chat(messages, sampling_params or SamplingParams(), template))
 
     def finish_each(
-        self, groups: Iterable[tuple[TagT, Sequence[EngineRequest]]], *, most: int, most_waiting_tokens: int = 2**21
+        self,
+        groups: Iterable[tuple[TagT, Sequence[EngineRequest]]],
+        *,
+        most: int,
+        most_waiting_tokens: int = MOST_WAITING_TOKENS,
+        stepped: Callable[[Sequence[Choice]], object] | None = None,
     ) -> Iterator[tuple[TagT, list[RequestState]]]:
         """Runs groups of engine requests and yields each group as soon as all of it has finished.
 
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
         that have no token yet hold fewer than `most_waiting_tokens`. After `abort` no more are taken.
+        `stepped` is told after each step what is under way, for a progress bar.
         """
         source, running = iter(groups), list[tuple[TagT, list[RequestState]]]()
         with self._call() as choices:
@@ -184,6 +192,8 @@ class LLM:
                     return
                 if not done:
                     self._step()
+                    if stepped is not None:
+                        stepped(choices)
 
     def abort(self) -> None:
         """Ends all calls under way after the step in flight; they return what there is, finished by `abort`.

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,3 +176,45 @@ def test_killed_and_run_again_a_batch_is_whole(tiny: Path, tmp_path: Path, capsy
     found = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, after.splitlines())}
     assert after.count(b"\n") == len(found) == len(lines)
     assert {len(answer["choices"][0]["token_ids"]) for answer in found.values()} == {100}
+
+
+SEESAW = ["--policy", "seesaw", "--prefill-parallel", "pp2", "--decode-parallel", "tp2", "--threads-per-rank", "1"]
+TINY = ["--skip-tokenizer-init", "--block-size", "16", "--num-gpu-blocks-override", "30"]
+
+
+def write_requests(path: Path, prompts: Iterable[Sequence[int]], max_tokens: int, **more: Any) -> None:
+    body = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True, **more}
+    lines = [
+        {"custom_id": f"r{index}", "method": "POST", "url": COMPLETIONS, "body": {**body, "prompt": list(prompt)}}
+        for index, prompt in enumerate(prompts)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+@pytest.mark.usefixtures("thread_llm")
+def test_stats_of_a_run_whose_clusters_take_turns(tiny: Path, tmp_path: Path) -> None:
+    """Also when a request could not be served; the engine has as many as the host can hold, not a fixed number."""
+    lengths = [8 + 5 * index for index in range(24)]
+    write_requests(tmp_path / "in.jsonl", [[5 + length] * length for length in (*lengths, 3000)], 12)
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    files += ["--json-stats", str(tmp_path / "s.json")]
+    assert run("batch", str(tiny), *files, *SEESAW, *TINY, "--host-kv-gib", "0.0008", "--max-num-seqs", "3") == 2
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats.keys() == {
+        "throughput_tokens_per_s",
+        "requests_per_s",
+        "num_transitions",
+        "transition_s",
+        "weight_bytes_copied",
+        "swap_bytes",
+        "phase_s",
+        "host_kv_peak_bytes",
+    }
+    assert stats["num_transitions"] >= 3 and len(stats["transition_s"]) == stats["num_transitions"]
+    assert stats["weight_bytes_copied"] == 0 and stats["swap_bytes"] > 0
+    assert 0.0004 * 2**30 < stats["host_kv_peak_bytes"] <= 0.0008 * 2**30
+    assert stats["phase_s"].keys() == {"prefill", "decode", "transition"} and min(stats["phase_s"].values()) > 0
+    assert stats["phase_s"]["transition"] == pytest.approx(sum(stats["transition_s"]))
+    run_s = sum(stats["phase_s"].values())
+    assert stats["requests_per_s"] * run_s == pytest.approx(24)
+    assert stats["throughput_tokens_per_s"] * run_s == pytest.approx(sum(lengths) + 24 * 12)

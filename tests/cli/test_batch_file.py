@@ -232,3 +232,13 @@ def test_keys_and_lines(tmp_path: Path) -> None:
     assert [(line.number, line.key) for line in read_batch(path)] == [(1, "a"), (4, "batch_req_4"), (5, "b")]
     assert keys_in(path) == {"a", "batch_req_4", "b"}
     assert answered_in(tmp_path / "none.jsonl") == set()
+
+
+def test_stats_that_cannot_be_written_are_told_before_the_run(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "in.jsonl").write_text(LINES[0])
+    command = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--json-stats"]
+    assert run(*command, str(tmp_path / "no" / "s.json")) == 2
+    assert "--json-stats: the folder" in capsys.readouterr().err
+    assert run(*command, str(tmp_path)) == 2
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()

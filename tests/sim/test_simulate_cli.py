@@ -532,3 +532,21 @@ def test_a_trace_that_is_too_short(profile: Path, tmp_path: Path, capsys: pytest
     options = ("--profile", str(profile), "--workload", str(trace), "--num-requests", "3")
     assert run("simulate", "smollm2-135m", *options) == 2
     assert "holds 2 requests, but 3 needed" in capsys.readouterr().err
+
+
+def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--hardware", "a10", "--gpus-per-host", "2", "--num-requests", "20", "--output-len", "40")
+    at_once = simulated(capsys, *options, "--policy", "chunked", "--parallel", "pp2", "--rate", "inf")
+    stays = simulated(capsys, *options, "--policy", "chunked", "--parallel", "pp2", "--offline")
+    assert {name: stays[name] for name in at_once} == at_once
+    assert stays["throughput_requests_per_s"] == pytest.approx(20 / stays["makespan_s"])
+    assert (stays["phase_s"], stays["num_transitions"]) == ({}, 0)
+    turns = ("--policy", "seesaw", "--prefill-parallel", "pp2", "--decode-parallel", "tp2", "--host-kv-gib", "4")
+    found = simulated(capsys, *options, *turns, "-o", "strict=true", "--offline")
+    assert found["num_transitions"] >= 1
+    assert found["phase_s"].keys() == {"prefill", "decode", "transition"}
+    assert sum(found["phase_s"].values()) == pytest.approx(found["makespan_s"])
+    assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0
+    assert "phase_decode" in capsys.readouterr().out
+    assert run("simulate", "smollm2-135m", *options, "--offline", "--rate", "2") == 2
+    assert "--rate 2 is of requests that come one by one" in capsys.readouterr().err

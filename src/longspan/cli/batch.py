@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import sys
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Self
 
 import msgspec
 from tqdm import tqdm
 
 from longspan.args import EngineArgs
-from longspan.cli.options import ModelArgument, start, verb
+from longspan.cli.options import ModelArgument, check_writable, start, verb, write_result
 from longspan.core.options import Option
+from longspan.core.transitions import phase_seconds
 
 if TYPE_CHECKING:
+    from longspan.core.config import EngineConfig
+    from longspan.core.engine import Engine
     from longspan.llm import LLM
+    from longspan.text.output_processor import Choice
 
 _MAX_AT_ONCE = 512
+_REFRESH_S = 0.2
 URLS = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -73,6 +81,9 @@ def batch(
     served_model_name: Annotated[
         list[str] | None, Option("Another name by which requests may call the model; repeatable.")
     ] = None,
+    json_stats: Annotated[
+        Path | None, Option("Throughput, changes of clusters and their times, written at the end.", metavar="FILE.json")
+    ] = None,
     seed: Annotated[int, Option("Seed of requests without one, and of dummy weights.")] = 0,
     engine: EngineArgs = _ENGINE,
 ) -> int:
@@ -83,6 +94,8 @@ def batch(
     """
     if input_file.exists() and output_file.exists() and input_file.samefile(output_file):
         raise ValueError(f"--output-file {str(output_file)!r} is the input file: give another one")
+    if json_stats is not None:
+        check_writable("--json-stats", json_stats)
     keys = keys_in(input_file)
     with appended(output_file) as out:
         answered = answered_in(output_file)
@@ -91,11 +104,12 @@ def batch(
             print("longspan: every request has an answer already", file=sys.stderr)
             return 0
         lines = (line for line in read_batch(input_file) if line.key not in answered)
-        with (
-            start(model, engine, seed=seed) as llm,
-            tqdm(total=num_new, desc="requests", unit="request", dynamic_ncols=True, disable=None) as bar,
-        ):
-            num_bad = run_lines(lines, out, _answers(llm, model, served_model_name or [], engine), bar.update)
+        with start(model, engine, seed=seed) as llm, _Progress(llm, num_new) as progress:
+            answers = _answers(llm, model, served_model_name or [], progress)
+            num_bad = run_lines(lines, out, answers, progress.advance)
+            if json_stats is not None:
+                stats = run_stats(llm, progress)
+                write_result("--json-stats", json_stats, json.dumps(stats, allow_nan=False) + "\n")
     if num_bad:
         print(f"longspan: {num_bad} of {num_new} requests could not be served: see {output_file}", file=sys.stderr)
     return 2 if num_bad else 0
@@ -125,14 +139,124 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
     return num_bad
 
 
-def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answers:
+def _answers(llm: LLM, model: str, names: list[str], progress: _Progress) -> Answers:
     from longspan.serve.convert import ServedModel  # noqa: PLC0415
     from longspan.serve.responses import answer_each  # noqa: PLC0415  # loads transformers
 
     names_of_it = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
     served = ServedModel(input_processor=llm.input_processor, names=names_of_it)
-    most = min(2 * engine.max_num_seqs, _MAX_AT_ONCE)
-    return lambda lines: answer_each(llm, served, ((line, line.url, line.body) for line in lines), most=most)
+    most, most_waiting_tokens = most_at_once(llm.engine.config)
+
+    def answers(lines: Iterator[BatchLine]) -> Iterator[tuple[BatchLine, int, dict[str, Any]]]:
+        requests = ((line, line.url, line.body) for line in progress.taken(lines))
+        for line, status, body in answer_each(
+            llm, served, requests, most=most, most_waiting_tokens=most_waiting_tokens, stepped=progress.stepped
+        ):
+            if status == HTTPStatus.OK:
+                progress.count(body["usage"]["total_tokens"])
+            yield line, status, body
+
+    return answers
+
+
+def most_at_once(config: EngineConfig) -> tuple[int, int]:
+    """Says how many requests the engine is given at once, and how many tokens of prompts that wait.
+
+    A policy that takes turns gets what the hosts can hold, since each request has a block there at least, beside
+    those that have a seat on devices. So a turn only ends when the hosts are full, or nothing more is in the file. What
+    waits takes a small part of the memory that its KV will.
+    """
+    from longspan.llm import MOST_WAITING_TOKENS  # noqa: PLC0415  # loads transformers
+
+    if not config.turns:
+        return min(2 * config.max_num_seqs, _MAX_AT_ONCE), MOST_WAITING_TOKENS
+    num_blocks = sum(config.cluster.host_blocks)
+    num_seats = config.max_num_seqs * max(one.num_instances for one in config.turns)
+    return num_blocks + num_seats, max(MOST_WAITING_TOKENS, num_blocks * config.block_size)
+
+
+def run_stats(llm: LLM, progress: _Progress) -> dict[str, object]:
+    """Returns what `--json-stats` writes of a run, by an engine that was started for it."""
+    engine, begun_s, ended_s = llm.engine, progress.begun_s, progress.ended_s
+    transitions, run_s = engine.transitions, ended_s - begun_s
+    return {
+        "throughput_tokens_per_s": progress.num_tokens / run_s if run_s else None,
+        "requests_per_s": progress.num_served / run_s if run_s else None,
+        "num_transitions": len(transitions),
+        "transition_s": [one.exposed_s for one in transitions],
+        "weight_bytes_copied": sum(one.copied_bytes for one in transitions),
+        "swap_bytes": engine.num_swapped_blocks * llm.service.block_bytes,
+        "phase_s": phase_seconds(transitions, engine.config.turns, begun_s, ended_s),
+        "host_kv_peak_bytes": engine.peak_host_blocks * llm.service.block_bytes,
+    }
+
+
+class _Progress:
+    """Counts what a run has served; shows it on stderr, if that is a terminal, also while nothing finishes.
+
+    Attributes:
+        begun_s, ended_s: when the first request was taken and the last answer was there, by the engine's clock.
+        num_tokens: of prompts and outputs of requests that were served.
+    """
+
+    def __init__(self, llm: LLM, total: int) -> None:
+        self._llm, self._num_done, self._shown_s = llm, 0, 0.0
+        self.begun_s = self.ended_s = time.monotonic()
+        self.num_tokens = self.num_served = 0
+        self._bar = tqdm(total=total, desc="requests", unit="request", dynamic_ncols=True, disable=None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def taken(self, lines: Iterator[BatchLine]) -> Iterator[BatchLine]:
+        """Yields the requests; the run begins with the first."""
+        self.begun_s = self.ended_s = time.monotonic()
+        yield from lines
+
+    def count(self, num_tokens: int) -> None:
+        """Counts a request that was served, with so many tokens."""
+        self.num_tokens += num_tokens
+        self.num_served += 1
+
+    def advance(self) -> None:
+        """Counts an answer, whatever it says."""
+        self.ended_s = time.monotonic()
+        self._num_done += 1
+        if not self._bar.disable:
+            self._bar.update(max(0, self._num_done - self._bar.n))
+
+    def stepped(self, choices: Sequence[Choice]) -> None:
+        """Shows how far the requests under way are, now and then."""
+        now_s = time.monotonic()
+        if self._bar.disable or now_s < self._shown_s + _REFRESH_S:
+            return
+        self._shown_s, engine = now_s, self._llm.engine
+        requests = [choice.request for choice in choices]
+        computed = [request.num_prompt if request.output else request.num_computed for request in requests]
+        outputs = [len(request.output) for request in requests]
+        parts = [
+            (number + output) / (request.num_prompt + request.max_tokens) / request.params.n
+            for request, number, output in zip(requests, computed, outputs, strict=True)
+        ]
+        num_tokens = self.num_tokens + sum(computed) + sum(outputs)
+        words = [f"{num_tokens / max(now_s - self.begun_s, 1e-9):,.0f} tok/s"]
+        words += [engine.phase] if engine.phase else []
+        words += occupancy(engine)
+        self._bar.set_postfix_str(", ".join(words), refresh=False)
+        self._bar.n = max(self._bar.n, round(min(self._num_done + sum(parts), self._bar.total), 1))
+        self._bar.refresh()
+
+
+def occupancy(engine: Engine) -> list[str]:
+    """Says how full the pools are of devices, and of hosts if they have some: `KV 40 %`, `host 63 %`."""
+    cluster = engine.config.cluster
+    parts = {"KV": (sum(engine.load().used_blocks), sum(cluster.num_blocks))}
+    if cluster.host_blocks:
+        parts["host"] = (engine.used_host_blocks, sum(cluster.host_blocks))
+    return [f"{name} {used / total:.0%}" for name, (used, total) in parts.items()]
 
 
 # ---------------------------------------------------------------- files

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, update_wrapper
@@ -230,6 +231,23 @@ def _one_text(_: object, text: str, **__: object) -> list[str]:
 
 
 # ---------------------------------------------------------------- values from a file
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raises ValueError, before a run, for a file that cannot be written after it."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag}: the folder {str(path.parent)!r} is not there")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        reason = "Is a directory" if path.is_dir() else "Permission denied"
+        raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
+
+
+def write_result(flag: str, path: Path, content: str) -> None:
+    """Writes what was found, or raises ValueError."""
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def read_config(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from longspan.cli.options import NameArgument, verb
+from longspan.cli.options import NameArgument, check_writable, verb, write_result
 from longspan.core.options import Option, options_of
 from longspan.core.quantities import quantity
 from longspan.errors import ParameterError
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from longspan.sim.timeline import Record
     from longspan.workload.arrivals import Workload
 
-Numbers = dict[str, float | int | None]
+FlatNumbers = dict[str, float | int | None]
+Numbers = dict[str, float | int | dict[str, float] | None]
 _results = partial(Option, group="Results")
 
 
@@ -116,11 +116,11 @@ def simulate(
         _tell(record.result, f"{record.policy}: " if len(experiments) > 1 else "")
     if results.report or results.trace:
         given = (cluster, experiments[0].scheduling, workload, faults, level)
-        _write_pictures(results, records, list(found.values()), _settings(model, experiments, given), cluster)
+        _write_pictures(results, records, [*map(_flat, found.values())], _settings(model, experiments, given), cluster)
     if results.as_json:
         print(json.dumps(found if len(found) > 1 else numbers, allow_nan=False))
     else:
-        Console().print(_table(found))
+        Console().print(_table({policy: _flat(numbers) for policy, numbers in found.items()}))
     return 0 if all(one.result.served for one in records) else 1
 
 
@@ -133,7 +133,13 @@ def _run(
     timeline, policy = Timeline(), experiment.policy().spec.name
     watched = timeline if results.report or results.trace else None
     result = experiment.run(requests, watched, title=f"requests, {policy}")
-    numbers: Numbers = result.summary(level)
+    numbers: Numbers = {**result.summary(level)}
+    if workload.offline:
+        numbers |= {
+            "throughput_requests_per_s": len(result.served) / result.makespan_s if result.makespan_s else None,
+            "num_transitions": len(result.transitions),
+            "phase_s": dict(result.phase_s),
+        }
     if results.find_max_rate:
         numbers |= _rates(experiment, requests, level, start=workload.rate or 1.0)
     return Record(policy=policy, cluster=experiment.cluster, result=result, timeline=timeline), numbers
@@ -173,7 +179,7 @@ def _print_improvement_rates(experiment: Experiment, workload: Workload, highest
         print(f"improvement_rates={table}")
 
 
-def _rates(experiment: Experiment, workload: Workload, level: ServiceLevel, *, start: float) -> Numbers:
+def _rates(experiment: Experiment, workload: Workload, level: ServiceLevel, *, start: float) -> FlatNumbers:
     """Finds the numbers that `--find-max-rate` adds."""
     from longspan.sim.experiment import ATTAINMENT, MAX_TIMES_LIGHT, near_light_load, within  # noqa: PLC0415
     from longspan.sim.run import percentile  # noqa: PLC0415
@@ -219,18 +225,14 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec, level: Servic
             raise ValueError(f"{flag} is of a single run, and --profile-improvement-rates makes many: leave one out")
     if results.profile_improvement_rates and workload.rate is None:
         raise ValueError("--profile-improvement-rates goes up to --rate: give the highest rate that is expected")
-    if results.find_max_rate and workload.rate == math.inf:
+    if results.find_max_rate and workload.requests_per_s == math.inf:
         raise ValueError(
-            "--rate inf has all requests come at once, but --find-max-rate varies the time between them: give a number"
+            "--offline and --rate inf have all requests come at once, but --find-max-rate varies the time between "
+            "them: give a number"
         )
     for flag, path in (("--report", results.report), ("--trace", results.trace)):
-        if path is None:
-            continue
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"{flag}: the folder {str(path.parent)!r} is not there")
-        if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            reason = "Is a directory" if path.is_dir() else "Permission denied"
-            raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
+        if path is not None:
+            check_writable(flag, path)
     if results.report is not None:
         from longspan.sim.report import check_report  # noqa: PLC0415
 
@@ -274,7 +276,7 @@ def _words(value: object) -> object:
 def _write_pictures(
     results: ResultOptions,
     records: Sequence[Record],
-    numbers: Sequence[Numbers],
+    numbers: Sequence[FlatNumbers],
     settings: dict[str, object],
     cluster: ClusterSpec,
 ) -> None:
@@ -283,25 +285,29 @@ def _write_pictures(
 
         attention = cluster.attention or "flash"
         page = html_report(records, numbers, settings, hardware=cluster.hardware, attention=attention)
-        _write("--report", results.report, page)
+        write_result("--report", results.report, page)
     if results.trace is not None:
         from longspan.sim.timeline import chrome_trace  # noqa: PLC0415
 
-        _write("--trace", results.trace, chrome_trace(records))
+        write_result("--trace", results.trace, chrome_trace(records))
         for one in records:
             if not one.timeline.complete:
                 num_blocks = len(one.timeline.blocks)
                 print(f"longspan: --trace holds the first {num_blocks:,} blocks only", file=sys.stderr)
 
 
-def _write(flag: str, path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from None
+def _flat(numbers: Numbers) -> FlatNumbers:
+    """Names each number of several by the name of these and its own: `phase_decode_s`."""
+    flat: FlatNumbers = {}
+    for name, value in numbers.items():
+        if isinstance(value, dict):
+            flat |= {f"{name.removesuffix('_s')}_{key}_s": seconds for key, seconds in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
-def _table(found: Mapping[str, Numbers]) -> Table:
+def _table(found: Mapping[str, FlatNumbers]) -> Table:
     """Lists the numbers of each policy in a column."""
     table = Table("", *(found if len(found) > 1 else ("",)), show_header=len(found) > 1)
     table.columns[0].style = "bold"

@@ -19,6 +19,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
 from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
+from longspan.core.transitions import Transition, phase_of
 from longspan.core.view import ClusterView, ScheduledPart
 
 
@@ -46,31 +47,6 @@ class Load:
     host_blocks: int
     disk_blocks: int
     busy_s: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transition:
-    """A change from one cluster to another, in seconds of the engine's clock.
-
-    Attributes:
-        asked_s: when the policy asked for it.
-        idle_s: when nothing was computed any more.
-        begun_s: when all KV had left the devices, and ranks began to regroup.
-        ended_s: when they had.
-        copied_bytes: of weights, which were not there already.
-    """
-
-    cluster: Cluster
-    asked_s: float
-    idle_s: float
-    begun_s: float
-    ended_s: float
-    copied_bytes: int
-
-    @property
-    def exposed_s(self) -> float:
-        """The time in which nothing was computed."""
-        return self.ended_s - self.idle_s
 
 
 @dataclass(kw_only=True)
@@ -197,6 +173,28 @@ class Engine:
     def num_disk_hits(self) -> int:
         """Counts the tokens whose KV was found on disks, and copied to hosts."""
         return self._tiers.num_disk_hits
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        """Counts the blocks that were copied from devices to hosts and back."""
+        return self._tiers.num_swapped_blocks
+
+    @property
+    def used_host_blocks(self) -> int:
+        """Counts the blocks of all hosts that are in use: for requests that go on, or copies under way."""
+        return self._tiers.used_host_blocks
+
+    @property
+    def phase(self) -> str:
+        """Says what it does while clusters take turns: prefill, decode or transition; empty when one stays."""
+        if self._regrouping is not None and self._regrouping.idle_s is not None:
+            return "transition"
+        return phase_of(self.config.cluster, self.config.turns)
+
+    @property
+    def peak_host_blocks(self) -> int:
+        """The most blocks of all hosts that were in use at once."""
+        return self._tiers.peak_host_blocks
 
     def load(self) -> Load:
         waiting, cluster = self._waiting.able(), self.config.cluster

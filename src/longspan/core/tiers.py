@@ -117,6 +117,8 @@ class Tiers:
         changes: how often other requests could be admitted than before, or elsewhere.
         returning: see `ClusterView`.
         num_hits: tokens that were found on hosts. `num_disk_hits`: those that came there from disks.
+        num_swapped_blocks: blocks that were copied from devices to hosts and back.
+        peak_host_blocks: the most blocks of all hosts that were in use at once.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Tiers:
         hosts = {cluster.host_pool(instance) for instance in cluster.instances} if self._is_active else set()
         self._host_of = {disk: host for host in hosts if (disk := cluster.disk_pool(host)) is not None}
         self.changes = self.num_hits = self.num_disk_hits = self._times_relented = 0
+        self.num_swapped_blocks = self.peak_host_blocks = 0
         self._copies: dict[int, _Copy] = {}
         self._coming: dict[tuple[int, bytes], int] = {}  # blocks, by their pools and the contents on their way there
         self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
@@ -189,6 +192,7 @@ class Tiers:
         if (copy := self._copies.pop(done.number, None)) is None:
             return None
         move, account = copy.move, self._account
+        self.num_swapped_blocks += len(move.copies) if move.way in ("out", "in") else 0
         for index, ((source, target), content) in enumerate(zip(move.copies, copy.contents, strict=True)):
             if index not in done.failed:
                 account.pool(target.pool).publish(target.block, content)
@@ -241,7 +245,17 @@ class Tiers:
                 moves.append(self._move("out", request.id, found, held=sources, kept=blocks))
             else:
                 self._keep(request.id, blocks)
+        self._note_peak()
         return moves
+
+    @property
+    def used_host_blocks(self) -> int:
+        """Counts the blocks of all hosts that are in use."""
+        pools = map(self._account.pool, self._cluster.host_pools)
+        return sum([one.num_blocks - one.num_free for one in pools])
+
+    def _note_peak(self) -> None:
+        self.peak_host_blocks = max(self.peak_host_blocks, self.used_host_blocks)
 
     def _on_host(self, number: int, content: Content) -> int | None:
         """Finds the block of a host that has a content, or is about to."""
@@ -546,6 +560,7 @@ class Tiers:
             self._unpin(request.id)
         elif not loads and moves:
             self.num_hits += found.num_tokens - found.num_cached
+        self._note_peak()
         if before is not None:
             self._drop(before)
         return moves

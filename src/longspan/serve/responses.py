@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +23,7 @@ from longspan.serve.errors import WireError, as_wire_errors, error_body
 from longspan.serve.messages import Delta, delta_of
 from longspan.serve.requests import CompletionRequest
 from longspan.text.input_processor import EngineRequest
+from longspan.text.output_processor import Choice
 from longspan.text.tokenizer import Detokenizer, token_bytes, token_text
 from longspan.text.tools import CallDelta, CallReader, ToolFormat
 
@@ -59,12 +60,19 @@ def prepared(
 
 
 def answer_each(
-    llm: LLM, model: ServedModel, requests: Iterable[tuple[TagT, str, bytes]], *, most: int
+    llm: LLM,
+    model: ServedModel,
+    requests: Iterable[tuple[TagT, str, bytes]],
+    *,
+    most: int,
+    most_waiting_tokens: int = 2**21,
+    stepped: Callable[[Sequence[Choice]], object] | None = None,
 ) -> Iterator[tuple[TagT, int, Body]]:
     """Answers requests without HTTP, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
 
     A request is a tag of the caller's, its route and its JSON; an answer is the tag, its HTTP status and its body. A
-    request that cannot be served gets the answer that an HTTP server would have given, and stops nobody.
+    request that cannot be served gets the answer that an HTTP server would have given, and stops nobody. For the other
+    arguments see `LLM.finish_each`.
 
     Raises:
         WorkerLostError: when a worker dies or raises.
@@ -84,7 +92,9 @@ def answer_each(
             return (tag, error), ()
         return (tag, assembler), assembler.engine_requests
 
-    for (tag, prepared_or_wrong), states in llm.finish_each((group(*request) for request in requests), most=most):
+    groups = (group(*request) for request in requests)
+    finished = llm.finish_each(groups, most=most, most_waiting_tokens=most_waiting_tokens, stepped=stepped)
+    for (tag, prepared_or_wrong), states in finished:
         stuck = next((state.stuck for state in states if state.stuck is not None), None)
         answer = prepared_or_wrong if stuck is None else WireError(stuck, "structured_outputs")
         if isinstance(answer, WireError):

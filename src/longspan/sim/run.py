@@ -8,7 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -18,6 +18,7 @@ from longspan.core.config import EngineConfig, EnginePolicy
 from longspan.core.engine import Engine
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
+from longspan.core.transitions import Transition, phase_seconds
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import MoveTiming, SimExecutor, StepTiming, VirtualClock
 from longspan.sim.spec import Faults, ServiceLevel
@@ -90,6 +91,7 @@ class Result:
         makespan_s: from the start to the last token.
         busy_s: seconds per instance in which it had a step to run.
         max_queue: most requests that waited at once after what could be started had been.
+        transitions: changes of clusters that take turns; `phase_s` has the seconds of each phase, see `phase_seconds`.
     """
 
     served: tuple[Served, ...]
@@ -98,6 +100,8 @@ class Result:
     busy_s: tuple[float, ...]
     max_queue: int
     num_preemptions: int
+    transitions: tuple[Transition, ...] = ()
+    phase_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ttfts_s(self) -> NDArray[np.float64]:
@@ -255,13 +259,16 @@ class _Simulation:
             max_queue = max(max_queue, engine.num_waiting)
             if watch.moment is not None:
                 watch.moment(clock.now(), engine)
+        makespan_s = max((one.finished_s for one in self._served), default=0.0)
         return Result(
             served=tuple(sorted(self._served, key=lambda one: one.index)),
             refused=self._refused,
-            makespan_s=max((one.finished_s for one in self._served), default=0.0),
+            makespan_s=makespan_s,
             busy_s=tuple(engine.load().busy_s),
             max_queue=max_queue,
             num_preemptions=engine.num_preemptions,
+            transitions=tuple(engine.transitions),
+            phase_s=phase_seconds(engine.transitions, engine.config.turns, 0.0, makespan_s),
         )
 
     def _deliver(self) -> None:

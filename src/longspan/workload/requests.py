@@ -92,25 +92,24 @@ def _drawn(inputs: Lengths, outputs: Lengths, spec: WorkloadSpec) -> list[Reques
 
 def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]:
     """Gives every request a time: drawn, or that of the trace, stretched to the rate if there is one."""
-    if spec.rate is not None and len(requests) / spec.rate > MAX_SPAN_S:
+    rate = spec.requests_per_s
+    if rate is not None and len(requests) / rate > MAX_SPAN_S:
         least = len(requests) / MAX_SPAN_S
-        problem = (
-            f"{spec.rate:g} has {len(requests)} requests come in more than {MAX_SPAN_S:g} s: give {least:g} or more"
-        )
-        raise ParameterError("rate", problem, spec.rate)
+        problem = f"{rate:g} has {len(requests)} requests come in more than {MAX_SPAN_S:g} s: give {least:g} or more"
+        raise ParameterError("rate", problem, rate)
     due = [request.due_s for request in requests if request.due_s is not None]
     if not due:
-        if spec.rate is None:
+        if rate is None:
             raise ParameterError("workload", f"{spec.workload} has no times of its own: give rate")
         burstiness = 1.0 if spec.burstiness is None else spec.burstiness
         rng = np.random.default_rng([spec.seed, _TIMES])
-        times = arrival_times(len(requests), rate=spec.rate, burstiness=burstiness, rng=rng)
+        times = arrival_times(len(requests), rate=rate, burstiness=burstiness, rng=rng)
         return [replace(request, due_s=time) for request, time in zip(requests, times, strict=True)]
     if spec.burstiness is not None:
         raise ParameterError("burstiness", f"{spec.burstiness} contradicts a trace that brings its own times")
-    if spec.rate is None or not due[-1]:
+    if rate is None or not due[-1]:
         return requests
-    factor = 0.0 if math.isinf(spec.rate) else len(requests) / spec.rate / due[-1]
+    factor = 0.0 if math.isinf(rate) else len(requests) / rate / due[-1]
     return [replace(request, due_s=time * factor) for request, time in zip(requests, due, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -34,6 +35,7 @@ class WorkloadSpec:
         float | None,
         _workload("Requests per second; a trace with times is stretched to it.", default="a trace's own"),
     ] = None
+    offline: Annotated[bool, _workload("All requests are there at the start, as with --rate inf.")] = False
     burstiness: Annotated[
         float | None,
         _workload("Shape of the gamma distribution of gaps: below 1 in bursts, above steadier.", default="1"),
@@ -69,6 +71,14 @@ class WorkloadSpec:
         if self.think_time is not None and not 0 <= self.think_time <= _LONGEST_S:
             problem = f"must be from 0 to {_LONGEST_S:g} seconds, but {self.think_time} given"
             raise ParameterError("think_time", problem, self.think_time)
+        if self.offline and self.rate is not None:
+            problem = f"{self.rate:g} is of requests that come one by one, but offline has all at once: leave one out"
+            raise ParameterError("rate", problem, self.rate)
         for name in ("rate", "burstiness"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ParameterError(name, f"must be above 0 (inf is allowed), but {value} given", value)
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """The rate; infinite when all come at once."""
+        return math.inf if self.offline else self.rate
