@@ -1,13 +1,16 @@
-"""Throughput of offline work under parallel specs, on ranks of one thread each, and what the simulator says of it.
+"""Throughput of offline work under parallel specs and policies, on ranks of one thread each, and what is simulated.
 
-    python benchmarks/offline.py [--specs pp2 2] [--rounds 3] [--least 1.6]
+    python benchmarks/offline.py [CONTESTANT ...] [--rounds 3] [--least 1.6] [--require]
 
-The same random prompts at once under each spec and, by turns, on one rank: tokens per second, prompts and outputs
-together, as a ratio to one rank in the same round. A spec `2` beside the others is what this machine gives two
-processes: instances that have nothing to do with each other, but for the memory that they share. Run
-`longspan profile --parallel 2 --threads-per-rank 1` with the same model and dtype before: the simulator's ratio and
-seconds are by that. Exits 1 when the first spec is less than `--least` times as quick as one rank, or the simulator is
-further than 15 % from its seconds.
+A contestant is a parallel spec, which serves by `chunked`, or `policy:SPEC`; of Seesaw both specs: `seesaw:pp2,tp2`.
+All answer the same prompts, cut from the topics of Python's help, which are there at once: tokens per second, prompts
+and outputs together, as a ratio to one rank in the same round. A spec `2` beside the others is what this machine gives
+two processes: instances that have nothing to do with each other, but for the memory that they share. Below are the
+transitions of Seesaw, apart.
+
+Run `longspan profile --parallel 2 --threads-per-rank 1` with the same model and dtype before, and for specs with tp
+also `--parallel 2xtp2`: simulated seconds are by that. With `--require` it exits with 1 when `pp2` is less than
+`--least` times as quick as one rank, or its simulation is further than 15 % from its seconds.
 """
 
 from __future__ import annotations
@@ -17,89 +20,176 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 
 from longspan import LLM
 from longspan.core.sampling import SamplingParams
+from longspan.core.transitions import Transition
+from longspan.cost.profile import Profile
 from longspan.cost.step_cost import FittedCost
+from longspan.errors import ParameterError
 from longspan.policy import make_policy
+from longspan.profiling.store import load_profile
 from longspan.sim.run import simulate
 from longspan.workload.arrivals import Arrival
 
 WITHIN = 0.15
-ALONE = "1"
+ALONE, JUDGED = "1", "pp2"
+CONTESTANTS = (
+    "2",
+    JUDGED,
+    "tp2",
+    "prefill-first:pp2",
+    "decode-first:pp2",
+    "prefill-first:tp2",
+    "decode-first:tp2",
+    "seesaw:pp2,tp2",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class Request:
+    """A prompt and how many tokens are to follow."""
+
+    prompt: list[int]
+    output_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
     """Seconds of one round, as they were measured and as the simulator says; None without a profile."""
 
     real_s: float
     simulated_s: float | None
+    transitions: Sequence[Transition]
+    simulated_transitions: int | None
 
 
 def main() -> int:
     """Serves, simulates, compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contestants", nargs="*", default=CONTESTANTS, metavar="CONTESTANT")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--specs", nargs="+", default=["pp2", "2"])
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--input-len", type=int, nargs=2, default=(500, 1500))
-    parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--least", type=float, default=1.6, help="the ratio that the first spec must reach")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--input-len", type=int, nargs=2, default=(600, 1500))
+    parser.add_argument("--output-len", type=int, nargs=2, default=(16, 64))
+    parser.add_argument("--host-kv-gib", type=float, default=0.3, help="of Seesaw")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--least", type=float, default=1.6, help="the ratio that pp2 must reach")
+    parser.add_argument("--require", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    rng = np.random.default_rng(asked.seed)
-    shortest, longest = asked.input_len
-    lengths = rng.integers(shortest, longest, size=asked.num_prompts, endpoint=True)
-    prompts = [rng.integers(5, 40_000, size=length).tolist() for length in lengths]
-    found: dict[str, list[Times]] = {spec: [] for spec in (ALONE, *asked.specs)}
+    requests = draw(asked)
+    found: dict[str, list[Run]] = {name: [] for name in (ALONE, *asked.contestants)}
     for _ in range(asked.rounds):
-        for spec, times in found.items():
-            times.append(_run(spec, prompts, asked))
-            print(f"{spec}: {times[-1].real_s:.1f} s", file=sys.stderr, flush=True)
-    tokens = sum(map(len, prompts)) + asked.output_len * len(prompts)
-    return _report(found, tokens, asked.specs[0], asked.least)
+        for name, runs in found.items():
+            runs.append(serve(name, requests, asked))
+            print(f"{name}: {runs[-1].real_s:.1f} s", file=sys.stderr, flush=True)
+    is_good = _report(found, sum(len(one.prompt) + one.output_len for one in requests), asked.least)
+    return 0 if is_good or not asked.require else 1
 
 
-def _run(spec: str, prompts: Sequence[list[int]], asked: argparse.Namespace) -> Times:
-    params = SamplingParams(temperature=0.0, max_tokens=asked.output_len, ignore_eos=True)
-    with LLM(asked.model, parallel=spec, dtype=asked.dtype, threads_per_rank=1, skip_tokenizer_init=True) as llm:
+def draw(asked: argparse.Namespace) -> list[Request]:
+    """Cuts prompts from real text."""
+    with LLM(asked.model, dtype=asked.dtype, threads_per_rank=1) as llm:
+        tokens = llm.tokenize("\n\n".join(topics.values()))
+    rng = np.random.default_rng(asked.seed)
+    lengths, outputs = (
+        rng.integers(low, high, size=asked.num_prompts, endpoint=True)
+        for low, high in (asked.input_len, asked.output_len)
+    )
+    starts = rng.integers(0, len(tokens) - max(lengths), size=asked.num_prompts)
+    return [
+        Request(prompt=tokens[start : start + length], output_len=int(output))
+        for start, length, output in zip(starts, lengths, outputs, strict=True)
+    ]
+
+
+def _options(name: str, asked: argparse.Namespace) -> dict[str, Any]:
+    policy, _, spec = name.rpartition(":")
+    first, comma, second = spec.partition(",")
+    if not comma:
+        return {"policy": policy or "chunked", "parallel": first}
+    host = {"host_kv_gib": asked.host_kv_gib}
+    return {"policy": policy, "prefill_parallel": first, "decode_parallel": second} | host
+
+
+def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> Run:
+    """Answers all requests on real ranks, and on simulated ones."""
+    params = [SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=True) for one in requests]
+    options = {"dtype": asked.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True, **_options(name, asked)}
+    with LLM(asked.model, **options) as llm:
         num_instances = llm.engine.config.cluster.num_instances
         llm.generate([[7] * 300] * num_instances, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-        begin_s = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        num_before, begin_s = len(llm.engine.transitions), time.perf_counter()
+        llm.generate([one.prompt for one in requests], params, use_tqdm=False)
         real_s = time.perf_counter() - begin_s
-        profile, shape, config = llm.facts.profile, llm.facts.shape, llm.engine.config
-        if profile is None or shape is None:
-            return Times(real_s=real_s, simulated_s=None)
-        policy = make_policy(llm.service.policy_settings.name, num_instances=num_instances, options={}, facts=llm.facts)
-        cost = FittedCost(profile, shape, block_size=config.block_size, cluster=config.cluster)
-        arrivals = [Arrival(due_s=0.0, prompt=tuple(prompt), output_len=asked.output_len) for prompt in prompts]
-        return Times(real_s=real_s, simulated_s=simulate(arrivals, config, policy, cost).makespan_s)
+        simulated_s, num_transitions = _simulated(llm, requests)
+        return Run(
+            real_s=real_s,
+            simulated_s=simulated_s,
+            transitions=llm.engine.transitions[num_before:],
+            simulated_transitions=num_transitions,
+        )
 
 
-def _report(found: dict[str, list[Times]], tokens: int, spec: str, least: float) -> int:
-    print(f"{'spec':12}{'tokens/s':>10}{'ratio':>8}{'simulated s':>13}{'real s':>9}{'error':>8}")
+def _simulated(llm: LLM, requests: Sequence[Request]) -> tuple[float | None, int | None]:
+    """Serves the same requests on the simulated cluster; None without the profiles that it takes."""
+    config, facts = llm.engine.config, llm.facts
+    clusters = config.turns or (config.cluster,)
+    profiles = {cluster.spec.tp: _profile(llm, cluster.spec.tp) for cluster in clusters}
+    if facts.shape is None or not all(profiles.values()):
+        return None, None
+    first, *others = (profile for profile in profiles.values() if profile is not None)
+    settings = llm.service.policy_settings
+    policy = make_policy(settings.name, num_instances=clusters[0].num_instances, options={}, facts=facts)
+    size = config.block_size
+    cost = FittedCost(first, facts.shape, block_size=size, cluster=clusters[0], others=others)
+    arrivals = [Arrival(due_s=0.0, prompt=tuple(one.prompt), output_len=one.output_len) for one in requests]
+    try:
+        result = simulate(arrivals, replace(config, cluster=clusters[0]), policy, cost)
+    except ParameterError as error:
+        print(f"not simulated: {error}", file=sys.stderr)
+        return None, None
+    return result.makespan_s, len(result.transitions)
+
+
+def _profile(llm: LLM, tp: int) -> Profile | None:
+    return load_profile(replace(llm.profile_key, tp=tp))
+
+
+def _report(found: dict[str, list[Run]], tokens: int, least: float) -> bool:
+    print(f"{'contestant':20}{'tokens/s':>10}{'ratio':>8}{'simulated s':>13}{'real s':>9}{'error':>8}")
     ratios, errors = {}, {}
-    for name, times in found.items():
-        real_s = statistics.median(one.real_s for one in times)
-        ratios[name] = statistics.median(a.real_s / one.real_s for a, one in zip(found[ALONE], times, strict=True))
-        line = f"{name:12}{tokens / real_s:10.0f}{ratios[name]:8.2f}"
-        if (simulated_s := times[-1].simulated_s) is None:
+    for name, runs in found.items():
+        real_s = statistics.median(one.real_s for one in runs)
+        ratios[name] = statistics.median(a.real_s / one.real_s for a, one in zip(found[ALONE], runs, strict=True))
+        line = f"{name:20}{tokens / real_s:10.0f}{ratios[name]:8.2f}"
+        if (simulated_s := runs[-1].simulated_s) is None:
             print(f"{line}   (no profile)")
         else:
             errors[name] = simulated_s / real_s - 1
             print(f"{line}{simulated_s:13.1f}{real_s:9.1f}{errors[name]:8.1%}")
-    is_quick, is_right = ratios[spec] >= least, abs(errors.get(spec, 0.0)) <= WITHIN
-    print(f"{spec}: {ratios[spec]:.2f} times one rank, {least:g} wanted: {'pass' if is_quick else 'FAIL'}")
-    if spec in errors:
-        print(f"{spec}: simulated within {WITHIN:.0%} wanted, {errors[spec]:+.1%}: {'pass' if is_right else 'FAIL'}")
-    return 0 if is_quick and is_right else 1
+    for name, runs in found.items():
+        if changes := runs[-1].transitions:
+            own = ", ".join(f"{one.exposed_s:.3f}" for one in changes)
+            said = runs[-1].simulated_transitions
+            simulated = "" if said is None else f" ({said} simulated)"
+            print(f"{name}: {len(changes)} transitions{simulated}, seconds in which nothing was computed: {own}")
+    if JUDGED not in ratios:
+        return True
+    is_quick, is_right = ratios[JUDGED] >= least, abs(errors.get(JUDGED, 0.0)) <= WITHIN
+    print(f"{JUDGED}: {ratios[JUDGED]:.2f} times one rank, {least:g} wanted: {'pass' if is_quick else 'FAIL'}")
+    if JUDGED in errors:
+        words = "pass" if is_right else "FAIL"
+        print(f"{JUDGED}: simulated within {WITHIN:.0%} wanted, {errors[JUDGED]:+.1%}: {words}")
+    return is_quick and is_right
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ the profile that is stored. Policies decide by the one before; simulated steps c
 what both say together; in a third one that much slower (or quicker) that simulated instances are as long busy as real
 ones were. The latter two are no predictions, but leave drift out: what is wrong there is wrong for another reason.
 Below: single prompts, and the drift.
+
+`seesaw` has another twin, since it is for throughput: 64 prompts at once on ranks that take turns as `pp2` and `tp2`,
+both profiled before. Tokens per second must be within 15 %, and the numbers of transitions equal.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import offline
 
 from longspan import LLM
 from longspan.core.config import EngineConfig, EnginePolicy
@@ -45,6 +49,7 @@ FAR_APART_S = 1e6
 ALONE = (500, 1500, 4000)
 """Prompts that are served when nothing else is: the machine may be quicker or slower than when it was profiled."""
 WITHIN = 0.15
+INPUT_LEN_OFFLINE = (600, 1500)
 _ROUNDS = 4
 _LONG_GAP = 3.0
 """Between tokens, of the real median: what waits for another's prompt has as much."""
@@ -83,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--policies", "--policy", nargs="+", default=POLICIES, choices=(*POLICIES, "seesaw"))
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--num-requests", type=int, default=60)
     parser.add_argument(
@@ -92,8 +97,47 @@ def main() -> None:
     parser.add_argument("--lengths", default="128,1024,2048,4096", help="prompts that are profiled")
     parser.add_argument("--repeats", type=int, default=2, help="how often everything is measured in each profile")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--host-kv-gib", type=float, default=0.3, help="of seesaw")
     asked = parser.parse_args()
+    if "seesaw" in asked.policies:
+        _serve_offline(asked)
+        asked.policies = [name for name in asked.policies if name != "seesaw"]
+    if asked.policies:
+        _serve_online(asked)
 
+
+def _serve_offline(asked: argparse.Namespace) -> None:
+    """Profiles both specs of seesaw, and compares a real run of it with a simulated one."""
+    lengths = [int(length) for length in asked.lengths.split(",") if int(length) < INPUT_LEN_OFFLINE[1]]
+    for tp in (1, 2):
+
+        def start(instances: int, tp: int = tp) -> LLM:
+            options = {"dtype": asked.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True}
+            return LLM(asked.model, instances=instances, tp=tp, **options)
+
+        with start(1) as llm:
+            profile_file(llm.profile_key).unlink(missing_ok=True)
+        profile = measure(start, INSTANCES // tp, lengths, asked.repeats)
+        if tp == 1:
+            measure_links(profile, INSTANCES)
+    work = argparse.Namespace(
+        **vars(asked) | {"num_prompts": 64, "input_len": INPUT_LEN_OFFLINE, "output_len": (16, 64)}
+    )
+    requests = offline.draw(work)
+    for run in range(asked.runs):
+        found = offline.serve("seesaw:pp2,tp2", requests, work)
+        tokens = sum(len(one.prompt) + one.output_len for one in requests)
+        assert found.simulated_s is not None, "both specs were profiled"
+        error = found.real_s / found.simulated_s - 1
+        is_good = abs(error) <= WITHIN and len(found.transitions) == found.simulated_transitions
+        print(f"run {run}, seesaw, pp2 and tp2 by turns: {tokens / found.real_s:.0f} tokens/s, ", end="")
+        print(
+            f"{tokens / found.simulated_s:.0f} simulated ({error:+.1%}); {len(found.transitions)} transitions, ", end=""
+        )
+        print(f"{found.simulated_transitions} simulated: {'pass' if is_good else 'FAIL'}", flush=True)
+
+
+def _serve_online(asked: argparse.Namespace) -> None:
     def start(instances: int) -> LLM:
         return LLM(asked.model, instances=instances, dtype=asked.dtype, threads_per_rank=1, skip_tokenizer_init=True)
 
