@@ -93,7 +93,8 @@ class Machine:
     def line(self, spec: str) -> Roofline:
         """Makes the cost model of an instance."""
         devices = Devices(hardware=self.hardware, gpus_per_host=self.gpus, link=self.link)
-        return rooflines(read_architecture(self.model), devices, Cluster.of(spec))[0]
+        line = rooflines(read_architecture(self.model), devices, Cluster.of(spec))[0]
+        return line if self.faster == 1 else _with_faster_sums(line, self.faster)
 
     def experiment(self, pass_tokens: int, spec: str, decode_spec: str | None = None) -> Experiment:
         """Makes an experiment on these devices: by `chunked`, or by `seesaw` with the spec of decoding, too.
@@ -116,20 +117,20 @@ class Machine:
             prefill_parallel=None if decode_spec is None else spec,
             decode_parallel=decode_spec,
         )
-        return _with_faster_sums(make_experiment(self.model, cluster, scheduling), self.faster)
+        experiment = make_experiment(self.model, cluster, scheduling)
+        if self.faster != 1:
+            for one in experiment.facts.turns or (experiment.cluster,):
+                cost = experiment.cost.resharded(one)
+                assert isinstance(cost, RooflineCost)
+                cost.lines = tuple(_with_faster_sums(line, self.faster) for line in cost.lines)
+        return experiment
 
 
-def _with_faster_sums(experiment: Experiment, times: float) -> Experiment:
+def _with_faster_sums(line: Roofline, times: float) -> Roofline:
     """Divides how long sums over the ranks of an instance take."""
-    cost = experiment.cost
-    assert isinstance(cost, RooflineCost)
-    lines = []
-    for line in cost.lines:
-        link = line.topology.inside
-        link = replace(link, ring_bytes_per_s=times * link.ring_bytes_per_s, collective_s=link.collective_s / times)
-        lines.append(replace(line, topology=replace(line.topology, inside=link), _known={}))
-    cost.lines = tuple(lines)
-    return experiment
+    link = line.topology.inside
+    link = replace(link, ring_bytes_per_s=times * link.ring_bytes_per_s, collective_s=link.collective_s / times)
+    return replace(line, topology=replace(line.topology, inside=link), _known={})
 
 
 def throughput(machine: Machine, requests: Workload, pass_tokens: int, spec: str) -> float:
