@@ -12,8 +12,10 @@
   1,024 tokens, with a sixth of the range as the deviation of the logarithm, and means of 220 and 200 tokens, which are
   about those that vLLM's benchmark has of ShareGPT.
 - Static specs, of any number of instances, serve by `chunked`, with the best of passes of 256 to 8,192 tokens, as the
-  paper tunes its chunk size; specs that are a quarter slower than the best with 1,024 tokens are not tuned.
-- Both specs of a pair have as many instances, as in the paper. Requests at once are bounded by memory only.
+  paper tunes its chunk size; specs that are a quarter slower than the best with 1,024 tokens are not tuned. Specs to
+  which Eq. 1 gives less than 60 % of the throughput of the best, for requests of mean lengths, are not tried.
+- Both specs of a pair have as many instances, as in the paper. The two that Eq. 1 likes best are tried, and the better
+  is tuned. Requests at once are bounded by memory only.
 - Fig. 14 changes how long sums over ranks take, latency and all, as the paper does.
 """
 
@@ -60,8 +62,8 @@ _HOST_GIB_PER_DEVICE = 80
 _MOST_AT_ONCE = 4096
 _PASS_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 _FIRST_TOKENS = 1024
-_WORTH_TUNING = 0.75
-_NUM_PAIRS = 3
+_WORTH_TRYING, _WORTH_TUNING = 0.6, 0.75
+_NUM_PAIRS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,8 @@ class Machine:
     def line(self, spec: str) -> Roofline:
         """Makes the cost model of an instance."""
         devices = Devices(hardware=self.hardware, gpus_per_host=self.gpus, link=self.link)
-        return rooflines(read_architecture(self.model), devices, Cluster.of(spec))[0]
+        line = rooflines(read_architecture(self.model), devices, Cluster.of(spec))[0]
+        return line if self.faster == 1 else _with_faster_sums(line, self.faster)
 
     def experiment(self, pass_tokens: int, spec: str, decode_spec: str | None = None) -> Experiment:
         """Makes an experiment on these devices: by `chunked`, or by `seesaw` with the spec of decoding, too.
@@ -114,20 +117,20 @@ class Machine:
             prefill_parallel=None if decode_spec is None else spec,
             decode_parallel=decode_spec,
         )
-        return _with_faster_sums(make_experiment(self.model, cluster, scheduling), self.faster)
+        experiment = make_experiment(self.model, cluster, scheduling)
+        if self.faster != 1:
+            for one in experiment.facts.turns or (experiment.cluster,):
+                cost = experiment.cost.resharded(one)
+                assert isinstance(cost, RooflineCost)
+                cost.lines = tuple(_with_faster_sums(line, self.faster) for line in cost.lines)
+        return experiment
 
 
-def _with_faster_sums(experiment: Experiment, times: float) -> Experiment:
+def _with_faster_sums(line: Roofline, times: float) -> Roofline:
     """Divides how long sums over the ranks of an instance take."""
-    cost = experiment.cost
-    assert isinstance(cost, RooflineCost)
-    lines = []
-    for line in cost.lines:
-        link = line.topology.inside
-        link = replace(link, ring_bytes_per_s=times * link.ring_bytes_per_s, collective_s=link.collective_s / times)
-        lines.append(replace(line, topology=replace(line.topology, inside=link), _known={}))
-    cost.lines = tuple(lines)
-    return experiment
+    link = line.topology.inside
+    link = replace(link, ring_bytes_per_s=times * link.ring_bytes_per_s, collective_s=link.collective_s / times)
+    return replace(line, topology=replace(line.topology, inside=link), _known={})
 
 
 def throughput(machine: Machine, requests: Workload, pass_tokens: int, spec: str) -> float:
@@ -254,14 +257,24 @@ def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
     static = _static(machine, requests) if static is None else static
     pairs = {}
     if has_resharding():
-        for prefill, decode in _likely_pairs(machine, requests, list(static)):
-            run_pair = partial(pair_throughput, machine, requests, prefill_spec=prefill, decode_spec=decode)
-            pairs[f"{prefill} → {decode}"] = _climb(run_pair, None, tuned=True)
+        runs = {
+            f"{prefill} → {decode}": partial(
+                pair_throughput, machine, requests, prefill_spec=prefill, decode_spec=decode
+            )
+            for prefill, decode in _likely_pairs(machine, requests)
+        }
+        rates = {pair: run_pair(_FIRST_TOKENS) for pair, run_pair in runs.items()}
+        best = max(rates, key=rates.__getitem__)
+        pairs = {pair: _climb(run_pair, rates[pair], tuned=pair == best) for pair, run_pair in runs.items()}
     return Point(figure=case.figure, name=case.name, static=dict(static), pairs=pairs)
 
 
 def _static(machine: Machine, requests: Workload) -> dict[str, Rate]:
-    rates = {spec: throughput(machine, requests, _FIRST_TOKENS, spec) for spec in machine.specs()}
+    work = _mean_work(requests)
+    expected = {spec: _expected_throughput(machine, work, spec) for spec in machine.specs()}
+    least = _WORTH_TRYING * max(expected.values())
+    tried = [spec for spec, rate in expected.items() if rate >= least]
+    rates = {spec: throughput(machine, requests, _FIRST_TOKENS, spec) for spec in tried}
     best, found = max(rates.values()), {}
     for spec, rate in rates.items():
         if rate:
@@ -288,18 +301,32 @@ def _climb(run: Callable[[int], float], first: float | None, *, tuned: bool) -> 
     return best
 
 
-def _likely_pairs(machine: Machine, requests: Workload, specs: Sequence[str]) -> list[tuple[str, str]]:
+def _likely_pairs(machine: Machine, requests: Workload) -> list[tuple[str, str]]:
     """Returns the pairs with equal numbers of instances that are best for requests of mean lengths, by Eq. 1."""
-    work = OfflineWork(
+    work, rates = _mean_work(requests), {}
+    for pair in product(machine.specs(), machine.specs()):
+        if pair[0] != pair[1] and len({ParallelSpec.parse(spec).instances for spec in pair}) == 1:
+            rates[pair] = expected_pair_throughput(machine, work, _FIRST_TOKENS, *pair)
+    return sorted(rates, key=lambda pair: -rates[pair])[:_NUM_PAIRS]
+
+
+def _mean_work(requests: Workload) -> OfflineWork:
+    """Makes as many requests, all of mean lengths."""
+    return OfflineWork(
         num_requests=len(requests.arrivals),
         input_len=round(float(np.mean([len(one.prompt) for one in requests.arrivals]))),
         output_len=round(float(np.mean([one.output_len for one in requests.arrivals]))),
     )
-    rates = {}
-    for pair in product(specs, specs):
-        if pair[0] != pair[1] and len({ParallelSpec.parse(spec).instances for spec in pair}) == 1:
-            rates[pair] = expected_pair_throughput(machine, work, _FIRST_TOKENS, *pair)
-    return sorted(rates, key=lambda pair: -rates[pair])[:_NUM_PAIRS]
+
+
+def _expected_throughput(machine: Machine, work: OfflineWork, spec: str) -> float:
+    """Returns what Eq. 1 says of a single spec, or 0 where no request fits."""
+    try:
+        line = machine.line(spec)
+        tokens = _FIRST_TOKENS * len(line.stages)
+        return closed_form.static_throughput(line, ParallelSpec.parse(spec).instances, work, tokens)
+    except ValueError:
+        return 0.0
 
 
 def expected_pair_throughput(

@@ -300,6 +300,8 @@ def _step_tokens(view: ClusterView, instance: int) -> int:
     most = -(-view.max_num_batched_tokens // pp)
     if pp == 1:
         return most
+    if view.num_new > len(view.waiting):
+        return most  # others wait for room, of whom no tokens are known
     due = view.running.due_tokens[instance]
     for request in view.waiting:
         if chunk_tokens(due, pp) >= most:

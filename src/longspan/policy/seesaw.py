@@ -107,9 +107,15 @@ class Seesaw:
         """Tells whether the requests that have begun gain more by the other cluster than the way there takes."""
         if self._cost is None or not self._parked.number:
             return True
-        number, length, left = view.num_started, self._parked.length, self._parked.num_left
-        here_s, there_s = (self._cost.decode_s(one, number, length) for one in (self._prefill, self._decode))
-        return left * (here_s - there_s) > self._cost.reshard_s(self._decode)
+        cost, parked = self._cost, self._parked
+        times, length = view.num_started / parked.number, parked.length
+        gained_s = 0.0
+        for number, num_tokens in drain(parked.left):
+            here_s, there_s = (
+                cost.decode_s(one, round(times * number), length) for one in (self._prefill, self._decode)
+            )
+            gained_s += num_tokens * (here_s - there_s)
+        return gained_s > cost.reshard_s(self._decode)
 
     def _is_worth_prefilling(self, view: ClusterView, first: RequestView, room: _Room) -> bool:
         """Tells whether new prompts gain more by the other cluster than the way there and back takes."""
@@ -157,28 +163,49 @@ def _needed(request: RequestView) -> int:
     return request.blocks_for(request.num_tokens)
 
 
-@dataclass(kw_only=True)
 class _Parked:
-    """Sums over the requests that were parked in a turn."""
+    """The requests that were parked in a turn."""
 
-    number: int = 0
-    num_tokens: int = 0
-    num_to_come: int = 0
+    def __init__(self) -> None:
+        self.left: list[int] = []
+        """How many tokens each of them may still put out."""
+        self._num_tokens = 0
 
     def add(self, request: RequestView) -> None:
-        self.number += 1
-        self.num_tokens += request.num_tokens
-        self.num_to_come += request.max_tokens - (request.num_known - request.num_prompt)
+        self._num_tokens += request.num_tokens
+        self.left.append(request.max_tokens - (request.num_known - request.num_prompt))
+
+    @property
+    def number(self) -> int:
+        return len(self.left)
 
     @property
     def length(self) -> int:
-        """Their mean length in tokens."""
-        return self.num_tokens // self.number
+        """Their mean length in tokens, while they decode."""
+        return (self._num_tokens + sum(self.left) // 2) // self.number
 
-    @property
-    def num_left(self) -> float:
-        """The mean number of tokens that each may still put out."""
-        return self.num_to_come / self.number
+
+def drain(left: Iterable[int]) -> list[tuple[int, int]]:
+    """Cuts the time in which requests decode where half of them, half of the others and so on have ended.
+
+    A batch that shrinks may be quicker by another parallelism than a full one: means do not tell.
+
+    Args:
+        left: how many tokens each request still puts out, if all begin at once.
+
+    Returns:
+        For each piece how many requests decode on average, and for how many tokens it lasts.
+    """
+    falling, pieces, done = sorted(left, reverse=True), [], 0
+    number = len(falling)
+    while number:
+        end = falling[number // 2]
+        if end > done:
+            num_decoded = sum(min(one, end) - done for one in falling[:number])
+            pieces.append((round(num_decoded / (end - done)), end - done))
+            done = end
+        number //= 2
+    return pieces
 
 
 def _make(_instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> Seesaw:

@@ -1,0 +1,48 @@
+"""Seesaw's estimate of what is still to be decoded, and how full its passes are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.core.options import SchedulingArgs
+from longspan.policy.seesaw import drain
+from longspan.sim.spec import ClusterSpec
+from longspan.simulation import make_experiment
+from longspan.workload.arrivals import Arrival, Workload, text
+
+
+def test_requests_alike_end_at_once() -> None:
+    assert drain([7] * 5) == [(5, 7)]
+
+
+def test_few_long_answers_decode_in_a_small_batch_at_the_end() -> None:
+    assert drain([10] * 7 + [1000]) == [(8, 10), (1, 990)]
+
+
+@given(st.lists(st.integers(min_value=0, max_value=4000), max_size=200))
+def test_pieces_last_until_the_longest_answer_and_decode_every_token(left: list[int]) -> None:
+    pieces = drain(left)
+    duration = sum(num_tokens for _, num_tokens in pieces)
+    assert duration == max(left, default=0)
+    assert [number for number, _ in pieces] == sorted((number for number, _ in pieces), reverse=True)
+    assert sum(number * num_tokens for number, num_tokens in pieces) == pytest.approx(sum(left), abs=duration / 2)
+
+
+def test_passes_are_full_though_prompts_wait_for_room() -> None:
+    """Prompts alone take as long as on the same stages without hosts."""
+    arrivals = [Arrival(due_s=0.0, prompt=text(3 * i + 2, 3000), output_len=1) for i in range(40)]
+    stages = ClusterSpec(hardware="a10", gpus_per_host=8, parallel="pp8")
+    turns = ClusterSpec(hardware="a10", gpus_per_host=8, prefill_parallel="pp8", decode_parallel="tp2pp4")
+    chunked_s, seesaw_s = (
+        make_experiment(
+            "llama-2-70b",
+            cluster,
+            SchedulingArgs(policy=policy, max_num_batched_tokens=16384, block_size=16, host_kv_gib=host_kv_gib),
+        )
+        .run(Workload(arrivals=arrivals, shares=False))
+        .makespan_s
+        for policy, cluster, host_kv_gib in (("chunked", stages, 0.0), ("seesaw", turns, 640.0))
+    )
+    assert seesaw_s == pytest.approx(chunked_s, rel=0.002)
