@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 from cluster import Cluster, Setup
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 
+from longspan.core.account import KvAccount
 from longspan.core.cluster import Location
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
@@ -163,6 +165,20 @@ def test_roles() -> None:
     cluster.run()
     assert_lawful(cluster)
     assert sum(request.metrics.num_preemptions for request in requests) > 2
+
+
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"max_num_batched_tokens": 16}])
+def test_what_is_looked_up_does_not_grow_with_the_queue(changes: dict[str, int]) -> None:
+    """While there is more room than seats or tokens in a step."""
+
+    def num_looked_up(length: int) -> int:
+        cluster = swapping(2, num_blocks=10_000, **changes)
+        crowd(cluster, length)
+        with patch.object(KvAccount, "find_begun", autospec=True, side_effect=KvAccount.find_begun) as find_begun:
+            cluster.engine.emit()
+        return find_begun.call_count
+
+    assert num_looked_up(60) == num_looked_up(600)
 
 
 def test_two_that_want_the_same_copy_it_once() -> None:

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 from operator import attrgetter
 
-from longspan.core.owners import BlockRef, PrefixHit, chain_key
+from longspan.core.owners import BlockRef, PrefixHit
 from longspan.core.request import Request
 from longspan.core.steps import Content
 from longspan.core.view import RequestView
@@ -370,7 +370,7 @@ class BlockPool:
     def publish(self, block: int, content: Content) -> None:
         """Offers a block's content for reuse; of two with the same content the first stays offered."""
         full = len(content.tokens) == self.block_size
-        key = chain_key(content.parent, content.tokens) if full else None
+        key = content.key if full else None
         if key is not None and self._by_key.get(key) == block:
             return
         self._forget(block)
@@ -440,7 +440,7 @@ class BlockPool:
         if content is None:
             return
         if len(content.tokens) == self.block_size:
-            del self._by_key[chain_key(content.parent, content.tokens)]
+            del self._by_key[content.key]
         begun = self._begun[content.parent, content.tokens[0]]
         begun.remove(block)
         if not begun:

@@ -90,7 +90,15 @@ class Engine:
         self.account, self._transfers = self._empty()
         for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
             self.account.pool(pool).restore(contents)
-        self._tiers = Tiers(self.account, config.cluster, self._running, self._number, swap=config.swap)
+        self._tiers = Tiers(
+            self.account,
+            config.cluster,
+            self._running,
+            self._number,
+            step_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            swap=config.swap,
+        )
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = self.num_external_queries = 0
         self._requests: dict[int, Request] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from longspan.core.exchange import Exchange
@@ -141,14 +142,14 @@ class Part:
     rotation: Rotation | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Content:
     """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
 
     parent: bytes
     tokens: Sequence[int]
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         return chain_key(self.parent, self.tokens)
 

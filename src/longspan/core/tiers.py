@@ -20,6 +20,9 @@ from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Content, MoveKV, MoveWay
 
+_STEPS_AHEAD = 4
+"""Requests are looked up so many steps before they begin, so that what they need of hosts is there in time."""
+
 
 class SwapCost(Protocol):
     """Says whether KV on a host or its disk is worth its way back.
@@ -107,6 +110,7 @@ class Tiers:
     Args:
         running: what it still needs of instances is left to it.
         number: gives the next step's number.
+        step_tokens, max_num_seqs: the bounds of a step on one instance.
         swap: prices; None when a copy always pays.
 
     What a request gives up while it goes on stays on hosts until it is admitted again or ends. That of ended requests
@@ -128,10 +132,13 @@ class Tiers:
         running: Running,
         number: Callable[[], int],
         *,
+        step_tokens: int,
+        max_num_seqs: int,
         swap: SwapCost | None = None,
     ) -> None:
         self._account, self._cluster, self._running = account, cluster, running
         self._number, self._swap = number, swap
+        self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
         self._is_active = bool(cluster.host_blocks) and account.prefix_caching
         hosts = {cluster.host_pool(instance) for instance in cluster.instances} if self._is_active else set()
         self._host_of = {disk: host for host in hosts if (disk := cluster.disk_pool(host)) is not None}
@@ -326,18 +333,23 @@ class Tiers:
     def arrange(self, waiting: Sequence[Request], *, may_fetch: bool) -> list[MoveKV]:
         """Decides which requests can be admitted, first come first, and makes moves of what others wait for.
 
-        One that has no room for what a host has of it waits for that, and those behind it do, too.
+        One that has no room for what a host has of it waits for that, and those behind it do, too. Of a long queue only
+        those are looked up that could begin soon.
         """
         if not self._is_active:
             return []
         before, moves = (self._hidden, self._first_hidden, self.returning), list[MoveKV]()
         self._hidden, self._first_hidden, self.returning = set(), math.inf, {}
-        seen = waiting if not self._times_relented else waiting[: 2 - self._times_relented]
+        seen = waiting if not self._times_relented else waiting[: max(0, 2 - self._times_relented)]
         if self._times_relented == 1 and len(waiting) > 1:
             self._first_hidden = waiting[1].id
         due_blocks, load = self._running.due_blocks, list(self._running.due_tokens)
         room = {i: self._account.num_free(i) - max(0, due_blocks[i]) for i in self._cluster.prefill}
-        for request in seen:
+        most_load = {i: load[i] + _STEPS_AHEAD * self._step_tokens for i in room}
+        most = sum(max(0, self._max_num_seqs - len(self._running.on(i))) + _STEPS_AHEAD for i in room)
+        for request in seen[:most]:
+            if all(load[i] > number for i, number in most_load.items()):
+                break
             if not self._arrange(request, room, load, moves, may_fetch):
                 self._first_hidden = request.id
                 break
