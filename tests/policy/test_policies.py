@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -310,6 +311,19 @@ def test_who_holds_no_block_where_one_is_missing_is_no_victim() -> None:
     plan = make_policy("context", num_instances=2, options={}).plan(view_of(account, [growing, elsewhere]))
     assert plan.preempted == (growing,)
     assert [[share.request for share in batch] for batch in plan.batches] == [[elsewhere]]
+
+
+@pytest.mark.parametrize("last_step", [-1, 5])
+def test_output_that_is_computed_anew_takes_no_turn_of_decodes(last_step: int) -> None:
+    """On two stages one of two requests would have to wait: the one that was in a step last."""
+    account = KvAccount([20, 20], block_size=4)
+    decoding, back = running(account, 0, num_tokens=12), running(account, 0, num_tokens=12)
+    decoding.last_step, back.last_step = 3, last_step
+    back.id = back.admission = 1
+    back.output = [1] * 6
+    view = replace(view_of(account, [decoding, back]), cluster=Instances.of("2xpp2"))
+    [batch] = make_policy("chunked", num_instances=2, options={}).plan(view).batches
+    assert [(part.request, part.start, part.stop) for part in batch] == [(decoding, 12, 13), (back, 12, 18)]
 
 
 def running(account: KvAccount, instance: int, *, num_tokens: int) -> Request:
