@@ -377,7 +377,7 @@ def test_a_dealt_prompt_leaves_others_their_part_of_the_budget() -> None:
     cluster.run()
 
 
-@pytest.mark.parametrize("policy", ["context", "chunked"])
+@pytest.mark.parametrize("policy", ["context", "chunked", "prefill-first", "decode-first"])
 def test_a_short_request_goes_where_its_prefill_ends_first(policy: str) -> None:
     options = {"threshold": "500"} if policy == "context" else {}
     cluster = Cluster(Setup(policy=policy, num_instances=3, options=options))
@@ -390,7 +390,14 @@ def test_a_short_request_goes_where_its_prefill_ends_first(policy: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("chunked", {}), ("context", {"threshold": "500"}), ("tetris", {}), ("fixed-sp", {"sp": "1"})],
+    [
+        ("chunked", {}),
+        ("prefill-first", {}),
+        ("decode-first", {}),
+        ("context", {"threshold": "500"}),
+        ("tetris", {}),
+        ("fixed-sp", {"sp": "1"}),
+    ],
 )
 def test_requests_that_come_alone_use_the_caches_of_all_instances(policy: str, options: dict[str, str]) -> None:
     cluster = Cluster(Setup(policy=policy, num_instances=4, options=options))
