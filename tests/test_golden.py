@@ -1,4 +1,4 @@
-"""What users and ranks see stays as recorded: the steps of forty workloads, every `--help`, the OpenAPI document.
+"""What users and ranks see stays as recorded: the steps of some fifty workloads, every `--help`, the OpenAPI document.
 
 `python tests/test_golden.py` records all of it anew; the difference then shows in review what a change changed.
 """

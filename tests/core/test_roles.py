@@ -381,7 +381,7 @@ def test_choices_and_further_turns_move_only_what_is_new() -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("policy", ["chunked", "context", "runahead"])
+@pytest.mark.parametrize("policy", ["chunked", "context", "runahead", "prefill-first"])
 def test_policies_without_roles_are_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=f"policy {policy} prefills and decodes .* choose tetris or fixed-sp"):
         make_policy(policy, num_instances=3, options={}, facts=Facts(cluster=ROLES.cluster))

@@ -22,6 +22,8 @@ from longspan.core.steps import MoveKV
 POLICIES: list[tuple[str, int, dict[str, str]]] = [
     ("chunked", 1, {}),
     ("chunked", 3, {}),
+    ("prefill-first", 2, {}),
+    ("decode-first", 2, {}),
     ("context", 3, {"threshold": "20"}),
     ("context", 2, {"threshold": "20", "rotate": "token"}),
     ("runahead", 2, {}),
@@ -57,7 +59,16 @@ def assert_nothing_computed_twice(requests: Sequence[Request]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_instances"), [("chunked", 1), ("chunked", 2), ("context", 1), ("context", 2), ("tetris", 1)]
+    ("policy", "num_instances"),
+    [
+        ("chunked", 1),
+        ("chunked", 2),
+        ("prefill-first", 2),
+        ("decode-first", 2),
+        ("context", 1),
+        ("context", 2),
+        ("tetris", 1),
+    ],
 )
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("uneven", [0, 3])

@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster, Setup
 from engines import ThreadLLM
 from fake_llm import FakeLLM, run
-from workloads import assert_lawful
+from workloads import ALONE, assert_lawful
 
 from longspan import SamplingParams
 from longspan import policy as policies
@@ -80,7 +80,7 @@ def test_the_command_line_takes_and_lists_it(
     for verb in ("generate", "simulate"):
         capsys.readouterr()
         assert run(verb, "--help") == 0
-        assert re.search(r"seesaw(, |\|)last", capsys.readouterr().out)
+        assert re.search(r"decode-first(, |\|)last", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_its_options_are_checked(options: dict[str, str], message: str) -> None:
         policies.make_policy("last", num_instances=2, options=options)
 
 
-@pytest.mark.parametrize("name", ["chunked", "context", "tetris", "loongserve"])
+@pytest.mark.parametrize("name", ["chunked", "context", "tetris", "loongserve", "decode-first"])
 def test_what_a_policy_did_is_recorded_in_five_lines(name: str) -> None:
-    cluster = Cluster(Setup(policy=name, num_instances=1 if name == "chunked" else 4))
+    cluster = Cluster(Setup(policy=name, num_instances=1 if name in ALONE else 4))
     policy, plans = cluster.policy, []
     decide = policy.plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -312,6 +313,19 @@ def test_who_holds_no_block_where_one_is_missing_is_no_victim() -> None:
     assert [[share.request for share in batch] for batch in plan.batches] == [[elsewhere]]
 
 
+@pytest.mark.parametrize("last_step", [-1, 5])
+def test_output_that_is_computed_anew_takes_no_turn_of_decodes(last_step: int) -> None:
+    """On two stages one of two requests would have to wait: the one that was in a step last."""
+    account = KvAccount([20, 20], block_size=4)
+    decoding, back = running(account, 0, num_tokens=12), running(account, 0, num_tokens=12)
+    decoding.last_step, back.last_step = 3, last_step
+    back.id = back.admission = 1
+    back.output = [1] * 6
+    view = replace(view_of(account, [decoding, back]), cluster=Instances.of("2xpp2"))
+    [batch] = make_policy("chunked", num_instances=2, options={}).plan(view).batches
+    assert [(part.request, part.start, part.stop) for part in batch] == [(decoding, 12, 13), (back, 12, 18)]
+
+
 def running(account: KvAccount, instance: int, *, num_tokens: int) -> Request:
     """A request about to decode, with `num_tokens` computed on one instance."""
     request = Request(
@@ -363,7 +377,7 @@ def test_a_dealt_prompt_leaves_others_their_part_of_the_budget() -> None:
     cluster.run()
 
 
-@pytest.mark.parametrize("policy", ["context", "chunked"])
+@pytest.mark.parametrize("policy", ["context", "chunked", "prefill-first", "decode-first"])
 def test_a_short_request_goes_where_its_prefill_ends_first(policy: str) -> None:
     options = {"threshold": "500"} if policy == "context" else {}
     cluster = Cluster(Setup(policy=policy, num_instances=3, options=options))
@@ -376,7 +390,14 @@ def test_a_short_request_goes_where_its_prefill_ends_first(policy: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("chunked", {}), ("context", {"threshold": "500"}), ("tetris", {}), ("fixed-sp", {"sp": "1"})],
+    [
+        ("chunked", {}),
+        ("prefill-first", {}),
+        ("decode-first", {}),
+        ("context", {"threshold": "500"}),
+        ("tetris", {}),
+        ("fixed-sp", {"sp": "1"}),
+    ],
 )
 def test_requests_that_come_alone_use_the_caches_of_all_instances(policy: str, options: dict[str, str]) -> None:
     cluster = Cluster(Setup(policy=policy, num_instances=4, options=options))

@@ -177,6 +177,8 @@ CHATS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "one instance": ({}, "chunked", {}),
     "tp 2": ({"instances": 1, "tp": 2}, "chunked", {}),
     "pp 2": ({"instances": 1, "pp": 2}, "chunked", {}),
+    "prompts first": ({"instances": 2, "tp": 2}, "prefill-first", {}),
+    "decodes first": ({"parallel": "2xpp2"}, "decode-first", {}),
     "ring_kv": ({"instances": 3}, "context", {"threshold": "20", "exchange": "ring_kv"}),
     "chain": ({"instances": 2}, "context", {"threshold": "20", "exchange": "chain"}),
     "alltoall": ({"instances": 2}, "context", {"threshold": "20", "exchange": "alltoall"}),

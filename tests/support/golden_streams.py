@@ -1,4 +1,4 @@
-"""Some 45 workloads and the steps that they took: `python tests/test_golden.py` records them anew.
+"""Some 50 workloads and the steps that they took: `python tests/test_golden.py` records them anew.
 
 A change of the scheduling code that is meant to change no decision leaves every stream as it is.
 """
@@ -124,6 +124,10 @@ SMALL = dict(
         _small("chunked 1, preempting", 1, "chunked", num_blocks=30, max_num_batched_tokens=20),
         _small("chunked 3", 3, "chunked"),
         _small("chunked 3, no prefix cache", 3, "chunked", prefix_caching=False, in_flight=1),
+        _small("prefill-first 2, preempting", 2, "prefill-first", num_blocks=30),
+        _small("prefill-first 1, three stages", 1, "prefill-first", pp=3, num_blocks=30),
+        _small("decode-first 2, preempting", 2, "decode-first", num_blocks=30),
+        _small("decode-first 1, three stages", 1, "decode-first", pp=3, num_blocks=30),
         _small("context 2, one step in flight", 2, "context", in_flight=1),
         _small("context 3", 3, "context"),
         _small("context 4 by a profile", 4, "context", facts=_facts(4)),

@@ -18,6 +18,8 @@ from longspan.cost.partitions import Entry, PartitionTable
 from longspan.cost.profile import Prefill, Profile, ProfileKey
 from longspan.policy.choosing import Facts
 
+ALONE = ("chunked", "prefill-first", "decode-first")
+"""Policies that keep each request on one instance."""
 RANDOM_RUNS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -76,7 +78,7 @@ TABLE = PartitionTable(
 def setups_of(draw: st.DrawFn, policy: str, num_instances: int, options: dict[str, str]) -> Setup:
     """A cluster of any kind on which that policy runs."""
     num_blocks, block_size = draw(st.integers(2, 12)), draw(st.sampled_from([1, 2, 4, 16]))
-    most = min(150, (1 if policy == "chunked" else num_instances) * num_blocks * block_size)
+    most = min(150, (1 if policy in ALONE else num_instances) * num_blocks * block_size)
     return Setup(
         num_instances=num_instances,
         num_blocks=num_blocks,

@@ -141,6 +141,8 @@ _REGISTRY: dict[str, str | PolicySpec[Any, Any]] = {
     "loongserve": "loongserve:LOONGSERVE",
     "loongserve-disagg": "loongserve:LOONGSERVE_DISAGG",
     "seesaw": "seesaw:SEESAW",
+    "prefill-first": "batch_order:PREFILL_FIRST",
+    "decode-first": "batch_order:DECODE_FIRST",
 }
 """A spec, or the module and name of one that loads on first use."""
 

@@ -85,21 +85,22 @@ class Batch:
         """Leaves decodes of instances with several stages to later steps, so that every stage has some to compute.
 
         A step gets 1/pp of each group's, and none that the latest pp - 1 steps sample for: it would wait for the last
-        stage. Unless there is nothing else: then a step that waits is ready a moment earlier.
+        stage. Unless there is nothing else: then a step that waits is ready a moment earlier. What is prefilled takes
+        no turns.
         """
         decoding, steps = Counter[tuple[int, ...]](), defaultdict[tuple[int, ...], set[int]](set)
         for request in self._view.running.within(self.instances):
-            decoding[request.group] += request.num_scheduled >= request.num_prompt
+            decoding[request.group] += is_decode(request, request.num_scheduled)
             if request.num_steps:
                 steps[request.group].add(request.last_step)
         num_stages = {group: self._view.cluster.pp(group[0]) for group in decoding}
         latest = {group: sorted(steps[group])[1 - pp :] if pp > 1 else [] for group, pp in num_stages.items()}
         left = {group: -(-number // num_stages[group]) for group, number in decoding.items()}
-        now = [r for r in self._later if r.num_scheduled < r.num_prompt]
+        now = [r for r in self._later if not is_decode(r, r.num_scheduled)]
         idle = decoding.keys() - {r.group for r in now} if not self._view.waiting else set()
         for request in sorted(self._later, key=lambda r: (r.last_step, r.admission)):
             group = request.group
-            if request.num_scheduled < request.num_prompt:
+            if not is_decode(request, request.num_scheduled):
                 continue
             is_known = request.num_scheduled < request.num_known or request.num_steps < self._view.max_steps_in_flight
             if is_known and left[group] and (group in idle or request.last_step not in latest[group]):
@@ -290,6 +291,14 @@ class Budget:
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
         return True
+
+
+def is_decode(request: RequestView, start: int) -> bool:
+    """Tells whether all that a request still has to compute, from `start` on, is its latest token.
+
+    Its prompt is prefilled, and so is output that is computed anew after it gave way.
+    """
+    return start >= request.num_prompt and request.num_tokens - start <= 1
 
 
 def _step_tokens(view: ClusterView, instance: int) -> int:

@@ -1,0 +1,96 @@
+"""Steps of prompts or of decodes, never of both, in the two orders that Seesaw compares with its own (section 2.2).
+
+`prefill-first` is vLLM's continuous batching before chunked prefill: whoever fits is prefilled before anybody decodes,
+and who ends makes room at once. `decode-first` is the static batching of FasterTransformer: requests are admitted until
+no more fit, and the next ones when all of these have been decoded to the end. Each request is on one instance, and each
+instance is in a phase of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.policy import PolicySpec
+from longspan.policy.batching import Batch, Budget, is_decode, single_part
+from longspan.policy.chunked import admit_alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOrderOptions:
+    """`prefill-first` and `decode-first` have no options: the bounds of a step are the engine's."""
+
+
+class BatchOrder:
+    """Schedules prompts before decodes on each instance.
+
+    Args:
+        is_static: nobody is admitted for the first time where anybody decodes.
+    """
+
+    def __init__(self, instances: tuple[int, ...], *, is_static: bool) -> None:
+        self._instances, self._is_static = instances, is_static
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Goes on with prompts and admits others; then decodes where there is nothing to prefill.
+
+        Who comes back with all of its KV has nothing to prefill, and is admitted to a step of decodes.
+        """
+        open_instances = self._open(view)
+        prompts, prefilling = Batch(view, frozenset(self._instances)), set[int]()
+        for request in prompts.running():
+            if not is_decode(request, request.num_scheduled):
+                prefilling.add(request.group[0])
+                prompts.add(_next_part(request, prompts.budget))
+        self._admit(view.waiting, prompts, open_instances, decode=False)
+
+        decodes = Batch(view, prompts.instances.difference(prefilling, *(part.group for part in prompts.parts)))
+        for request in decodes.running():
+            decodes.add(_next_part(request, decodes.budget))
+        num_admitted = sum(part.hit is not None for part in prompts.parts)
+        self._admit(islice(view.waiting, num_admitted, None), decodes, open_instances, decode=True)
+        first, then = prompts.plan(), decodes.plan()
+        return Plan(preempted=first.preempted + then.preempted, batches=first.batches + then.batches)
+
+    def _open(self, view: ClusterView) -> tuple[int, ...]:
+        """Returns the instances that take new requests."""
+        if not (self._is_static and view.waiting):
+            return self._instances
+        return tuple(i for i in self._instances if not any(map(_has_decoded, view.running.on(i))))
+
+    def _admit(
+        self, line: Iterable[RequestView], batch: Batch, open_instances: tuple[int, ...], *, decode: bool
+    ) -> None:
+        """Admits those to a batch that only `decode`, or only those that do not, until one has to wait.
+
+        One that gave way has been in a batch before, and comes back as soon as it fits anywhere.
+        """
+        for request in batch.waiting(line):
+            part = admit_alone(request, batch.budget, self._instances if request.was_admitted else open_instances)
+            if part is not None and is_decode(request, part.start) == decode:
+                batch.add(part)
+
+
+def _next_part(request: RequestView, budget: Budget) -> ScheduledPart | None:
+    return single_part(request, request.group[0], request.num_scheduled, budget)
+
+
+def _has_decoded(request: RequestView) -> bool:
+    """Tells whether a request has had a token scheduled behind its first one, perhaps before it gave way."""
+    return max(request.num_scheduled, request.num_known - 1) > request.num_prompt
+
+
+PREFILL_FIRST = PolicySpec(
+    name="prefill-first",
+    options=BatchOrderOptions,
+    make=lambda instances, _options, _facts: BatchOrder(instances, is_static=False),
+    capacity=lambda _policy: 1,
+)
+DECODE_FIRST = PolicySpec(
+    name="decode-first",
+    options=BatchOrderOptions,
+    make=lambda instances, _options, _facts: BatchOrder(instances, is_static=True),
+    capacity=lambda _policy: 1,
+)
