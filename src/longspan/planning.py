@@ -111,7 +111,7 @@ def explanation(outcome: Outcome) -> str:
     """Says in a few words where the time of a run goes, or why there was none."""
     if outcome.problem is not None:
         return f"not simulated: {outcome.problem}"
-    words = [f"{outcome.prefill_share:.0%} of the time of steps is prefill"]
+    words = [f"{outcome.prefill_share:.0%} of step time is prefill"]
     if outcome.candidate.decode is not None:
         words.append(f"{outcome.num_transitions} transitions")
     if outcome.num_refused:

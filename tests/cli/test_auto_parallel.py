@@ -92,7 +92,7 @@ def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
 
 def test_an_outcome_is_explained() -> None:
     pair = Outcome(candidate=Candidate(spec=PP2, decode=TP2), num_transitions=3, prefill_share=0.25, num_refused=2)
-    assert explanation(pair) == "25% of the time of steps is prefill, 3 transitions, 2 requests have no room"
+    assert explanation(pair) == "25% of step time is prefill, 3 transitions, 2 requests have no room"
     assert explanation(replace(pair, problem="no room")) == "not simulated: no room"
 
 
