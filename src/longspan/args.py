@@ -14,6 +14,8 @@ from longspan.core.options import Option, SchedulingArgs, at_least_one, options_
 from longspan.errors import ParameterError
 from longspan.policy import turns_of
 
+AUTO = "auto"
+"""Stands in place of a parallel spec for the best one, where `longspan.planning` looks for it first."""
 _HOSTS = "LONGSPAN_HOSTS"
 _devices = partial(Option, group="Devices and weights", configures=True)
 _memory = partial(Option, group="Scheduling and memory", configures=True)

@@ -61,50 +61,13 @@ class Service:
     """
 
     def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
-        self._given, resolved = given, given.resolve()
-        if given.device == "cuda" and not torch.cuda.is_available():
-            problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
-            raise ParameterError("device", problem, given.device)
-        cluster, options = resolved.cluster, resolved.policy_options
-        early_facts = Facts(cluster=cluster, turns=resolved.turns)
-        wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early_facts)
-        kernel = _attention_kernel(given.attention_backend, given.device, given.dtype)  # compiles: checks first
-        self.files = files = prepare(
-            given.model,
-            dtype=given.dtype,
-            load_format=given.load_format,
-            seed=given.seed,
-            trust_remote_code=given.trust_remote_code,
-        )
-        tokenizer = None if given.skip_tokenizer_init else load_tokenizer(files)
-        self.info = read_info(files.weights)
-        self.block_bytes = bytes_per_block(self.info.specs, given.block_size, DTYPES[given.dtype])
-        clusters = [
-            one.with_layers(self.info.num_layers, self.info.head_layers) for one in resolved.turns or (cluster,)
-        ]
-        for one in clusters:
-            _check_split(self.info, files, one, wanted)
-        clusters = [_with_pools(one, self.block_bytes, self.info, files, given) for one in clusters]
-        cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
-        self.profile_key = profile_key_of(
-            files, given.device, tp=cluster.spec.tp, threads=resolved.threads, native=kernel is not None
-        )
-        shape = self.info.shape(DTYPES[given.dtype].itemsize)
-        self.facts = replace(_facts(self.profile_key, shape, cluster, given.block_size), turns=turns)
-        self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
+        setup = EngineSetup.of(given)
+        self._given, cluster, config = given, setup.config.cluster, setup.config
+        self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
+        self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
         if self._policy.hint is not None:
             _log.info(self._policy.hint)
-        config = EngineConfig.of(
-            _with_step_tokens(given, files, self.info, cluster, self._policy),
-            cluster,
-            self._policy,
-            turns=turns,
-            context_length=self.info.context_length,
-            eos_token_ids=self.info.eos_token_ids,
-            rope_switch_length=self.info.rope_switch_length,
-            seed=given.seed,
-            swap=swap_times(self.facts, self.info, self.block_bytes, cluster) if cluster.host_blocks else None,
-        )
+        tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
         self.max_model_len = config.max_model_len
         if given.max_model_len is None and self.max_model_len < self.info.context_length:
             words = "the KV pools hold %d tokens, less than the model's context of %d"
@@ -113,14 +76,14 @@ class Service:
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
         self._host_memory = [HostMemory(num_blocks * self.block_bytes) for num_blocks in cluster.host_blocks]
-        self._disks = _open_disks(given, files, self.info, cluster, self._host_memory)
+        self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory)
         worker_config = WorkerConfig(
-            files=files,
+            files=self.files,
             cluster=cluster,
             device=given.device,
-            num_threads=resolved.threads,
+            num_threads=setup.threads,
             block_size=given.block_size,
-            attention_kernel=kernel,
+            attention_kernel=setup.model.kernel,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
         )
@@ -242,6 +205,92 @@ class Service:
             memory.close()
         for disk in self._disks.values():
             disk.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """A model as engines with the same options have it, however they are split.
+
+    Attributes:
+        kernel: the compiled attention kernel of our own; None when PyTorch's are used.
+        block_bytes: of a KV block with all layers and heads.
+    """
+
+    files: ModelFiles
+    info: ModelInfo
+    kernel: Path | None
+    block_bytes: int
+
+    @classmethod
+    def of(cls, given: EngineArgs) -> EngineModel:
+        """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
+        kernel = _attention_kernel(given.attention_backend, given.device, given.dtype)
+        files = prepare(
+            given.model,
+            dtype=given.dtype,
+            load_format=given.load_format,
+            seed=given.seed,
+            trust_remote_code=given.trust_remote_code,
+        )
+        info = read_info(files.weights)
+        block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[given.dtype])
+        return cls(files=files, info=info, kernel=kernel, block_bytes=block_bytes)
+
+    def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
+        """Returns the key of what was measured of instances of `tp` ranks of so many threads."""
+        return profile_key_of(self.files, device, tp=tp, threads=threads, native=self.kernel is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """An engine as its options make it on this machine, before it has any workers or memory."""
+
+    model: EngineModel
+    threads: int
+    profile_key: ProfileKey
+    facts: Facts
+    policy: ChosenPolicy
+    config: EngineConfig
+
+    @classmethod
+    def of(cls, given: EngineArgs, model: EngineModel | None = None) -> EngineSetup:
+        """Checks the options, and finds what they mean; `model` is what they name, if it was found before.
+
+        Raises:
+            ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
+        """
+        resolved = given.resolve()
+        if given.device == "cuda" and not torch.cuda.is_available():
+            problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
+            raise ParameterError("device", problem, given.device)
+        cluster, options = resolved.cluster, resolved.policy_options
+        early_facts = Facts(cluster=cluster, turns=resolved.turns)
+        wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early_facts)
+        model = model or EngineModel.of(given)  # may compile and fetch: checks first
+        files, info, block_bytes = model.files, model.info, model.block_bytes
+        clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.turns or (cluster,)]
+        for one in clusters:
+            _check_split(info, files, one, wanted)
+        clusters = [_with_pools(one, block_bytes, info, files, given) for one in clusters]
+        cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
+        profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
+        shape = info.shape(DTYPES[given.dtype].itemsize)
+        facts = replace(_facts(profile_key, shape, cluster, given.block_size), turns=turns)
+        policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
+        config = EngineConfig.of(
+            _with_step_tokens(given, files, info, cluster, policy),
+            cluster,
+            policy,
+            turns=turns,
+            context_length=info.context_length,
+            eos_token_ids=info.eos_token_ids,
+            rope_switch_length=info.rope_switch_length,
+            seed=given.seed,
+            swap=swap_times(facts, info, block_bytes, cluster) if cluster.host_blocks else None,
+        )
+        return cls(
+            model=model, threads=resolved.threads, profile_key=profile_key, facts=facts, policy=policy, config=config
+        )
 
 
 def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int) -> Facts:

@@ -17,7 +17,8 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Self
 import msgspec
 from tqdm import tqdm
 
-from longspan.args import EngineArgs
+from longspan.args import AUTO, EngineArgs
+from longspan.cli.auto_parallel import with_best_parallel
 from longspan.cli.options import ModelArgument, check_writable, start, verb, write_result
 from longspan.core.options import Option
 from longspan.core.transitions import phase_seconds
@@ -91,6 +92,10 @@ def batch(
 
     Run it again after it was stopped: requests with an answer in the output file are not run again. With requests that
     could not be served, the exit code is 2, and their answers say why.
+
+    With --parallel auto the simulator looks for the quickest parallel spec for all cores or CUDA devices, and with
+    --host-kv-gib for the quickest pair of Seesaw, too: for up to 64 of the requests, by what longspan profile measured.
+    Outputs count as long as max_tokens, or 256 tokens where a request has none.
     """
     if input_file.exists() and output_file.exists() and input_file.samefile(output_file):
         raise ValueError(f"--output-file {str(output_file)!r} is the input file: give another one")
@@ -103,6 +108,9 @@ def batch(
         if not num_new:
             print("longspan: every request has an answer already", file=sys.stderr)
             return 0
+        if engine.parallel == AUTO:
+            unanswered = (line for line in read_batch(input_file) if line.key not in answered)
+            engine = with_best_parallel(model, engine, unanswered, num_new)
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with start(model, engine, seed=seed) as llm, _Progress(llm, num_new) as progress:
             answers = _answers(llm, model, served_model_name or [], progress)

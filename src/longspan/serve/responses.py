@@ -59,6 +59,12 @@ def prepared(
     return CompletionAssembler(request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head})
 
 
+def engine_requests_of(url: str, body: bytes, served: ServedModel) -> Sequence[EngineRequest]:
+    """Makes the engine requests of a request by its route and its JSON; raises a WireError if it cannot be served."""
+    request = read_request(_BODIES[url], body, served.limits)
+    return prepared(request, served, request_id="", model="").engine_requests
+
+
 def answer_each(
     llm: LLM,
     model: ServedModel,

@@ -1,0 +1,238 @@
+"""`longspan batch --parallel auto`: what is tried, what is taken, and that the engine runs so."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ThreadLLM
+from fake_llm import run
+from hypothesis import given
+from hypothesis import strategies as st
+
+import longspan
+from longspan.args import EngineArgs
+from longspan.core.cluster import ParallelSpec
+from longspan.core.sampling import SamplingParams
+from longspan.cost.profile import Decode, Prefill, Profile, Transfer
+from longspan.errors import ParameterError
+from longspan.planning import (
+    DEFAULT_OUTPUT_TOKENS,
+    Candidate,
+    Outcome,
+    arrivals_of,
+    best,
+    candidates,
+    check_options,
+    drawn,
+    explanation,
+    specs_of,
+)
+from longspan.profiling.store import save_profile
+from longspan.service import EngineModel
+from longspan.text.input_processor import EngineRequest
+
+PP2, TP2, TWO = (ParallelSpec.parse(spec) for spec in ("pp2", "tp2", "2"))
+NUM_REQUESTS = 12
+
+
+@given(st.integers(1, 64), st.integers(1, 40))
+def test_specs_take_all_ranks_and_layers_are_enough(num_ranks: int, num_layers: int) -> None:
+    specs = specs_of(num_ranks, num_layers)
+    every = {
+        ParallelSpec(instances=instances, tp=tp, pp=pp)
+        for instances in range(1, num_ranks + 1)
+        for tp in range(1, num_ranks // instances + 1)
+        for pp in range(1, num_ranks // instances // tp + 1)
+        if instances * tp * pp == num_ranks and pp <= num_layers
+    }
+    assert set(specs) == every and len(specs) == len(every)
+    pairs = candidates(specs, policy="seesaw", with_pairs=True)
+    assert all(one.decode not in (None, one.spec) for one in pairs)
+    assert all(one.decode is not None and one.decode.instances == one.spec.instances for one in pairs)
+
+
+def test_two_ranks() -> None:
+    specs = specs_of(2, 30)
+    assert specs == [TWO, PP2, TP2]
+    every = list(map(str, candidates(specs, policy="auto", with_pairs=True)))
+    assert every == ["2", "1xpp2", "1xtp2", "seesaw 1xpp2 to 1xtp2", "seesaw 1xtp2 to 1xpp2"]
+    assert list(map(str, candidates(specs, policy="chunked", with_pairs=True))) == every[:3]
+    assert list(map(str, candidates(specs, policy="auto", with_pairs=False))) == every[:3]
+    assert list(map(str, candidates(specs, policy="seesaw", with_pairs=True))) == every[3:]
+    assert specs_of(2, 1) == [TWO, TP2]
+
+
+def test_a_candidate_is_what_the_engine_is_told() -> None:
+    given = EngineArgs(parallel="auto", host_kv_gib=1.0)
+    static = Candidate(spec=PP2).options(given)
+    assert static == replace(given, parallel="1xpp2", policy="chunked")
+    pair = Candidate(spec=PP2, decode=TP2).options(given).resolve()
+    assert [one.spec for one in pair.turns] == [PP2, TP2]
+
+
+def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
+    slow, quick = Outcome(candidate=Candidate(spec=PP2), requests_per_s=2.0), Candidate(spec=TP2)
+    assert best([slow, Outcome(candidate=quick, requests_per_s=3.0)]).candidate == quick
+    assert best([slow, Outcome(candidate=quick, requests_per_s=3.0, num_refused=1)]) is slow
+    assert best([Outcome(candidate=quick, problem="no room"), slow]) is slow
+    assert best([slow, replace(slow, candidate=quick)]) is slow
+    with pytest.raises(ParameterError, match=r"parallel auto finds nothing that can run: 1xtp2 cannot run: no room"):
+        best([Outcome(candidate=quick, problem="no room")])
+    with pytest.raises(ParameterError, match="finds nothing"):
+        best([])
+
+
+def test_an_outcome_is_explained() -> None:
+    pair = Outcome(candidate=Candidate(spec=PP2, decode=TP2), num_transitions=3, prefill_share=0.25, num_refused=2)
+    assert explanation(pair) == "25% of step time is prefill, 3 transitions, 2 requests have no room"
+    assert explanation(replace(pair, problem="no room")) == "not simulated: no room"
+
+
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_requests_are_drawn_evenly(number: int, most: int) -> None:
+    indices = list(drawn(number, most))
+    assert len(indices) == min(number, most)
+    gaps = {b - a for a, b in pairwise(indices)}
+    assert not gaps or (min(gaps) >= 1 and max(gaps) - min(gaps) <= 1)
+
+
+def test_outputs_are_as_long_as_asked_for_or_as_is_usual() -> None:
+    def asked(**params: Any) -> EngineRequest:
+        return EngineRequest(text=None, token_ids=(5,) * 10, params=SamplingParams(**params), grammar="")
+
+    found = arrivals_of([asked(max_tokens=7, n=2), asked(max_tokens=None), asked(max_tokens=None)], 1000)
+    assert [one.output_len for one in found] == [7, 7, DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS]
+    assert [one.output_len for one in arrivals_of([asked(max_tokens=None)], 100)] == [90]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": "context"}, "policy context is not simulated"),
+        ({"policy": "seesaw"}, "host_kv_gib is where KV lies"),
+        ({"instances": 2}, "exclude each other"),
+        ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "exclude each other"),
+    ],
+)
+def test_what_leaves_no_choice_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
+        check_options(EngineArgs(parallel="auto", **options))
+
+
+# ---------------------------------------------------------------- the verb
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, thread_llm: None) -> list[ThreadLLM]:
+    """The engines that the command line starts, on a machine of two cores that nobody has measured."""
+    del thread_llm
+    found: list[ThreadLLM] = []
+
+    class Recorded(ThreadLLM):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            found.append(self)
+
+    monkeypatch.setitem(vars(longspan), "LLM", Recorded)
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    return found
+
+
+@pytest.fixture
+def batch(tiny: Path, tmp_path: Path) -> Callable[..., int]:
+    body = {"prompt": [5] * 100, "max_tokens": 20, "ignore_eos": True}
+    lines = [
+        {"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body}
+        for index in range(NUM_REQUESTS)
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def run_it(*options: str) -> int:
+        files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+        return run("batch", str(tiny), *files, "--parallel", "auto", "--skip-tokenizer-init", *options)
+
+    return run_it
+
+
+def measure(model: Path, *, tp: int, token_s: float, decode_s: float) -> None:
+    """Stores a profile of instances that take `token_s` for a token of a prompt, and `decode_s` for a decode step."""
+    key = EngineModel.of(EngineArgs(model=str(model))).profile_key("cpu", tp=tp, threads=1)
+    alone: dict[str, Any] = {"members": 1, "exchange": "local"}
+    prefills = [
+        Prefill(new_tokens=new, cached_tokens=cached, seconds=(1e-5 + token_s * new,), **alone)
+        for new in (16, 64, 256, 1024)
+        for cached in (0, 512)
+    ]
+    decodes = [
+        Decode(batch=number, context_tokens=context, seconds=(decode_s + 1e-6 * number,), **alone)
+        for number in (1, 4, 8)
+        for context in (16, 512)
+    ]
+    transfers = [
+        Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=(1e-6 + size * 1e-10,))
+        for size in (2**12, 2**20)
+    ]
+    save_profile(Profile(profile_key=key, prefills=tuple(prefills), decodes=tuple(decodes), transfers=tuple(transfers)))
+
+
+def test_a_pair_is_taken_where_each_is_good_at_one_thing(
+    batch: Callable[..., int], tiny: Path, started: list[ThreadLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.1)
+    measure(tiny, tp=2, token_s=1e-2, decode_s=1e-3)
+    assert batch("--host-kv-gib", "0.01", "--block-size", "16", "--num-gpu-blocks-override", "200") == 0
+    [llm] = started
+    assert [one.spec for one in llm.engine.config.turns] == [PP2, TP2]
+    assert len(llm.engine.transitions) >= 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    rows = [line for line in err.splitlines() if re.search(r"│ +[0-9.]+ +│ +[0-9.]+ +│", line.replace("┃", "│"))]
+    assert len(rows) == 5, err
+    assert "seesaw 1xpp2 to 1xtp2" in rows[0] and "1.00" in rows[0]
+    assert "longspan: takes seesaw 1xpp2 to 1xtp2: " in err
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_REQUESTS
+
+
+def test_without_memory_on_the_host_the_best_spec_is_taken(
+    batch: Callable[..., int], tiny: Path, started: list[ThreadLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure(tiny, tp=2, token_s=1e-4, decode_s=1e-3)
+    assert batch("--block-size", "16", "--num-gpu-blocks-override", "200") == 0
+    [llm] = started
+    assert (llm.engine.config.cluster.spec, llm.service.policy_settings.name) == (TP2, "chunked")
+    _, err = capsys.readouterr()
+    assert f"tp 1 were not measured, so not simulated: longspan profile {tiny} --parallel 2 " in err
+    assert "pairs for Seesaw need --host-kv-gib" in err
+    assert "longspan: takes 1xtp2: " in err
+
+
+def test_without_a_profile_the_user_is_told_how_to_make_one(
+    batch: Callable[..., int], tiny: Path, started: list[ThreadLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch("--attention-backend", "torch") == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), started) == ("", 1, [])
+    options = "--threads-per-rank 1 --attention-backend torch"
+    assert "--parallel auto" in err
+    assert (
+        f"longspan profile {tiny} --parallel 2 {options} and longspan profile {tiny} --parallel 1xtp2 {options}" in err
+    )
+
+
+def test_other_policies_and_other_verbs_refuse_it(
+    batch: Callable[..., int], tiny: Path, started: list[ThreadLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch("--policy", "context") == 2
+    assert "--policy context is not simulated for parallel auto: choose auto, chunked" in capsys.readouterr().err
+    assert run("generate", str(tiny), "--prompt", "x", "--parallel", "auto") == 2
+    assert "'auto' is not of the form [N][xtpT][ppP]" in capsys.readouterr().err
+    assert not started
