@@ -105,7 +105,7 @@ class RunningView(Protocol):
     """The requests that hold KV, first admitted first, also by instance.
 
     Attributes:
-        changes: counts for each instance the changes of what runs there.
+        changes: counts the changes of what runs on each instance.
         coupled_sets: the instances that share requests, see `coupled_instances`.
         shared: the requests that several instances take part in.
         occupied: the instances that take part in any request.
@@ -172,8 +172,7 @@ class ClusterView:
 
     Attributes:
         max_num_batched_tokens, max_num_seqs: the bounds of a step on one instance.
-        max_steps_in_flight: the steps that may be in flight when a request is given one whose token one of them
-            samples, that one included. While its tokens are known it may be in as many as its instances can be given.
+        max_steps_in_flight: the steps that may be in flight, with its own, when one of them samples a request's token.
         waiting: requests that hold no KV, first come first.
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.

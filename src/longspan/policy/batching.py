@@ -85,8 +85,7 @@ class Batch:
         """Leaves decodes of instances with several stages to later steps, so that every stage has some to compute.
 
         A step gets 1/pp of each group's, and none that the latest pp - 1 steps sample for: it would wait for the last
-        stage. Unless there is nothing else: then a step that waits is ready a moment earlier. What is prefilled takes
-        no turns.
+        stage. Unless there is nothing else: then a step that waits is ready a moment earlier.
         """
         decoding, steps = Counter[tuple[int, ...]](), defaultdict[tuple[int, ...], set[int]](set)
         for request in self._view.running.within(self.instances):
@@ -294,10 +293,7 @@ class Budget:
 
 
 def is_decode(request: RequestView, start: int) -> bool:
-    """Tells whether all that a request still has to compute, from `start` on, is its latest token.
-
-    Its prompt is prefilled, and so is output that is computed anew after it gave way.
-    """
+    """Tells whether its latest token is all that a request still has to compute; output may be computed anew, too."""
     return start >= request.num_prompt and request.num_tokens - start <= 1
 
 
