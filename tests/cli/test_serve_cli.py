@@ -34,6 +34,7 @@ VALUES: dict[str, str | list[str]] = {
     "max_num_queued_reqs": "7",
     "max_num_queued_tokens": "7000",
     "engine_timeout": "20.5",
+    "max_worker_restarts": "3",
     "request_timeout": "12.5",
     "body_timeout": "2.5",
     "max_total_body_bytes": "2000000",
