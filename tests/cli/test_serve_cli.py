@@ -384,7 +384,7 @@ def test_keys_are_in_no_help_and_in_no_other_process(
 def test_help_shows_every_flag_and_its_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "500")
     assert run("serve", "--help") == 0
     shown = capsys.readouterr().out
     for name, option in OPTIONS.items():
