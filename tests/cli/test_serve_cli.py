@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from fake_llm import run
+from rich.console import Console
 from tiny_models import make_tiny
 
 from longspan.cli.app import app
@@ -384,7 +385,7 @@ def test_keys_are_in_no_help_and_in_no_other_process(
 def test_help_shows_every_flag_and_its_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setattr(app, "_console", Console(width=300, color_system=None))
     assert run("serve", "--help") == 0
     shown = capsys.readouterr().out
     for name, option in OPTIONS.items():
