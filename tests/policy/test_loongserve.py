@@ -68,6 +68,16 @@ def test_a_request_that_outgrows_its_instance_gets_another_one() -> None:
     assert request.output == cluster.expected_output(request)
 
 
+def test_nobody_grows_to_an_instance_without_a_seat() -> None:
+    """A one-token prompt decodes on it, in stages."""
+    small = {"num_instances": 4, "num_blocks": 9, "block_size": 2, "prefix_caching": False}
+    bounds = {"max_model_len": 45, "max_num_batched_tokens": 35, "max_num_seqs": 1, "max_steps_in_flight": 1}
+    cluster = Cluster(setup(**small, **bounds, uneven=1, pp=2))
+    requests = [cluster.add(range(36), max_tokens=9), cluster.add([1], max_tokens=44)]
+    cluster.run()
+    assert all(request.output == cluster.expected_output(request) for request in requests)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 40)), min_size=1, max_size=14),

@@ -51,7 +51,8 @@ class AloneParts(GroupParts):
             taken = Counter(moved.values())
             free = {i: budget.blocks[i] - taken[i] for i in set(owners)}
             owner = next((i for i in (owner, *sorted(free)) if free[i] > 0), owner)
-            if free[owner] <= 0 and (grown := next((i for i in self.spare if budget.blocks[i] > 0), None)) is not None:
+            spare = (i for i in self.spare if budget.blocks[i] > 0 and budget.seqs[i] > 0)
+            if free[owner] <= 0 and (grown := next(spare, None)) is not None:
                 owner, group = grown, (*group, grown)
         if any(instance not in budget.tokens for instance in group):
             return None
