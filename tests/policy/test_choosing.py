@@ -105,6 +105,14 @@ def test_what_was_not_measured_is_not_known(profile: Profile | None) -> None:
     assert chooser.exchange(1, 100_000, 2) == RING_KV
 
 
+def test_steps_of_one_token_have_none_left_for_prompts() -> None:
+    facts = Facts(profile=machine(2, link_s=0.0))
+    cluster = Cluster(Setup(num_instances=2, options={"threshold": "3"}, max_num_batched_tokens=1, facts=facts))
+    requests = [cluster.add([number] * (5 + number), max_tokens=4) for number in range(4)]
+    cluster.run()
+    assert all(len(request.output) == 4 for request in requests)
+
+
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(2, 8))
 def test_without_measurements_algorithm_5_chooses(new: int, cached: int, members: int) -> None:
     for shape in (SHAPE, replace(SHAPE, num_kv_heads=8)):

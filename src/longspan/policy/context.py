@@ -90,12 +90,11 @@ class Context:
         if not batch.instances:
             return Plan()
         first = next(self._in_turn(view), None)
-        fewest = 0 if first is None else self._group_size(first, view)
-        if len(batch.instances) < fewest:
+        if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.running():
             batch.add(self._group_parts.next(request, batch.budget, self._long_share(view)))
-        if len(batch.instances) < fewest:
+        if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.waiting(self._in_turn(view)):
             batch.add(self._first(request, batch.budget))
@@ -115,11 +114,25 @@ class Context:
                 yield request
             prefilling = prefilling or sharded
 
+    def _lacks_members(self, first: RequestView, view: ClusterView, instances: frozenset[int]) -> bool:
+        """Tells whether fewer instances can step than the first in line is sharded over, or not those it returns to."""
+        return len(instances) < self._group_size(first, view) or not instances.issuperset(self._returning(first, view))
+
+    def _returning(self, request: RequestView, view: ClusterView) -> tuple[int, ...]:
+        """Returns the group on which a request goes on that gave up its KV, where all members have a seat for it."""
+        group = view.returning.get(request.id, ())
+        if len(group) == 1 or is_too_large(request, view, len(group)):
+            return ()
+        has_seats = all(len(view.running.on(instance)) < view.max_num_seqs for instance in group)
+        return tuple(i for i in self._everyone if i in group) if has_seats else ()
+
     def _group_size(self, request: RequestView, view: ClusterView) -> int:
         """Counts the instances for a request: all, when it is too large for as many as it would be quickest on.
 
         Of what one instance has cached only the rest is to be computed, which may be quickest there.
         """
+        if returning := self._returning(request, view):
+            return len(returning)
         members = self._num_members(request.num_tokens)
         if members > 1:
             hit = view.kv.match(request, self._everyone)
@@ -155,6 +168,8 @@ class Context:
         """
         kv = budget.view.kv
         able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
+        if returning := self._returning(request, budget.view):
+            return returning if set(able).issuperset(returning) else ()
         held = Counter(ref.instance for ref in kv.match(request, self._everyone).refs)
         near, used, host = Counter(self._host[i] for i in able), Counter[tuple[int, int]](), self._host
         for i in able:

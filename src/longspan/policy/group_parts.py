@@ -286,6 +286,8 @@ class GroupParts:
             blocks=tuple([budget.blocks[i] - cost.get(i, 0) for i in group]),
             block_size=request.block_size,
         )
+        if not any(room.tokens):
+            return None
         exchange, shape = self._decoding, _ZIGZAG
         if request.num_tokens - start > 1:
             new_tokens = min(end - start, sum(room.tokens))

@@ -8,7 +8,7 @@ decodes beside it, or leaves that to instances of their own. Who waits for room 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
@@ -148,7 +148,7 @@ class Cdsp:
 
     def _update_plans(self, view: ClusterView) -> None:
         """Forgets plans that are done, and plans new requests."""
-        waiting = {r.id for r in view.waiting if r.id in self._plans and self._plans[r.id].still_waits}
+        waiting = {r.id for r in view.waiting if r.id in self._plans and self._still_waits(self._plans[r.id], view)}
         for request_id, planned in list(self._plans.items()):
             request = view.running.get(request_id)
             if request is not None and request.num_computed < planned.spans[-1].stop:
@@ -171,9 +171,26 @@ class Cdsp:
             if request.was_admitted:
                 self._let_earlier_pass(request)
 
+    def _still_waits(self, planned: Planned, view: ClusterView) -> bool:
+        """Tells whether the plan of a waiting request holds: not when it has KV again, and on other instances."""
+        returning = view.returning.get(planned.request.id)
+        return planned.still_waits and (returning is None or self._in_order(returning) == planned.group)
+
+    def _in_order(self, group: Collection[int]) -> tuple[int, ...]:
+        return tuple([i for i in self._everyone if i in group])
+
     def _planned(self, request: RequestView, view: ClusterView) -> Planned:
-        """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
+        """Plans a request with what is cached, unless the instances that hold it are too many or too busy.
+
+        One that gave up its KV goes on where it has that again.
+        """
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
+        if returning := self._in_order(view.returning.get(request.id, ())):
+            start = view.kv.match(request, returning).num_tokens
+            begin_s = max(queue_s[instance] for instance in returning)
+            seconds = self._planner.seconds(len(returning), request.num_tokens - start, start)
+            self._queue.book(returning, now_s + begin_s + seconds)
+            return Planned(request=request, start=start, spans=(Span(stop=request.num_tokens, group=returning),))
         used = [view.kv.num_allocated(instance) for instance in sorted(self._everyone)]
         fresh = Prompt(
             new_tokens=request.num_tokens,
@@ -204,8 +221,7 @@ class Cdsp:
         spans, before = [], start
         for end, chunk in zip(ends, plan.chunks, strict=True):
             if end > before:
-                members = set(chunk.group)
-                spans.append(Span(stop=end, group=tuple([i for i in self._everyone if i in members])))
+                spans.append(Span(stop=end, group=self._in_order(set(chunk.group))))
                 before = end
         return tuple(spans)
 

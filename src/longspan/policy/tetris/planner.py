@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ class Planner:
         return self.sizes[-1]
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
-        return self.by_size[self.sizes.index(size)].seconds(new_tokens, cached_tokens)
+        """Predicts a chunk on `size` instances; of a size that is not planned on the next smaller one."""
+        return self.by_size[max(0, bisect_right(self.sizes, size) - 1)].seconds(new_tokens, cached_tokens)
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
         """Finds the chunks with the least time to first token, when each instance is free in `queue_s` seconds.
