@@ -15,12 +15,11 @@ import torch
 
 from longspan.args import AUTO, EngineArgs
 from longspan.core.cluster import ParallelSpec
-from longspan.core.engine import Engine
+from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
-from longspan.cost.step_cost import FittedCost
 from longspan.errors import ParameterError
 from longspan.profiling.store import load_profile
-from longspan.service import EngineModel, EngineSetup
+from longspan.service import EngineModel, ResolvedEngine
 from longspan.sim.executor import StepTiming
 from longspan.sim.run import Observers, Result, simulate
 from longspan.text.input_processor import EngineRequest
@@ -189,7 +188,7 @@ class Machine:
     def outcome(self, candidate: Candidate, requests: Sequence[Arrival]) -> Outcome:
         """Simulates a candidate with requests that are all there at once."""
         try:
-            setup = EngineSetup.of(candidate.options(self.given), self.model)
+            setup = ResolvedEngine.of(candidate.options(self.given), self.model)
             watch = _Watch()
             result = self._simulated(setup, candidate, requests, watch)
         except ValueError as error:
@@ -198,12 +197,12 @@ class Machine:
             candidate=candidate,
             requests_per_s=len(result.served) / result.makespan_s if result.makespan_s else 0.0,
             num_refused=len(result.refused),
-            num_transitions=watch.num_transitions,
+            num_transitions=len(result.transitions),
             prefill_share=watch.prefill_s / watch.all_s if watch.all_s else 0.0,
         )
 
     def _simulated(
-        self, setup: EngineSetup, candidate: Candidate, requests: Sequence[Arrival], watch: _Watch
+        self, setup: ResolvedEngine, candidate: Candidate, requests: Sequence[Arrival], watch: _Watch
     ) -> Result:
         shape, config = setup.facts.shape, setup.config
         assert shape is not None, "an engine knows its model"
@@ -215,7 +214,7 @@ class Machine:
             cluster=config.cluster,
             others=others,
         )
-        observers = Observers(ran=watch.ran, moment=watch.moment)
+        observers = Observers(ran=watch.ran)
         return simulate(requests, config, setup.policy, cost, watch=observers)
 
 
@@ -224,16 +223,12 @@ class _Watch:
 
     def __init__(self) -> None:
         self.prefill_s = self.all_s = 0.0
-        self.num_transitions = 0
 
     def ran(self, step: StepTiming) -> None:
         seconds = sum(end_s - begin_s for begin_s, end_s in step.stages.values())
         self.all_s += seconds
         if any(part.stop - part.start > 1 for part in step.forward.parts):
             self.prefill_s += seconds
-
-    def moment(self, _: float, engine: Engine) -> None:
-        self.num_transitions = len(engine.transitions)
 
 
 def arrivals_of(requests: Sequence[EngineRequest], max_model_len: int) -> list[Arrival]:

@@ -22,8 +22,10 @@ from longspan.core.exchange import LOCAL
 from longspan.core.options import option_text
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
+from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.flows import DISK_BYTES_PER_S
+from longspan.cost.pricing import PricedTurns
 from longspan.cost.profile import ProfileKey
-from longspan.cost.step_cost import DISK_BYTES_PER_S
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
@@ -61,7 +63,7 @@ class Service:
     """
 
     def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
-        setup = EngineSetup.of(given)
+        setup = ResolvedEngine.of(given)
         self._given, cluster, config = given, setup.config.cluster, setup.config
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
         self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
@@ -145,6 +147,9 @@ class Service:
             WorkerLostError: when a worker does not start.
         """
         before = self.engine.config.cluster
+        if self.engine.config.turns or before.num_spare:
+            problem = "ranks are in several clusters by turns: the workers of all must start anew"
+            raise ParameterError("parallel", problem, str(before.spec))
         cluster = before.without(before.at(rank).instance)
         facts, policy = self._chosen_for(cluster)
         self.executor.close()
@@ -189,6 +194,7 @@ class Service:
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, also what is saved; raises RuntimeError when some are unfinished."""
+        self.engine.settle(_SETTLE_S)
         self.engine.reset_prefix_cache()
         for disk in self._disks.values():
             disk.clear()
@@ -242,7 +248,7 @@ class EngineModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSetup:
+class ResolvedEngine:
     """An engine as its options make it on this machine, before it has any workers or memory."""
 
     model: EngineModel
@@ -253,7 +259,7 @@ class EngineSetup:
     config: EngineConfig
 
     @classmethod
-    def of(cls, given: EngineArgs, model: EngineModel | None = None) -> EngineSetup:
+    def of(cls, given: EngineArgs, model: EngineModel | None = None) -> ResolvedEngine:
         """Checks the options, and finds what they mean; `model` is what they name, if it was found before.
 
         Raises:
@@ -275,7 +281,8 @@ class EngineSetup:
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
         shape = info.shape(DTYPES[given.dtype].itemsize)
-        facts = replace(_facts(profile_key, shape, cluster, given.block_size), turns=turns)
+        facts = _facts(profile_key, shape, cluster, given.block_size)
+        facts = replace(facts, turns=turns, turn_cost=_turn_cost(profile_key, shape, turns, given.block_size))
         policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
         config = EngineConfig.of(
             _with_step_tokens(given, files, info, cluster, policy),
@@ -305,6 +312,26 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_s
         partitions=load_partitions(profile_key, block_size),
         cluster=cluster,
     )
+
+
+def _turn_cost(key: ProfileKey, shape: ModelShape, turns: Sequence[Cluster], block_size: int) -> PricedTurns | None:
+    """Prices the turns of clusters by what was measured of both; None when something was not, or on CUDA, where nobody
+    knows what a change takes.
+    """
+    found = [load_profile(msgspec.structs.replace(key, tp=one.spec.tp)) for one in turns]
+    profiles = [profile for profile in found if profile is not None]
+    if not turns or key.device != "cpu" or len(profiles) < len(turns):
+        return None
+    first, *others = profiles
+    try:
+        cost = FittedCost(first, shape, block_size=block_size, cluster=turns[0], others=others)
+        prices = PricedTurns(cost, turns, block_size)
+        for one in turns:
+            prices.prefill_s(one, 1, 1)
+    except ParameterError as error:
+        _log.info("clusters take turns as strict=true has them, since %s", error)
+        return None
+    return prices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ from engines import ThreadLLM
 from fake_llm import run
 from hypothesis import given
 from hypothesis import strategies as st
+from invented_profiles import measure
 
 import longspan
 from longspan.args import EngineArgs
 from longspan.core.cluster import ParallelSpec
 from longspan.core.sampling import SamplingParams
-from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.errors import ParameterError
 from longspan.planning import (
     DEFAULT_OUTPUT_TOKENS,
@@ -35,8 +35,6 @@ from longspan.planning import (
     explanation,
     specs_of,
 )
-from longspan.profiling.store import save_profile
-from longspan.service import EngineModel
 from longspan.text.input_processor import EngineRequest
 
 PP2, TP2, TWO = (ParallelSpec.parse(spec) for spec in ("pp2", "tp2", "2"))
@@ -163,27 +161,6 @@ def batch(tiny: Path, tmp_path: Path) -> Callable[..., int]:
     return run_it
 
 
-def measure(model: Path, *, tp: int, token_s: float, decode_s: float) -> None:
-    """Stores a profile of instances that take `token_s` for a token of a prompt, and `decode_s` for a decode step."""
-    key = EngineModel.of(EngineArgs(model=str(model))).profile_key("cpu", tp=tp, threads=1)
-    alone: dict[str, Any] = {"members": 1, "exchange": "local"}
-    prefills = [
-        Prefill(new_tokens=new, cached_tokens=cached, seconds=(1e-5 + token_s * new,), **alone)
-        for new in (16, 64, 256, 1024)
-        for cached in (0, 512)
-    ]
-    decodes = [
-        Decode(batch=number, context_tokens=context, seconds=(decode_s + 1e-6 * number,), **alone)
-        for number in (1, 4, 8)
-        for context in (16, 512)
-    ]
-    transfers = [
-        Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=(1e-6 + size * 1e-10,))
-        for size in (2**12, 2**20)
-    ]
-    save_profile(Profile(profile_key=key, prefills=tuple(prefills), decodes=tuple(decodes), transfers=tuple(transfers)))
-
-
 def test_a_pair_is_taken_where_each_is_good_at_one_thing(
     batch: Callable[..., int], tiny: Path, started: list[ThreadLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,5 +211,5 @@ def test_other_policies_and_other_verbs_refuse_it(
     assert batch("--policy", "context") == 2
     assert "--policy context is not simulated for parallel auto: choose auto, chunked" in capsys.readouterr().err
     assert run("generate", str(tiny), "--prompt", "x", "--parallel", "auto") == 2
-    assert "'auto' is not of the form [N][xtpT][ppP]" in capsys.readouterr().err
+    assert "'auto' is neither N nor [Nx][tpT][ppP]" in capsys.readouterr().err
     assert not started

@@ -59,28 +59,34 @@ def assert_nothing_computed_twice(requests: Sequence[Request]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_instances"),
+    ("policy", "num_instances", "options"),
     [
-        ("chunked", 1),
-        ("chunked", 2),
-        ("prefill-first", 2),
-        ("decode-first", 2),
-        ("context", 1),
-        ("context", 2),
-        ("tetris", 1),
+        ("chunked", 1, {}),
+        ("chunked", 2, {}),
+        ("prefill-first", 2, {}),
+        ("decode-first", 2, {}),
+        ("context", 1, {}),
+        ("context", 2, {}),
+        ("context", 2, {"threshold": "20"}),
+        ("context", 3, {"threshold": "20"}),
+        ("tetris", 1, {"improvement_rate": "0.1"}),
+        ("tetris", 2, {"improvement_rate": "0.1"}),
+        ("tetris", 4, {"improvement_rate": "0.1"}),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("uneven", [0, 3])
-def test_no_token_is_computed_twice(policy: str, num_instances: int, pp: int, uneven: int) -> None:
-    options = {"improvement_rate": "0.1"} if policy == "tetris" else {}
+def test_no_token_is_computed_twice(
+    policy: str, num_instances: int, options: dict[str, str], pp: int, uneven: int
+) -> None:
     cluster = swapping(num_instances, policy=policy, options=options, pp=pp, uneven=uneven)
     requests = crowd(cluster, 64)
     cluster.run()
     assert_lawful(cluster)
     assert sum(request.metrics.num_preemptions for request in requests) > 10
     assert_nothing_computed_twice(requests)
-    assert cluster.engine.num_host_hits > 0
+    assert cluster.engine.tiers.num_hits > 0
 
 
 @pytest.mark.parametrize(
@@ -231,7 +237,7 @@ def test_workers_lost_in_mid_copy(way: str) -> None:
     cluster.restart()
     cluster.run()
     assert all(request.output == cluster.expected_output(request) for request in requests)
-    assert cluster.engine.num_host_hits or not is_there
+    assert cluster.engine.tiers.num_hits or not is_there
 
 
 def test_the_same_steps_are_taken_again() -> None:
@@ -264,7 +270,7 @@ def test_what_does_not_pay_is_computed_anew(block_s: float, comes: bool) -> None
     requests = crowd(cluster)
     cluster.run()
     assert_lawful(cluster)
-    assert (cluster.engine.num_host_hits > 0) == comes
+    assert (cluster.engine.tiers.num_hits > 0) == comes
     assert sum(request.metrics.num_preemptions for request in requests) > 2
 
 
@@ -300,7 +306,7 @@ def test_a_later_run_finds_what_is_on_the_disk() -> None:
     assert_lawful(after)
     assert all(request.metrics.num_cached_tokens == 43 for request in again)
     assert sum(len(move.copies) for move in after.swaps if move.way == "load") == 11
-    assert after.engine.num_disk_hits == 43
+    assert after.engine.tiers.num_disk_hits == 43
 
 
 def test_what_a_disk_cannot_give_is_computed_and_saved_anew() -> None:
@@ -330,7 +336,7 @@ def test_loading_pays_or_not(load_s: float, comes: bool) -> None:
     _, first, after = saved_and_forgotten(swap=Price(0.5, load_s))
     after.add(first.prompt, max_tokens=3)
     after.run()
-    assert (after.engine.num_disk_hits > 0) == comes
+    assert (after.engine.tiers.num_disk_hits > 0) == comes
 
 
 def test_the_least_recently_used_makes_room_on_a_disk() -> None:

@@ -18,10 +18,10 @@ from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
+from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.flows import alone_s
+from longspan.cost.pricing import predicted_profile
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer, fit_decodes
-from longspan.cost.step_cost import FittedCost
-from longspan.sim.experiment import predicted_profile
 
 BLOCK_SIZE = 100
 PREFILL = {1: (0.02, 1e-4, 2e-8, 1e-8), 2: (0.03, 6e-5, 1e-8, 5e-9)}

@@ -115,3 +115,18 @@ def test_the_last_instance_cannot_be_done_without(tiny: Path) -> None:
             service.shrink(0)
     finally:
         service.close()
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_what_takes_turns_cannot_do_without_a_rank(tiny: Path, turns: bool) -> None:
+    specs = {"prefill_parallel": "pp2", "decode_parallel": "tp2", "policy": "seesaw"} if turns else {"parallel": "3"}
+    service = make_service(tiny, **specs, **HOST)
+    try:
+        if not turns:
+            service.reshard("2")
+            service.engine.step()
+            assert service.engine.config.cluster.num_spare == 1
+        with pytest.raises(ParameterError, match="ranks are in several clusters by turns"):
+            service.shrink(1)
+    finally:
+        service.close()

@@ -13,7 +13,7 @@ from longspan.serve.server import Server
 
 GAUGES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"),
-    *("local_cache_usage", "local_storage_usage"),
+    *("local_cache_usage", "local_storage_usage", "tier_kv_blocks"),
 }
 COUNTERS = {
     *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
@@ -102,6 +102,8 @@ def test_gauges_are_the_engines_latest_word() -> None:
     assert [value("instance_kv_blocks_used", instance=i) for i in "01"] == [5, 2]
     assert [value("instance_busy_seconds_total", instance=i) for i in "01"] == [1.5, 0.5]
     assert value("exchanged_bytes_total", exchange="ring_kv", link="same_host") == 1000
+    assert [value("tier_kv_blocks", tier=tier) for tier in ("device", "host", "disk")] == [7, 3, 6]
+    assert (value("local_cache_usage"), value("local_storage_usage")) == (300, 600)
     assert (value("worker_restarts_total"), value("num_preemptions_total")) == (1, 4)
     assert (value("prefix_cache_queries_total"), value("prefix_cache_hits_total")) == (50, 30)
 

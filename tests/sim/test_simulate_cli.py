@@ -544,6 +544,10 @@ def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixtu
     turns = ("--policy", "seesaw", "--prefill-parallel", "pp2", "--decode-parallel", "tp2", "--host-kv-gib", "4")
     found = simulated(capsys, *options, *turns, "-o", "strict=true", "--offline")
     assert found["num_transitions"] >= 1
+    assert "swap_bytes" not in stays
+    assert found["num_host_hits"] >= found["num_prompt_tokens"] > 0 == found["num_disk_hits"]
+    token_bytes = 2 * 2 * 3 * 64 * 30  # keys and values in bfloat16, 3 heads of 64, 30 layers
+    assert found["swap_bytes"] >= 2 * found["num_prompt_tokens"] * token_bytes, "all of it leaves, and comes back"
     assert found["phase_s"].keys() == {"prefill", "decode", "transition"}
     assert sum(found["phase_s"].values()) == pytest.approx(found["makespan_s"])
     assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0

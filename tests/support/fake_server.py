@@ -44,6 +44,9 @@ STATS = Stats(
     num_prefix_queries=50,
     num_prefix_hits=30,
     used_blocks=[5, 2],
+    host_blocks=3,
+    disk_blocks=6,
+    block_bytes=100,
     busy_s=[1.5, 0.5],
     bytes_sent={("ring_kv", "same_host"): 1000, ("ring_q", "other_host"): 24},
 )

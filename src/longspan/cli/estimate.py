@@ -61,7 +61,7 @@ def estimate(
     hardware: Annotated[str, _cluster("A device such as h100-sxm-80g; an unknown name lists all.")],
     gpus_per_host: Annotated[int, _cluster("Devices of each host.")] = 8,
     hosts: Annotated[int, _cluster("How many hosts there are.")] = 1,
-    parallel: Annotated[str, _work("[N][xtpT][ppP]: N instances of T * P devices each.", metavar="SPEC")] = "1",
+    parallel: Annotated[str, _work("N or [Nx][tpT][ppP]: N instances of T * P devices each.", metavar="SPEC")] = "1",
     exchange: Annotated[
         str,
         _work(

@@ -140,6 +140,12 @@ def _run(
             "num_transitions": len(result.transitions),
             "phase_s": dict(result.phase_s),
         }
+    if experiment.cluster.host_blocks:
+        numbers |= {
+            "num_host_hits": result.num_host_hits,
+            "num_disk_hits": result.num_disk_hits,
+            "swap_bytes": result.num_swapped_blocks * experiment.block_bytes,
+        }
     if results.find_max_rate:
         numbers |= _rates(experiment, requests, level, start=workload.rate or 1.0)
     return Record(policy=policy, cluster=experiment.cluster, result=result, timeline=timeline), numbers

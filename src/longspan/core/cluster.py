@@ -40,14 +40,14 @@ class ParallelSpec:
 
     @classmethod
     def parse(cls, spec: str) -> ParallelSpec:
-        """Reads `[N][xtpT][ppP]`: `4`, `tp2pp2`, `2xtp2`.
+        """Reads `N` or `[Nx][tpT][ppP]`: `4`, `tp2pp2`, `2xtp2`.
 
         Raises:
             ValueError: when `spec` is not of that form.
         """
         match = _SPEC.fullmatch(spec.strip())
         if match is None or not spec.strip():
-            raise ValueError(f"parallel spec {spec!r} is not of the form [N][xtpT][ppP], such as 4, tp2pp2 or 2xtp2")
+            raise ValueError(f"parallel spec {spec!r} is neither N nor [Nx][tpT][ppP], such as 4, tp2pp2 or 2xtp2")
         degrees = {name: int(match[name] or 1) for name in ("n", "tp", "pp")}
         return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"])
 
@@ -75,7 +75,7 @@ class Location:
         return self.rack, self.host
 
 
-class Rank(NamedTuple):
+class RankCoordinate(NamedTuple):
     """One worker process, by its place in the grid."""
 
     instance: int
@@ -350,11 +350,11 @@ class Cluster:
     def is_spare(self, rank: int) -> bool:
         return rank >= self._first_ranks[-1]
 
-    def at(self, rank: int) -> Rank:
+    def at(self, rank: int) -> RankCoordinate:
         assert not self.is_spare(rank), f"rank {rank} has no part in {self}"
         instance = bisect_right(self._first_ranks, rank) - 1
         stage, shard = divmod(rank - self._first_ranks[instance], self.tp(instance))
-        return Rank(instance, stage, shard)
+        return RankCoordinate(instance, stage, shard)
 
     # ------------------------------------------------------------ locations
 
@@ -378,7 +378,7 @@ class ParallelArgs:
 
     parallel: Annotated[
         str | None,
-        instance_option("[N][xtpT][ppP]: N instances, each of T * P ranks.", metavar="SPEC", default="one rank"),
+        instance_option("N or [Nx][tpT][ppP]: N instances, each of T * P ranks.", metavar="SPEC", default="one rank"),
     ] = None
     prefill_parallel: Annotated[
         str | None, instance_option("Instead: instances that only prefill, on the first devices.", metavar="SPEC")

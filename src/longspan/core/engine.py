@@ -69,6 +69,7 @@ class Engine:
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         num_external_queries: tokens that are looked up on hosts, too.
         transitions: the changes of clusters so far.
+        tiers: copies of KV between devices, hosts and disks.
 
     Args:
         saved: what each disk has from an earlier run, by block, the least recently used first.
@@ -90,7 +91,7 @@ class Engine:
         self.account, self._transfers = self._empty()
         for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
             self.account.pool(pool).restore(contents)
-        self._tiers = Tiers(
+        self.tiers = Tiers(
             self.account,
             config.cluster,
             self._running,
@@ -169,28 +170,12 @@ class Engine:
 
     @property
     def _is_moving(self) -> bool:
+        return self._transfers.in_flight or self._is_settling
+
+    @property
+    def _is_settling(self) -> bool:
         is_regrouping = self._regrouping is not None and self._regrouping.number is not None
-        return self._transfers.in_flight or self._tiers.in_flight or is_regrouping
-
-    @property
-    def num_host_hits(self) -> int:
-        """Counts the tokens whose KV was found on hosts, and copied to devices."""
-        return self._tiers.num_hits
-
-    @property
-    def num_disk_hits(self) -> int:
-        """Counts the tokens whose KV was found on disks, and copied to hosts."""
-        return self._tiers.num_disk_hits
-
-    @property
-    def num_swapped_blocks(self) -> int:
-        """Counts the blocks that were copied from devices to hosts and back."""
-        return self._tiers.num_swapped_blocks
-
-    @property
-    def used_host_blocks(self) -> int:
-        """Counts the blocks of all hosts that are in use: for requests that go on, or copies under way."""
-        return self._tiers.used_host_blocks
+        return self.tiers.in_flight or is_regrouping
 
     @property
     def phase(self) -> str:
@@ -198,11 +183,6 @@ class Engine:
         if self._regrouping is not None and self._regrouping.idle_s is not None:
             return "transition"
         return phase_of(self.config.cluster, self.config.turns)
-
-    @property
-    def peak_host_blocks(self) -> int:
-        """The most blocks of all hosts that were in use at once."""
-        return self._tiers.peak_host_blocks
 
     def load(self) -> Load:
         waiting, cluster = self._waiting.able(), self.config.cluster
@@ -226,7 +206,7 @@ class Engine:
             request.metrics.finished_s = self._clock.now()
             self._leave(request)
             self._transfers.give_up(request)
-            self._tiers.release(request)
+            self.tiers.release(request)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
         if not request.in_flight and request.id in self._requests:
@@ -247,7 +227,7 @@ class Engine:
         """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
         self._check_idle("KV cannot be forgotten")
         self.account, self._transfers = self._empty()
-        self._tiers.restart(self.account)
+        self.tiers.restart(self.account)
 
     def _check_idle(self, what: str) -> None:
         if self._requests:
@@ -256,12 +236,15 @@ class Engine:
             raise RuntimeError(f"{what} while KV is on its way: call step until has_unfinished is false")
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until hosts and disks have what is on its way there; emits no step. Returns whether they have."""
+        """Waits until hosts and disks have what is on its way there, and ranks are where they go; emits no step.
+
+        Returns whether they are.
+        """
         until_s = self._clock.now() + timeout_s
-        while self._tiers.in_flight and (left_s := until_s - self._clock.now()) > 0:
+        while self._is_settling and (left_s := until_s - self._clock.now()) > 0:
             for done in self._executor.poll(left_s):
                 self._take(done)
-        return not self._tiers.in_flight
+        return not self._is_settling
 
     def restart(
         self, executor: Executor, *, cluster: Cluster | None = None, policy: EnginePolicy | None = None
@@ -274,7 +257,7 @@ class Engine:
         self._executor, before = executor, self.account
         self._regrouping = None
         self.account, self._transfers = self._empty()
-        self._tiers.restart(self.account)
+        self.tiers.restart(self.account)
         self.account.keep_pools(before, self.config.cluster.host_pools.start)
         for forward in self._steps.clear():
             self._end(forward)
@@ -294,7 +277,7 @@ class Engine:
         KV that devices have lies on hosts meanwhile, as far as there is a pool; the rest is computed anew.
 
         Raises:
-            RuntimeError: when one is.
+            RuntimeError: while another change is under way.
         """
         if self._regrouping is not None:
             raise RuntimeError("clusters change already: call step until they have")
@@ -340,7 +323,7 @@ class Engine:
         now_s = self._clock.now()
         regrouping.idle_s = now_s if regrouping.idle_s is None else regrouping.idle_s
         assert not self._running, "who is in no step has been parked"
-        if not (self._tiers.on_devices or self._transfers.in_flight):
+        if not (self.tiers.on_devices or self._transfers.in_flight):
             regrouping.number, regrouping.begun_s = self._number(), now_s
             self._executor.submit(Reshard(number=regrouping.number, cluster=regrouping.cluster))
 
@@ -366,7 +349,7 @@ class Engine:
         self._running.replace(cluster.num_instances)
         self._occupancy.replace(self._most_steps())
         self.account, self._transfers = self._empty()
-        self._tiers.regroup(self.account, cluster)
+        self.tiers.regroup(self.account, cluster)
         self.account.keep_pools(before, cluster.host_pools.start)
         if policy is not None:
             self._adopt(policy)
@@ -384,7 +367,7 @@ class Engine:
 
     def _relents(self) -> bool:
         """Lets requests that wait for KV on hosts go on without it, if nothing else could happen."""
-        return bool(self._waiting) and not (self._steps or self._is_moving) and self._tiers.relent()
+        return bool(self._waiting) and not (self._steps or self._is_moving) and self.tiers.relent()
 
     def _hand_over(self) -> bool:
         """Sends pending KV, and hands over requests whose KV has arrived; returns whether there were any."""
@@ -451,7 +434,7 @@ class Engine:
         while True:
             self._transfers.make_room(self._occupancy.full)
             self._submit(
-                self._tiers.arrange(self._waiting.able(self._policy.admits(self.config.cluster)), may_fetch=may_fetch)
+                self.tiers.arrange(self._waiting.able(self._policy.admits(self.config.cluster)), may_fetch=may_fetch)
             )
             plan = self._policy.plan(self._view())
             for parked in plan.parked:
@@ -460,7 +443,7 @@ class Engine:
                 assert not plan.batches, "nothing is planned beside a change of clusters"
                 self._regrouping = _Regrouping(cluster=plan.reshard, asked_s=self._clock.now())
                 return ()
-            if plan.preempted and self._tiers.make_room():
+            if plan.preempted and self.tiers.make_room():
                 may_fetch = False
                 continue
             for preempted in plan.preempted:
@@ -468,7 +451,7 @@ class Engine:
                 request.metrics.num_preemptions += 1
                 self.num_preemptions += 1
                 self._retract(request)
-            if not plan.preempted or (plan.batches and not self._tiers.on_devices):
+            if not plan.preempted or (plan.batches and not self.tiers.on_devices):
                 return plan.batches
 
     @property
@@ -499,15 +482,15 @@ class Engine:
             cluster=self.config.cluster,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
-            waiting=self._tiers.ready(waiting.able(admits)),
+            waiting=self.tiers.ready(waiting.able(admits)),
             running=self._running,
             kv=self.account,
             busy=frozenset(self._occupancy.busy),
             full=frozenset(self._occupancy.full),
             now_s=self._clock.now(),
             promised=self._transfers.promised,
-            arrivals=waiting.changes + self._tiers.changes,
-            returning=self._tiers.returning,
+            arrivals=waiting.changes + self.tiers.changes,
+            returning=self.tiers.returning,
             max_steps_in_flight=self.config.max_steps_in_flight,
             num_new=len(waiting) - waiting.num_started,
             num_started=waiting.num_started,
@@ -519,7 +502,7 @@ class Engine:
         assert hit is not None and hit.num_tokens == scheduled.start, "an admitted request starts behind its prefix"
         self._leave(request)
         self.account.take(request, hit)
-        self._tiers.release(request)
+        self.tiers.release(request)
         self.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
         request.group = scheduled.group
         request.admission = next(self._admissions)
@@ -576,7 +559,7 @@ class Engine:
         if self._regrouping is not None and self._regrouping.number == done.number:
             self._regrouped(self._regrouping, done)
             return
-        if (saves := self._tiers.moved(done)) is None:
+        if (saves := self.tiers.moved(done)) is None:
             self._steps.complete(done)
         else:
             self._submit(saves)
@@ -630,7 +613,7 @@ class Engine:
         """Makes the request give up its KV and wait again; what it computed is found again by its prefix keys."""
         assert not request.in_flight, "a step in flight names the request"
         self._transfers.give_up(request)
-        self._submit(self._tiers.leave(request))
+        self._submit(self.tiers.leave(request))
         self.account.release(request)
         self._executor.submit(Free(number=self._number(), request_ids=(request.id,)))
         goes_on = request.finish_reason is None

@@ -568,7 +568,7 @@ class Tiers:
             sources, targets, _ = zip(*same, strict=True)
             moves.append(self._move("load" if loads else "in", request.id, same, held=targets, kept=sources))
         fetch.numbers.update(move.number for move in moves)
-        if loads and not moves:
+        if not moves and (loads or found.stored):
             self._unpin(request.id)
         elif not loads and moves:
             self.num_hits += found.num_tokens - found.num_cached
@@ -591,6 +591,11 @@ def _has_room(room: dict[int, int], group: Sequence[int], num_blocks: int) -> bo
 
 
 def _claim(room: dict[int, int], load: list[int], found: _Found, num_blocks: int, request: Request) -> None:
+    """Takes blocks of those with most room, as fetches do, and shares what is to be computed."""
+    if len(found.group) == 1:
+        room[found.group[0]] -= num_blocks
+    else:
+        for _ in range(num_blocks):
+            room[max(found.group, key=room.__getitem__)] -= 1
     for instance in found.group:
-        room[instance] -= -(-num_blocks // len(found.group))
         load[instance] += -(-(request.num_tokens - found.num_tokens) // len(found.group))

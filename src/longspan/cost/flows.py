@@ -1,10 +1,16 @@
-"""KV that flows between instances: the links that it takes, and how all that is under way at once shares them."""
+"""KV that flows between instances, hosts and disks: the links it takes, and how all that is under way shares them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, ItemsView, Sequence
 from typing import NamedTuple
+
+from longspan.core.cluster import Cluster
+from longspan.core.steps import MoveKV
+
+DISK_BYTES_PER_S = 1e9
+"""Typical of disks without moving parts, of which each block is read or written whole, and its checksum made."""
 
 
 class Flow(NamedTuple):
@@ -54,3 +60,26 @@ def shared_rates(flows: Sequence[Flow]) -> list[float]:
                 left[end] = max(0.0, left[end] - rate * seconds)
         rising = [index for index in rising if index not in stopped]
     return rates
+
+
+def block_pairs(move: MoveKV) -> ItemsView[tuple[int, int], int]:
+    """Counts the blocks that go from each source to each target."""
+    return Counter([(source.instance, target.instance) for source, target in move.copies]).items()
+
+
+def host_flows(
+    move: MoveKV, cluster: Cluster, block_bytes: Callable[[int], float], latency_s: float, bytes_per_s: float
+) -> tuple[Flow, ...]:
+    """Returns flows between instances and pools of hosts, each over the links of all ranks of the instance; or between
+    such a pool and the one on the host's disk, which has a typical speed.
+    """
+    found = []
+    for pair, number in block_pairs(move):
+        if move.way in ("save", "load"):
+            lane = "disk", max(pair)  # both ways: disks come last
+            found.append(Flow(*pair, number * block_bytes(0), 0.0, ((lane, 1 / DISK_BYTES_PER_S),)))
+            continue
+        instance = pair[move.way == "in"]
+        byte_s = 1 / (bytes_per_s * len(cluster.ranks(instance)))
+        found.append(Flow(*pair, number * block_bytes(instance), latency_s, (((move.way, instance), byte_s),)))
+    return tuple(found)

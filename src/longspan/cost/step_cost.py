@@ -1,9 +1,9 @@
-"""The time of a step on every instance, by the roofline or by measurements: the costs a simulated cluster runs on."""
+"""The time of a step on every instance: what a simulated cluster takes, and how the roofline says it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, ItemsView, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
@@ -11,22 +11,15 @@ from typing import NamedTuple, Protocol
 
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
-from longspan.core.layouts import shard_span
 from longspan.core.owners import coupled_instances
-from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture, ModelShape
+from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, shares_of
-from longspan.cost.flows import Flow, alone_s
+from longspan.cost.flows import Flow, alone_s, block_pairs, host_flows
 from longspan.cost.forward import Breakdown, Roofline, rooflines
-from longspan.cost.profile import LinkFit, Prefill, Profile, Times
 from longspan.cost.topology import Devices
-from longspan.errors import ParameterError
-
-DISK_BYTES_PER_S = 1e9
-"""Typical of disks without moving parts, of which each block is read or written whole, and its checksum made."""
 
 
 class StepCost(Protocol):
@@ -105,7 +98,7 @@ def _place(cluster: Cluster, rank: int) -> tuple[range, tuple[float, float]]:
     return cluster.layers(instance, stage), (shard / tp, (shard + 1) / tp)
 
 
-def _wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCost) -> None:
+def wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCost) -> None:
     """Adds to the time of all layers of each member what the layers do not hide of `rebalances`.
 
     Those go layer by layer beside the layers before. Nothing hides that of the first layer.
@@ -158,7 +151,8 @@ class RooflineCost:
         if move.way != "across":
             return host_flows(move, self._cluster, self._block_bytes, self._bus.latency_s, self._bus.bytes_per_s)
         return tuple(
-            self._path(*pair)._replace(num_bytes=number * self._block_bytes(pair[1])) for pair, number in _pairs(move)
+            self._path(*pair)._replace(num_bytes=number * self._block_bytes(pair[1]))
+            for pair, number in block_pairs(move)
         )
 
     def resharded(self, cluster: Cluster) -> RooflineCost:
@@ -208,7 +202,7 @@ class RooflineCost:
         if not self._line(forward.instances[0]).hops:
             return {instance: (seconds,) for instance, seconds in self.seconds(forward).items()}
         layers_s, heads_s = self._layers_and_heads_s(forward)
-        tokens = _tokens(forward)
+        tokens = computed_tokens(forward)
         return {
             instance: self._line(instance).by_stage(layers_s[instance], head_s, tokens[instance])
             for instance, head_s in heads_s.items()
@@ -220,7 +214,7 @@ class RooflineCost:
         layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
         _wait_for_members(layers_s, channels)
         if forward.rebalances:
-            _wait_for_balances(forward, layers_s, self)
+            wait_for_balances(forward, layers_s, self)
         return layers_s, {instance: one.head_s for instance, one in times.items()}
 
     def exposed_s(self, forward: Forward) -> dict[int, float]:
@@ -233,7 +227,7 @@ class RooflineCost:
         if forward.rebalances:
             _wait_for_members(layers_s, channels)
             before_s = dict(layers_s)
-            _wait_for_balances(forward, layers_s, self)
+            wait_for_balances(forward, layers_s, self)
             found = {instance: waits_s + layers_s[instance] - before_s[instance] for instance, waits_s in found.items()}
         return found
 
@@ -265,7 +259,7 @@ class RooflineCost:
         return self._line(forward.parts[0].group[0]).times(channels, tokens, sampled), channels
 
 
-def _tokens(forward: Forward) -> Counter[int]:
+def computed_tokens(forward: Forward) -> Counter[int]:
     """Counts the tokens that each instance computes."""
     found = Counter[int]()
     for part in forward.parts:
@@ -335,29 +329,6 @@ def _coupled(channels: Sequence[Channel]) -> Iterable[Collection[int]]:
     return groups if len(groups) == 1 else coupled_instances(groups)
 
 
-def _pairs(move: MoveKV) -> ItemsView[tuple[int, int], int]:
-    """Counts the blocks that go from each source to each target."""
-    return Counter([(source.instance, target.instance) for source, target in move.copies]).items()
-
-
-def host_flows(
-    move: MoveKV, cluster: Cluster, block_bytes: Callable[[int], float], latency_s: float, bytes_per_s: float
-) -> tuple[Flow, ...]:
-    """Returns flows between instances and pools of hosts, each over the links of all ranks of the instance; or between
-    such a pool and the one on the host's disk, which has a typical speed.
-    """
-    found = []
-    for pair, number in _pairs(move):
-        if move.way in ("save", "load"):
-            lane = "disk", max(pair)  # both ways: disks come last
-            found.append(Flow(*pair, number * block_bytes(0), 0.0, ((lane, 1 / DISK_BYTES_PER_S),)))
-            continue
-        instance = pair[move.way == "in"]
-        byte_s = 1 / (bytes_per_s * len(cluster.ranks(instance)))
-        found.append(Flow(*pair, number * block_bytes(instance), latency_s, (((move.way, instance), byte_s),)))
-    return tuple(found)
-
-
 def _channel(parts: Sequence[Part]) -> Channel:
     first, keys = parts[0], sum(part.stop for part in parts)
     shares = shares_of(first.exchange, first.runs, first.start, first.stop)
@@ -365,197 +336,3 @@ def _channel(parts: Sequence[Part]) -> Channel:
         more = shares_of(first.exchange, part.runs, part.start, part.stop)
         shares = [Share(*map(add, *both)) for both in zip(shares, more, strict=True)]
     return Channel(exchange=first.exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)
-
-
-class FittedCost:
-    """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
-
-    Blocks are sharded whole, so some members have more tokens than others: a prompt counts as one of which each has as
-    many as the busiest, and so do those that were measured, but not where a chain was cut unevenly on purpose. A step
-    is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of decodes where
-    there is no prefill. The first decode of each group costs its messages: what it takes to start beyond one
-    instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
-    prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
-    two ranks sent to each other.
-
-    Pipeline stages share what was measured of an instance without stages, beside as many busy others as there are
-    stages: by their layers, and the output head by its weights.
-
-    Args:
-        shape: of the model that was measured.
-        block_size: tokens of a KV block, which transfers consist of.
-        cluster: the instances, when they have stages or pools on hosts.
-        others: profiles of instances that are split otherwise, which take turns with these.
-
-    Raises:
-        ValueError: for a profile that lacks one instance alone, with the remedy.
-    """
-
-    def __init__(
-        self,
-        profile: Profile,
-        shape: ModelShape,
-        *,
-        block_size: int,
-        cluster: Cluster | None = None,
-        others: Sequence[Profile] = (),
-    ) -> None:
-        self._profile, self._shape, self._others = profile, shape, others
-        self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
-        self._cluster, self._host_link = cluster, profile.link("host_copy", 1) or self._link
-        self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
-        self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
-        self._block_size = block_size
-        self._times = profile.times(self._measured_as)
-        self._decodes = profile.decode_fits()
-        self._waits_s = profile.waits_s()
-        self._known: dict[tuple[int, Exchange, int, int], float] = {}
-        if (1, LOCAL) not in self._times or (1, LOCAL) not in self._decodes:
-            problem = (
-                "lacks prefills or decodes of one instance alone: run longspan profile with the same model and options "
-                "again, which measures what is missing"
-            )
-            raise ParameterError("profile", problem)
-
-    def flows(self, move: MoveKV) -> tuple[Flow, ...]:
-        if move.way != "across":
-            assert self._cluster is not None, "pools of hosts belong to a cluster"
-            link = self._host_link or self._known_link()
-            return host_flows(move, self._cluster, lambda _: self._block_bytes, link.start_s, link.bytes_per_s)
-        link = self._known_link()
-        latency_s, byte_s = link.start_s, 1 / (link.bytes_per_s * self._tp)
-        return tuple(
-            Flow(*pair, number * self._block_bytes, latency_s, ((("out", pair[0]), byte_s), (("in", pair[1]), byte_s)))
-            for pair, number in _pairs(move)
-        )
-
-    def resharded(self, cluster: Cluster) -> FittedCost:
-        """Takes the profile of instances that are split so.
-
-        Raises:
-            ParameterError: when there is none.
-        """
-        profiles = (self._profile, *self._others)
-        found = next((one for one in profiles if one.profile_key.tp == cluster.spec.tp), None)
-        if found is None:
-            known = " and ".join(str(one.profile_key.tp) for one in profiles)
-            problem = f"is of instances with tp {known}, but {cluster} is to take its turn: measure that, too"
-            raise ParameterError("profile", problem)
-        others = [one for one in profiles if one is not found]
-        return FittedCost(found, self._shape, block_size=self._block_size, cluster=cluster, others=others)
-
-    def reshard(self, cluster: Cluster) -> ReshardCost:  # noqa: ARG002 - on a CPU it does not depend on that
-        """Returns nothing: shares of a CPU are views of the same weights."""
-        return ReshardCost(0.0, 0.0)
-
-    def _known_link(self) -> LinkFit:
-        if self._link is None:
-            problem = (
-                "lacks times of messages between two ranks, which KV and hidden states move by: measure 2 instances or "
-                "more"
-            )
-            raise ParameterError("profile", problem)
-        return self._link
-
-    def exposed_s(self, forward: Forward) -> None:
-        """Returns None: steps were measured as a whole."""
-
-    def seconds(self, forward: Forward) -> dict[int, float]:
-        if self._cluster is None or not self._cluster.has_stages:
-            return self._unsplit_s(forward)
-        return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
-
-    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
-        found, cluster = self._unsplit_s(forward), self._cluster
-        if cluster is None or not cluster.has_stages:
-            return {instance: (seconds,) for instance, seconds in found.items()}
-        tokens, sampled = _tokens(forward), Counter(one.sample.instance for one in forward.parts if one.sample)
-        by_stage = {}
-        for instance, seconds in found.items():
-            weight = sampled[instance] * cluster.head_layers  # of the head, where a layer has that of its tokens
-            head_s = seconds * weight / (tokens[instance] * cluster.num_layers + weight) if weight else 0.0
-            layer_s, stages = (seconds - head_s) / cluster.num_layers, range(cluster.pp(instance))
-            hop_s = self._known_link().seconds(tokens[instance] * self._hidden_bytes) if tokens[instance] else 0.0
-            times = [len(cluster.layers(instance, stage)) * layer_s + (hop_s if stage else 0.0) for stage in stages]
-            by_stage[instance] = (*times[:-1], times[-1] + head_s)
-        return by_stage
-
-    def _unsplit_s(self, forward: Forward) -> dict[int, float]:
-        """Returns what instances without stages take."""
-        starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)
-        prefilling: set[int] = set()
-        for part in forward.parts:
-            if not self._decodes_in(part):
-                whole_s, fixed_s = self._prefill_s(part), self._of_prefill(part).fit.start_s
-                prefilling.update(part.group)
-                for instance in part.group:
-                    starts[instance] = max(starts[instance], fixed_s)
-                    rest[instance] += max(0.0, whole_s - fixed_s)
-        decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums have the same last bits
-        for part in forward.parts:
-            if self._decodes_in(part):
-                is_first = (part.group, part.exchange) not in decoding
-                decoding[part.group, part.exchange] = None
-                self._add_decode(part, starts, rest, prefilling, is_first=is_first)
-        computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
-        for group, exchange in decoding:
-            if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
-                for instance in group:
-                    rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
-        found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
-        for coupled in coupled_instances({part.group for part in forward.parts if len(part.group) > 1}):
-            found.update(dict.fromkeys(coupled, max(found[instance] for instance in coupled)))
-        _wait_for_balances(forward, found, self)
-        return found
-
-    def _add_decode(
-        self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
-    ) -> None:
-        fit = self._decodes[len(part.group), part.exchange]
-        start_s = min(fit.start_s, self._decodes[1, LOCAL].start_s)
-        messages_s = fit.start_s - start_s if is_first else 0.0
-        context_s = messages_s + fit.context_s * part.start
-        for instance in part.group:
-            if instance in prefilling:
-                rest[instance] += self._times[1, LOCAL].fit.token_s + context_s
-            else:
-                starts[instance] = max(starts[instance], start_s)
-                rest[instance] += fit.request_s + context_s
-
-    def _decodes_in(self, part: Part) -> bool:
-        """Tells whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""
-        return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
-
-    def _prefill_s(self, part: Part) -> float:
-        new_tokens, group = part.stop - part.start, len(part.group)
-        if not part.exchange.traits.in_order or part.runs == self._sharded(part.exchange, part.start, part.stop, group):
-            new_tokens = _as_even(part.runs)
-        key = group, part.exchange, new_tokens, part.start
-        if key not in self._known:
-            self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
-        return self._known[key]
-
-    def _measured_as(self, prefill: Prefill) -> int:
-        """Counts the new tokens that a measured prefill stands for."""
-        members, exchange = prefill.kind
-        start = prefill.cached_tokens
-        return _as_even(self._sharded(exchange, start, start + prefill.new_tokens, members))
-
-    def _sharded(self, exchange: Exchange, start: int, stop: int, members: int) -> SpanShards:
-        """Shards to members with room alike, as evenly as blocks allow."""
-        return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
-
-    def _of_prefill(self, part: Part) -> Times:
-        members, exchange = len(part.group), part.exchange
-        if (members, exchange) not in self._times:
-            problem = (
-                f"lacks times of {members} instances with exchange {exchange}: measure {members} instances or more, or "
-                "choose other options of the policy"
-            )
-            raise ParameterError("profile", problem)
-        return self._times[members, exchange]
-
-
-def _as_even(sharded: SpanShards) -> int:
-    """Counts tokens as if each member had as many as the busiest."""
-    return len(sharded) * max(sum(map(len, runs)) for runs in sharded)

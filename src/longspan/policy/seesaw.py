@@ -71,7 +71,7 @@ class Seesaw:
         plan.parked = done
         is_done = not (plan.batches or view.busy) and len(done) == len(view.running)
         if is_done and (view.num_started or done) and not self._can_go_on(view, room):
-            if self._is_worth_decoding(view):
+            if self._is_worth_decoding(view.num_started + len(done)):
                 self._parked = _Parked()
                 plan.reshard = self._decode
             else:
@@ -89,7 +89,7 @@ class Seesaw:
         first = view.next_new
         if first is not None:
             room = _Room(view, view.running)
-            if room.has(first):
+            if room.is_ample(first, view.num_new):
                 if self._is_worth_prefilling(view, first, room):
                     return Plan(reshard=self._prefill)
                 self._mixes = True
@@ -103,12 +103,12 @@ class Seesaw:
             self._mixes = False  # all have ended
         return plan
 
-    def _is_worth_decoding(self, view: ClusterView) -> bool:
+    def _is_worth_decoding(self, num_started: int) -> bool:
         """Tells whether the requests that have begun gain more by the other cluster than the way there takes."""
         if self._cost is None or not self._parked.number:
             return True
         cost, parked = self._cost, self._parked
-        times, length = view.num_started / parked.number, parked.length
+        times, length = num_started / parked.number, parked.length
         gained_s = 0.0
         for number, num_tokens in drain(parked.left):
             here_s, there_s = (
@@ -135,6 +135,7 @@ class _Room:
         cluster, kv = view.cluster, view.kv
         self._pool = {instance: cluster.host_pool(instance) for instance in cluster.instances}
         self._left = Counter({pool: kv.num_free(pool) for pool in self._pool.values()})
+        self._size = sum(map(kv.num_blocks, self._left))
         self.num_running = 0
         for request in running:
             number = request.blocks_for(request.num_tokens)
@@ -148,6 +149,14 @@ class _Room:
     def has(self, request: RequestView) -> bool:
         """Tells whether any host has room for a request."""
         return max(self._left.values()) >= _needed(request)
+
+    def is_ample(self, first: RequestView, num_new: int) -> bool:
+        """Tells whether hosts have room for all new requests, if they are like the first, or for that and half empty.
+
+        Where devices hold more than hosts, a change for each prompt that fits would take most of the time.
+        """
+        lacks = self.num_blocks < num_new * _needed(first)
+        return self.has(first) and not (lacks and 2 * self.num_running > self._size)
 
     def take(self, part: ScheduledPart) -> bool:
         """Takes the room for a request to be admitted; returns whether there was any."""

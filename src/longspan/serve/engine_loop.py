@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -270,7 +271,7 @@ class EngineLoop:
                     )
         if does_without:
             self._shrink(error)
-            failed += self._outgrown()
+            failed += self._outgrown(failed)
         else:
             self._start_workers(error)
             self._num_restarts += 1
@@ -292,10 +293,14 @@ class EngineLoop:
         self._service.executor.wakeup = self._socket
         _log.warning("%d instances are left", self._engine.config.cluster.num_instances)
 
-    def _outgrown(self) -> list[_Served]:
-        """Tells of requests that have ended since the devices that are left have no room for them."""
+    def _outgrown(self, told: Sequence[_Served]) -> list[_Served]:
+        """Tells of requests that have ended since the devices that are left have no room for them, unless that is
+        told.
+        """
         found = []
         for served in self._served.values():
+            if served in told:
+                continue
             reasons = [one.request.stop_reason for one in served.state.choices if one.request.finish_reason == "error"]
             if reasons:
                 self._send(messages.Failed(served.id, str(reasons[0])))
@@ -327,10 +332,11 @@ class EngineLoop:
             num_prefix_queries=self._engine.num_prefix_queries,
             num_prefix_hits=self._engine.num_prefix_hits,
             num_external_queries=self._engine.num_external_queries,
-            num_host_hits=self._engine.num_host_hits,
-            num_disk_hits=self._engine.num_disk_hits,
-            host_bytes=load.host_blocks * self._service.block_bytes,
-            disk_bytes=load.disk_blocks * self._service.block_bytes,
+            num_host_hits=self._engine.tiers.num_hits,
+            num_disk_hits=self._engine.tiers.num_disk_hits,
+            host_blocks=load.host_blocks,
+            disk_blocks=load.disk_blocks,
+            block_bytes=self._service.block_bytes,
             used_blocks=load.used_blocks,
             busy_s=load.busy_s,
             bytes_sent=dict(self._engine.bytes_sent),

@@ -126,7 +126,7 @@ class Metrics(Collector):
         """Resets gauges while there is no engine core; another one counts from 0 again, but counters stay."""
         self._num_losses += 1
         none = [0] * self._num_instances
-        self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none, host_bytes=0)
+        self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none, host_blocks=0)
 
     def text(self) -> bytes:
         """Returns the page in Prometheus' exposition format."""
@@ -143,8 +143,11 @@ class Metrics(Collector):
             yield self._counter(name, words, {(): getattr(stats, field)})
         yield self._counter("engine_restarts", "How often a lost engine core was replaced.", {(): self._num_losses})
         words = "Bytes of KV in the memory of hosts."
-        yield self._gauge("local_cache_usage", words, {(): stats.host_bytes})
-        yield self._gauge("local_storage_usage", "Bytes of KV on the disks of hosts.", {(): stats.disk_bytes})
+        yield self._gauge("local_cache_usage", words, {(): stats.host_blocks * stats.block_bytes})
+        words = "Bytes of KV on the disks of hosts."
+        yield self._gauge("local_storage_usage", words, {(): stats.disk_blocks * stats.block_bytes})
+        tiers = {("device",): sum(stats.used_blocks), ("host",): stats.host_blocks, ("disk",): stats.disk_blocks}
+        yield self._gauge("tier_kv_blocks", "KV blocks in use on devices, and held by hosts and disks.", tiers, "tier")
         used = {(str(instance),): value for instance, value in enumerate(stats.used_blocks)}
         yield self._gauge("instance_kv_blocks_used", "KV blocks in use.", used, "instance")
         busy_s = {(str(instance),): value for instance, value in enumerate(stats.busy_s)}

@@ -71,7 +71,7 @@ def answer_each(
     requests: Iterable[tuple[TagT, str, bytes]],
     *,
     most: int,
-    most_waiting_tokens: int = 2**21,
+    most_waiting_tokens: int,
     stepped: Callable[[Sequence[Choice]], object] | None = None,
 ) -> Iterator[tuple[TagT, int, Body]]:
     """Answers requests without HTTP, `most` at once, each as soon as it is done; takes them from `requests` as it goes.

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
-from longspan.core.cluster import Cluster, ParallelSpec, cut_evenly
+from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
-from longspan.core.exchange import CHAIN, LOCAL, Exchange, of_any_layout
-from longspan.core.layouts import shard_span
+from longspan.core.exchange import CHAIN, of_any_layout
 from longspan.core.options import SchedulingArgs
-from longspan.core.owners import BlockRef
-from longspan.core.runs import Run, chunk_tokens
-from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.estimate import (
@@ -29,11 +25,12 @@ from longspan.cost.estimate import (
     searched_fractions,
     whole_prompt_tokens,
 )
-from longspan.cost.flows import alone_s
-from longspan.cost.forward import Roofline, pipelined_s
+from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.forward import Roofline
 from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
-from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
-from longspan.cost.step_cost import FittedCost, RooflineCost, StepCost
+from longspan.cost.pricing import PricedSwap, PricedTurns, predicted_profile
+from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
+from longspan.cost.step_cost import RooflineCost, StepCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
 from longspan.policy import ChosenPolicy, make_policy
@@ -92,6 +89,13 @@ class Experiment:
         """Returns an experiment with some options of the policy set or replaced."""
         options = {**(self.scheduling.policy_options or {}), **options}
         return replace(self, scheduling=replace(self.scheduling, policy_options=options))
+
+    @property
+    def block_bytes(self) -> float:
+        """Counts the bytes of a KV block with all layers and heads."""
+        shape = self.facts.shape
+        assert shape is not None, "a simulated model is known"
+        return shape.kv_bytes * shape.num_layers * self.scheduling.block_size
 
     def policy(self) -> ChosenPolicy:
         """Makes the policy as it is before the first request."""
@@ -395,140 +399,3 @@ def _with_tiers(cluster: Cluster, model: Architecture, scheduling: SchedulingArg
     """Gives hosts and their disks pools of blocks with all layers and heads."""
     block_bytes = scheduling.block_size * model.attention.kv_bytes * model.attention.num_layers
     return cluster.with_tiers(block_bytes, host_kv_gib=scheduling.host_kv_gib, disk_kv_gib=scheduling.disk_kv_gib)
-
-
-class PricedSwap:
-    """Prices what is copied from a host, or its disk, to an instance, and what is computed there instead, by the cost
-    of steps.
-    """
-
-    def __init__(self, cost: StepCost, cluster: Cluster) -> None:
-        host = cluster.host_pool(0)
-        disk = cluster.disk_pool(host)
-        self.block_s = _block_s(cost, host, 0, "in")
-        self.load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
-        self.recompute_s = lru_cache(maxsize=4096)(partial(_prefill_s, cost, 1, LOCAL))
-
-
-class PricedTurns:
-    """Prices the work of clusters that take turns by the cost of steps, as if all of their devices had some."""
-
-    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int) -> None:
-        self._costs = {one.spec: cost.resharded(one) for one in turns}
-        self._other = {turns[0].spec: turns[1], turns[1].spec: turns[0]}
-        self._swaps = {one.spec: PricedSwap(self._costs[one.spec], one) for one in turns}
-        self._block_size = block_size
-        self._stage_s = lru_cache(maxsize=4096)(self._find_stage_s)
-
-    def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
-        """Times prompts of a `length` that follow each other through all stages."""
-        return num_tokens / length / cluster.num_instances * self._stage_s(cluster.spec, 0, length)
-
-    def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
-        """Times one more token for each of `num_seqs` requests, as many at once as devices have KV for."""
-        most = max(1, cluster.num_blocks[0] // -(-length // self._block_size))
-        at_once = max(1, min(most, -(-num_seqs // cluster.num_instances)))
-        num_stages, number = cluster.pp(0), -(-at_once // cluster.pp(0))
-        rounds = num_seqs / (at_once * cluster.num_instances)
-        return rounds * num_stages * self._stage_s(cluster.spec, number, length)
-
-    def reshard_s(self, cluster: Cluster) -> float:
-        return self._costs[self._other[cluster.spec].spec].reshard(cluster).seconds
-
-    def swap_s(self, cluster: Cluster, num_blocks: int) -> float:
-        return num_blocks * self._swaps[cluster.spec].block_s / cluster.num_instances
-
-    def _find_stage_s(self, spec: ParallelSpec, num_decodes: int, length: int) -> float:
-        """Times the slowest stage of one instance with a prompt, or with so many decodes."""
-        forward = _decodes(num_decodes, length) if num_decodes else _prefill(1, LOCAL, length, 0)
-        return max(self._costs[spec].stage_seconds(forward)[0])
-
-
-def _block_s(cost: StepCost, source: int, target: int, way: MoveWay) -> float:
-    """Times one block more in a move."""
-    pair = BlockRef(source, 0), BlockRef(target, 0)
-    moves = (MoveKV(number=1, request_id=0, copies=(pair,) * number, way=way) for number in (1, 2))
-    one_s, two_s = (alone_s(cost.flows(move)) for move in moves)
-    return two_s - one_s
-
-
-def predicted_profile(
-    cost: StepCost,
-    profile_key: ProfileKey,
-    *,
-    num_instances: int,
-    prompts: Iterable[tuple[int, int]],
-    exchanges: Sequence[Exchange],
-    sizes: Collection[int] = (),
-) -> Profile:
-    """Predicts the profile of a machine that is only known by its cost, so that policies choose as on a real one.
-
-    Prefills of (new, cached) tokens are one step each, or some that fill its stages, on one instance and on groups of
-    2, 4, 8 and so on to all.
-
-    Args:
-        sizes: of further groups; those larger than the cluster are left out.
-    """
-    powers = {2**power for power in range(num_instances.bit_length())}
-    wanted = {size for size in powers.union(sizes) if 1 <= size <= num_instances}
-    prefills = [
-        Prefill(
-            members=members,
-            exchange=str(exchange),
-            new_tokens=new,
-            cached_tokens=cached,
-            seconds=(_prefill_s(cost, members, exchange, new, cached),),
-        )
-        for members in sorted(wanted | {num_instances})
-        for exchange in (exchanges if members > 1 else (LOCAL,))
-        for new, cached in prompts
-    ]
-    return Profile(profile_key=profile_key, prefills=tuple(prefills))
-
-
-def _prefill_s(cost: StepCost, members: int, exchange: Exchange, new: int, cached: int) -> float:
-    whole = cost.stage_seconds(_prefill(members, exchange, new, cached))
-    num_stages = max(map(len, whole.values()))
-    if num_stages == 1:
-        return max(stages[0] for stages in whole.values())
-    number = -(-new // chunk_tokens(new, num_stages))
-    chunks = [
-        cost.stage_seconds(_prefill(members, exchange, stop - start, cached + start)).values()
-        for start, stop in cut_evenly(new, number)
-    ]
-    return pipelined_s([max(chunk, key=sum) for chunk in chunks])
-
-
-def _decodes(number: int, length: int) -> Forward:
-    parts = tuple(
-        Part(
-            request_id=request_id,
-            start=length - 1,
-            stop=length,
-            tokens=range(1),
-            group=(0,),
-            runs=((Run(length - 1, length),),),
-            exchange=LOCAL,
-            first_block=0,
-            blocks=(),
-            sample=Sample(instance=0, position=length),
-        )
-        for request_id in range(number)
-    )
-    return Forward(number=1, parts=parts)
-
-
-def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:
-    part = Part(
-        request_id=0,
-        start=cached,
-        stop=cached + new,
-        tokens=range(new),
-        group=tuple(range(members)),
-        runs=shard_span(exchange.traits.layouts[0], cached, cached + new, members, head=0),
-        exchange=exchange,
-        first_block=0,
-        blocks=(),
-        sample=None,
-    )
-    return Forward(number=1, parts=(part,))

@@ -91,6 +91,8 @@ class Result:
         makespan_s: from the start to the last token.
         busy_s: seconds per instance in which it had a step to run.
         max_queue: most requests that waited at once after what could be started had been.
+        num_host_hits, num_disk_hits: tokens whose KV came back from the memory of hosts, and from their disks.
+        num_swapped_blocks: KV blocks that were copied from devices to hosts and back.
         transitions: changes of clusters that take turns; `phase_s` has the seconds of each phase, see `phase_seconds`.
     """
 
@@ -100,6 +102,9 @@ class Result:
     busy_s: tuple[float, ...]
     max_queue: int
     num_preemptions: int
+    num_host_hits: int = 0
+    num_disk_hits: int = 0
+    num_swapped_blocks: int = 0
     transitions: tuple[Transition, ...] = ()
     phase_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -267,6 +272,9 @@ class _Simulation:
             busy_s=tuple(engine.load().busy_s),
             max_queue=max_queue,
             num_preemptions=engine.num_preemptions,
+            num_host_hits=engine.tiers.num_hits,
+            num_disk_hits=engine.tiers.num_disk_hits,
+            num_swapped_blocks=engine.tiers.num_swapped_blocks,
             transitions=tuple(engine.transitions),
             phase_s=phase_seconds(engine.transitions, engine.config.turns, 0.0, makespan_s),
         )

@@ -88,7 +88,7 @@ class FleetSpec(ParallelArgs):
     parallel: Annotated[
         str | None,
         instance_option(
-            "[N][xtpT]: N instances, each of T devices; together they take all devices.",
+            "N or [Nx][tpT][ppP]: N instances, each of T * P devices; together they take all devices.",
             metavar="SPEC",
             default="an instance per device",
         ),

@@ -1,0 +1,212 @@
+"""The time of a step by measurements: what `longspan profile` has found is what a simulated cluster takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from longspan.core.cluster import Cluster
+from longspan.core.exchange import LOCAL, Exchange
+from longspan.core.layouts import shard_span
+from longspan.core.owners import coupled_instances
+from longspan.core.runs import SpanShards
+from longspan.core.steps import Forward, MoveKV, Part
+from longspan.cost.architecture import ModelShape
+from longspan.cost.flows import Flow, block_pairs, host_flows
+from longspan.cost.profile import LinkFit, Prefill, Profile, Times
+from longspan.cost.step_cost import ReshardCost, computed_tokens, wait_for_balances
+from longspan.errors import ParameterError
+
+
+class FittedCost:
+    """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
+
+    Blocks are sharded whole, so some members have more tokens than others: a prompt counts as one of which each has as
+    many as the busiest, and so do those that were measured, but not where a chain was cut unevenly on purpose. A step
+    is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of decodes where
+    there is no prefill. The first decode of each group costs its messages: what it takes to start beyond one
+    instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
+    prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
+    two ranks sent to each other.
+
+    Pipeline stages share what was measured of an instance without stages, beside as many busy others as there are
+    stages: by their layers, and the output head by its weights.
+
+    Args:
+        shape: of the model that was measured.
+        block_size: tokens of a KV block, which transfers consist of.
+        cluster: the instances, when they have stages or pools on hosts.
+        others: profiles of instances that are split otherwise, which take turns with these.
+
+    Raises:
+        ValueError: for a profile that lacks one instance alone, with the remedy.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        *,
+        block_size: int,
+        cluster: Cluster | None = None,
+        others: Sequence[Profile] = (),
+    ) -> None:
+        self._profile, self._shape, self._others = profile, shape, others
+        self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
+        self._cluster, self._host_link = cluster, profile.link("host_copy", 1) or self._link
+        self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
+        self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
+        self._block_size = block_size
+        self._times = profile.times(self._measured_as)
+        self._decodes = profile.decode_fits()
+        self._waits_s = profile.waits_s()
+        self._known: dict[tuple[int, Exchange, int, int], float] = {}
+        if (1, LOCAL) not in self._times or (1, LOCAL) not in self._decodes:
+            problem = (
+                "lacks prefills or decodes of one instance alone: run longspan profile with the same model and options "
+                "again, which measures what is missing"
+            )
+            raise ParameterError("profile", problem)
+
+    def flows(self, move: MoveKV) -> tuple[Flow, ...]:
+        if move.way != "across":
+            assert self._cluster is not None, "pools of hosts belong to a cluster"
+            link = self._host_link or self._known_link()
+            return host_flows(move, self._cluster, lambda _: self._block_bytes, link.start_s, link.bytes_per_s)
+        link = self._known_link()
+        latency_s, byte_s = link.start_s, 1 / (link.bytes_per_s * self._tp)
+        return tuple(
+            Flow(*pair, number * self._block_bytes, latency_s, ((("out", pair[0]), byte_s), (("in", pair[1]), byte_s)))
+            for pair, number in block_pairs(move)
+        )
+
+    def resharded(self, cluster: Cluster) -> FittedCost:
+        """Takes the profile of instances that are split so.
+
+        Raises:
+            ParameterError: when there is none.
+        """
+        profiles = (self._profile, *self._others)
+        found = next((one for one in profiles if one.profile_key.tp == cluster.spec.tp), None)
+        if found is None:
+            known = " and ".join(str(one.profile_key.tp) for one in profiles)
+            problem = f"is of instances with tp {known}, but {cluster} is to take its turn: measure that, too"
+            raise ParameterError("profile", problem)
+        others = [one for one in profiles if one is not found]
+        return FittedCost(found, self._shape, block_size=self._block_size, cluster=cluster, others=others)
+
+    def reshard(self, cluster: Cluster) -> ReshardCost:  # noqa: ARG002 - on a CPU it does not depend on that
+        """Returns nothing: shares of a CPU are views of the same weights."""
+        return ReshardCost(0.0, 0.0)
+
+    def _known_link(self) -> LinkFit:
+        if self._link is None:
+            problem = (
+                "lacks times of messages between two ranks, which KV and hidden states move by: measure 2 instances or "
+                "more"
+            )
+            raise ParameterError("profile", problem)
+        return self._link
+
+    def exposed_s(self, forward: Forward) -> None:
+        """Returns None: steps were measured as a whole."""
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        if self._cluster is None or not self._cluster.has_stages:
+            return self._unsplit_s(forward)
+        return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
+
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
+        found, cluster = self._unsplit_s(forward), self._cluster
+        if cluster is None or not cluster.has_stages:
+            return {instance: (seconds,) for instance, seconds in found.items()}
+        tokens, sampled = computed_tokens(forward), Counter(one.sample.instance for one in forward.parts if one.sample)
+        by_stage = {}
+        for instance, seconds in found.items():
+            weight = sampled[instance] * cluster.head_layers  # of the head, where a layer has that of its tokens
+            head_s = seconds * weight / (tokens[instance] * cluster.num_layers + weight) if weight else 0.0
+            layer_s, stages = (seconds - head_s) / cluster.num_layers, range(cluster.pp(instance))
+            hop_s = self._known_link().seconds(tokens[instance] * self._hidden_bytes) if tokens[instance] else 0.0
+            times = [len(cluster.layers(instance, stage)) * layer_s + (hop_s if stage else 0.0) for stage in stages]
+            by_stage[instance] = (*times[:-1], times[-1] + head_s)
+        return by_stage
+
+    def _unsplit_s(self, forward: Forward) -> dict[int, float]:
+        """Returns what instances without stages take."""
+        starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)
+        prefilling: set[int] = set()
+        for part in forward.parts:
+            if not self._decodes_in(part):
+                whole_s, fixed_s = self._prefill_s(part), self._of_prefill(part).fit.start_s
+                prefilling.update(part.group)
+                for instance in part.group:
+                    starts[instance] = max(starts[instance], fixed_s)
+                    rest[instance] += max(0.0, whole_s - fixed_s)
+        decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums have the same last bits
+        for part in forward.parts:
+            if self._decodes_in(part):
+                is_first = (part.group, part.exchange) not in decoding
+                decoding[part.group, part.exchange] = None
+                self._add_decode(part, starts, rest, prefilling, is_first=is_first)
+        computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
+        for group, exchange in decoding:
+            if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
+                for instance in group:
+                    rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
+        found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
+        for coupled in coupled_instances({part.group for part in forward.parts if len(part.group) > 1}):
+            found.update(dict.fromkeys(coupled, max(found[instance] for instance in coupled)))
+        wait_for_balances(forward, found, self)
+        return found
+
+    def _add_decode(
+        self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
+    ) -> None:
+        fit = self._decodes[len(part.group), part.exchange]
+        start_s = min(fit.start_s, self._decodes[1, LOCAL].start_s)
+        messages_s = fit.start_s - start_s if is_first else 0.0
+        context_s = messages_s + fit.context_s * part.start
+        for instance in part.group:
+            if instance in prefilling:
+                rest[instance] += self._times[1, LOCAL].fit.token_s + context_s
+            else:
+                starts[instance] = max(starts[instance], start_s)
+                rest[instance] += fit.request_s + context_s
+
+    def _decodes_in(self, part: Part) -> bool:
+        """Tells whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""
+        return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
+
+    def _prefill_s(self, part: Part) -> float:
+        new_tokens, group = part.stop - part.start, len(part.group)
+        if not part.exchange.traits.in_order or part.runs == self._sharded(part.exchange, part.start, part.stop, group):
+            new_tokens = _as_even(part.runs)
+        key = group, part.exchange, new_tokens, part.start
+        if key not in self._known:
+            self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
+        return self._known[key]
+
+    def _measured_as(self, prefill: Prefill) -> int:
+        """Counts the new tokens that a measured prefill stands for."""
+        members, exchange = prefill.kind
+        start = prefill.cached_tokens
+        return _as_even(self._sharded(exchange, start, start + prefill.new_tokens, members))
+
+    def _sharded(self, exchange: Exchange, start: int, stop: int, members: int) -> SpanShards:
+        """Shards to members with room alike, as evenly as blocks allow."""
+        return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
+
+    def _of_prefill(self, part: Part) -> Times:
+        members, exchange = len(part.group), part.exchange
+        if (members, exchange) not in self._times:
+            problem = (
+                f"lacks times of {members} instances with exchange {exchange}: measure {members} instances or more, or "
+                "choose other options of the policy"
+            )
+            raise ParameterError("profile", problem)
+        return self._times[members, exchange]
+
+
+def _as_even(sharded: SpanShards) -> int:
+    """Counts tokens as if each member had as many as the busiest."""
+    return len(sharded) * max(sum(map(len, runs)) for runs in sharded)

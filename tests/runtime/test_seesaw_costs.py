@@ -1,0 +1,38 @@
+"""Seesaw on real engines whose steps were measured: clusters change where that pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import ThreadLLM
+from invented_profiles import measure
+from oracle import Oracle
+from test_exact import assert_all_exact, prompts_of
+
+from longspan import SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_logits=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "options", "changes"), [(1e-3, {}, True), (0.2, {}, False), (0.2, {"strict": "true"}, True)]
+)
+def test_clusters_change_where_that_pays(
+    tiny: Path, oracle: Oracle, decode_s: float, options: dict[str, str], changes: bool
+) -> None:
+    """Prompts are quick on the first cluster, where a decode takes 0.1 s."""
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.1)
+    measure(tiny, tp=2, token_s=1e-2, decode_s=decode_s)
+    given = {"host_kv_gib": 0.02, "block_size": 16, "num_gpu_blocks_override": 200, "threads_per_rank": 1}
+    specs = {"policy": "seesaw", "prefill_parallel": "pp2", "decode_parallel": "tp2", "policy_options": options}
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, **given, **specs) as llm:
+        assert_all_exact(llm, oracle, prompts_of(100, 40, 75, 20), PARAMS)
+        assert bool(llm.engine.transitions) == changes
+        llm.reset_prefix_cache()
+        assert llm.engine.load().host_blocks == 0, "what was on its way to the host is forgotten, too"
