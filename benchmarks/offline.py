@@ -2,7 +2,8 @@
 
     python benchmarks/offline.py [CONTESTANT ...] [--rounds 3] [--least 1.6] [--require]
 
-A contestant is a parallel spec, which serves by `chunked`, or `policy:SPEC`; of Seesaw both specs: `seesaw:pp2,tp2`.
+A contestant is a parallel spec, which serves by `chunked`, or `policy:SPEC`; of Seesaw both specs, `seesaw:pp2,tp2`,
+also with an option, `seesaw strict=true:pp2,tp2`, which has clusters change when it does not pay, too.
 All answer the same prompts, cut from the topics of Python's help, which are there at once: tokens per second, prompts
 and outputs together, as a ratio to one rank in the same round. A spec `2` beside the others is what this machine gives
 two processes: instances that have nothing to do with each other, but for the memory that they share. Below are the
@@ -24,13 +25,15 @@ from dataclasses import dataclass, replace
 from pydoc_data.topics import topics
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from longspan import LLM
+from longspan.core.options import option_text
 from longspan.core.sampling import SamplingParams
 from longspan.core.transitions import Transition
+from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
-from longspan.cost.step_cost import FittedCost
 from longspan.errors import ParameterError
 from longspan.policy import make_policy
 from longspan.profiling.store import load_profile
@@ -48,6 +51,7 @@ CONTESTANTS = (
     "prefill-first:tp2",
     "decode-first:tp2",
     "seesaw:pp2,tp2",
+    "seesaw strict=true:pp2,tp2",
 )
 
 
@@ -111,12 +115,13 @@ def draw(asked: argparse.Namespace) -> list[Request]:
 
 
 def _options(name: str, asked: argparse.Namespace) -> dict[str, Any]:
-    policy, _, spec = name.rpartition(":")
+    chosen, _, spec = name.rpartition(":")
+    policy, *options = chosen.split() or ["chunked"]
+    found: dict[str, Any] = {"policy": policy, "policy_options": dict(one.split("=") for one in options)}
     first, comma, second = spec.partition(",")
     if not comma:
-        return {"policy": policy or "chunked", "parallel": first}
-    host = {"host_kv_gib": asked.host_kv_gib}
-    return {"policy": policy, "prefill_parallel": first, "decode_parallel": second} | host
+        return found | {"parallel": first}
+    return found | {"prefill_parallel": first, "decode_parallel": second, "host_kv_gib": asked.host_kv_gib}
 
 
 def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> Run:
@@ -148,7 +153,8 @@ def _simulated(llm: LLM, requests: Sequence[Request]) -> tuple[float | None, int
         return None, None
     first, *others = (profile for profile in profiles.values() if profile is not None)
     settings = llm.service.policy_settings
-    policy = make_policy(settings.name, num_instances=clusters[0].num_instances, options={}, facts=facts)
+    options = {name: option_text(value) for name, value in settings.options.items()}
+    policy = make_policy(settings.name, num_instances=clusters[0].num_instances, options=options, facts=facts)
     size = config.block_size
     cost = FittedCost(first, facts.shape, block_size=size, cluster=clusters[0], others=others)
     arrivals = [Arrival(due_s=0.0, prompt=tuple(one.prompt), output_len=one.output_len) for one in requests]
@@ -161,16 +167,16 @@ def _simulated(llm: LLM, requests: Sequence[Request]) -> tuple[float | None, int
 
 
 def _profile(llm: LLM, tp: int) -> Profile | None:
-    return load_profile(replace(llm.profile_key, tp=tp))
+    return load_profile(msgspec.structs.replace(llm.profile_key, tp=tp))
 
 
 def _report(found: dict[str, list[Run]], tokens: int, least: float) -> bool:
-    print(f"{'contestant':20}{'tokens/s':>10}{'ratio':>8}{'simulated s':>13}{'real s':>9}{'error':>8}")
+    print(f"{'contestant':28}{'tokens/s':>10}{'ratio':>8}{'simulated s':>13}{'real s':>9}{'error':>8}")
     ratios, errors = {}, {}
     for name, runs in found.items():
         real_s = statistics.median(one.real_s for one in runs)
         ratios[name] = statistics.median(a.real_s / one.real_s for a, one in zip(found[ALONE], runs, strict=True))
-        line = f"{name:20}{tokens / real_s:10.0f}{ratios[name]:8.2f}"
+        line = f"{name:28}{tokens / real_s:10.0f}{ratios[name]:8.2f}"
         if (simulated_s := runs[-1].simulated_s) is None:
             print(f"{line}   (no profile)")
         else:

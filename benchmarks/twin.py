@@ -29,8 +29,8 @@ from longspan.core.config import EngineConfig, EnginePolicy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, Plan
+from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
-from longspan.cost.step_cost import FittedCost
 from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
 from longspan.profiling.run import measure, measure_links
