@@ -219,6 +219,23 @@ def test_what_has_left_devices_is_found_on_the_host() -> None:
     assert_nothing_computed_twice([first, *others])
 
 
+def test_a_turn_leaves_nothing_beside_what_the_next_one_does() -> None:
+    """The block that a turn ends in begins like the one in its place after the next turn."""
+    cluster = swapping(disk_blocks=(1000,))
+    prompt = [1, 2, 3, 4, 5]
+    for _ in range(5):
+        request = cluster.add(prompt, max_tokens=5)
+        cluster.run()
+        load = cluster.engine.load()
+        assert load.host_blocks == load.disk_blocks == request.blocks_for(request.num_tokens - 1)
+        prompt = [*request.prompt, *request.output, 6]
+    num_swaps = len(cluster.swaps)
+    cluster.add([*request.prompt, *request.output][:31], max_tokens=1)
+    cluster.run()
+    assert len(cluster.swaps) == num_swaps, "the host has more than this"
+    assert_lawful(cluster)
+
+
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_workers_lost_in_mid_copy(way: str) -> None:
     """What had been copied before is there; all go on."""
