@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import IO
 
 import msgspec
@@ -153,10 +154,11 @@ class DiskPool:
             return False
         return True
 
-    def run(self, move: MoveKV) -> Stored:
-        """Makes a move to the pool, or from there."""
+    def run(self, move: MoveKV, closing: Event) -> Stored:
+        """Makes a move to the pool, or from there. What is left of it when `closing` is set fails."""
         do = self.save if move.way == "save" else self.load
-        done = [do(*pair, content) for pair, content in zip(_blocks(move), move.contents, strict=True)]
+        pairs = zip(_blocks(move), move.contents, strict=True)
+        done = [not closing.is_set() and do(*pair, content) for pair, content in pairs]
         failed = tuple(index for index, is_done in enumerate(done) if not is_done)
         return Stored(move.number, sum(done) * self._block_bytes, failed)
 
@@ -199,19 +201,21 @@ class DiskLane:
 
     def __init__(self, pools: Mapping[int, DiskPool], report: Callable[[Stored], object]) -> None:
         self._pools, self._report = pools, report
+        self._closing = Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
 
     def put(self, move: MoveKV) -> None:
         self._thread.submit(self._run, move)
 
     def close(self) -> None:
-        """Ends the thread behind the move that it makes; those after it are dropped."""
+        """Ends the thread behind the block that it copies; what is left is dropped."""
+        self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, move: MoveKV) -> None:
         [disk] = {ref.pool for pair in move.copies for ref in pair} & {*self._pools}
         try:
-            stored = self._pools[disk].run(move)
+            stored = self._pools[disk].run(move, self._closing)
         except Exception:  # noqa: BLE001 - the engine would wait for ever
             _log.exception("a disk cannot be used")
             stored = Stored(move.number, 0, tuple(range(len(move.copies))))

@@ -1,0 +1,66 @@
+"""Files of blocks, and the thread that writes and reads them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.attn.paged import PagedKv
+from longspan.core.owners import BlockRef
+from longspan.core.steps import Content, MoveKV
+from longspan.runtime.disk_pool import DiskLane, DiskPool
+from longspan.runtime.messages import Stored
+
+HOST, DISK = 1, 2
+NUM_BLOCKS = 8
+TIMEOUT_S = 60.0
+
+
+def opened(folder: Path, num_blocks: int = NUM_BLOCKS) -> DiskPool:
+    """A pool for a host whose block i holds the number i only."""
+    numbers = torch.arange(NUM_BLOCKS, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 2, 4, 3)
+    host = PagedKv(keys=numbers.contiguous(), values=numbers.clone())
+    return DiskPool(folder, "a model", num_blocks=num_blocks, host=[host])
+
+
+def content(number: int) -> Content:
+    """What block `number` holds."""
+    return Content(b"parent", (number, 1, 2))
+
+
+def move(number: int, way: Any, *blocks: int) -> MoveKV:
+    """Saves blocks under their own numbers, or loads them."""
+    pairs = [(BlockRef(HOST, block), BlockRef(DISK, block)) for block in blocks]
+    copies = tuple(pairs if way == "save" else [(below, above) for above, below in pairs])
+    contents = tuple(content(block) for block in blocks)
+    return MoveKV(number=number, request_id=0, copies=copies, way=way, contents=contents)
+
+
+def test_a_lane_that_closes_ends_behind_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is whole, and the rest has failed."""
+    pool, reports = opened(tmp_path), list[Stored]()
+    lane, write, shutdown = DiskLane({DISK: pool}, reports.append), DiskPool._write, ThreadPoolExecutor.shutdown
+    begins, closes = Event(), Event()
+
+    def waiting(*given: Any) -> None:
+        begins.set()
+        assert closes.wait(TIMEOUT_S)
+        write(*given)
+
+    def closing(thread: ThreadPoolExecutor, **given: Any) -> None:
+        closes.set()
+        shutdown(thread, **given)
+
+    monkeypatch.setattr(DiskPool, "_write", waiting)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", closing)
+    lane.put(move(1, "save", 3, 4, 5))
+    lane.put(move(2, "save", 6))
+    assert begins.wait(TIMEOUT_S)
+    lane.close()
+    assert [(report.number, report.failed) for report in reports] == [(1, (1, 2))]
+    assert pool.contents() == [(3, content(3))]
