@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from threading import Event
 from typing import Any
 
@@ -39,6 +40,28 @@ def move(number: int, way: Any, *blocks: int) -> MoveKV:
     copies = tuple(pairs if way == "save" else [(below, above) for above, below in pairs])
     contents = tuple(content(block) for block in blocks)
     return MoveKV(number=number, request_id=0, copies=copies, way=way, contents=contents)
+
+
+def test_loads_come_before_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in the order in which they came."""
+    pool, reports, write = opened(tmp_path), Queue[Stored](), DiskPool._write
+    assert all(pool.save(block, block, content(block)) for block in (0, 1))
+    lane, begins, goes_on = DiskLane({DISK: pool}, reports.put), Event(), Event()
+
+    def waiting(*given: Any) -> None:
+        begins.set()
+        assert goes_on.wait(TIMEOUT_S)
+        write(*given)
+
+    monkeypatch.setattr(DiskPool, "_write", waiting)
+    lane.put(move(1, "save", 3))
+    assert begins.wait(TIMEOUT_S)
+    for number, way, block in ((2, "save", 4), (3, "load", 1), (4, "save", 5), (5, "load", 0)):
+        lane.put(move(number, way, block))
+    goes_on.set()
+    done = [reports.get(timeout=TIMEOUT_S) for _ in range(5)]
+    lane.close()
+    assert [(report.number, report.failed) for report in done] == [(number, ()) for number in (1, 3, 5, 2, 4)]
 
 
 def test_a_lane_that_closes_ends_behind_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

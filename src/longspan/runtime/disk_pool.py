@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import PriorityQueue
 from threading import Event
 from typing import IO
 
@@ -197,22 +198,28 @@ class DiskPool:
 
 
 class DiskLane:
-    """Makes moves to and from disks, one after the other, on a thread of its own, which reports them."""
+    """Makes moves to and from disks, one after the other, on a thread of its own, which reports them.
+
+    Requests wait for loads, so these come before all saves. Only what is saved already is loaded.
+    """
 
     def __init__(self, pools: Mapping[int, DiskPool], report: Callable[[Stored], object]) -> None:
         self._pools, self._report = pools, report
+        self._moves = PriorityQueue[tuple[bool, int, MoveKV]]()
         self._closing = Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
 
     def put(self, move: MoveKV) -> None:
-        self._thread.submit(self._run, move)
+        self._moves.put((move.way == "save", move.number, move))
+        self._thread.submit(self._run_next)
 
     def close(self) -> None:
         """Ends the thread behind the block that it copies; what is left is dropped."""
         self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
-    def _run(self, move: MoveKV) -> None:
+    def _run_next(self) -> None:
+        *_, move = self._moves.get_nowait()
         [disk] = {ref.pool for pair in move.copies for ref in pair} & {*self._pools}
         try:
             stored = self._pools[disk].run(move, self._closing)
