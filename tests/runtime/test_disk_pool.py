@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -40,6 +42,25 @@ def move(number: int, way: Any, *blocks: int) -> MoveKV:
     copies = tuple(pairs if way == "save" else [(below, above) for above, below in pairs])
     contents = tuple(content(block) for block in blocks)
     return MoveKV(number=number, request_id=0, copies=copies, way=way, contents=contents)
+
+
+def test_a_file_that_cannot_be_read_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be as it should be, unlike one that is damaged."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    pool = opened(tmp_path)
+    assert pool.save(3, 3, content(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", failing)
+        assert not pool.load(3, 4, content(3))
+    assert "Too many open files" in caplog.text
+    assert pool.load(3, 4, content(3))
+    assert not pool.load(3, 4, content(5))
+    assert pool.contents() == []
 
 
 def test_loads_come_before_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

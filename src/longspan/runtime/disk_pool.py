@@ -130,7 +130,10 @@ class DiskPool:
         unfinished.replace(path)
 
     def load(self, block: int, target: int, content: Content) -> bool:
-        """Reads a block into one of the host; returns whether it is what it should be. Another file is removed."""
+        """Reads a block into one of the host; returns whether it is what it should be. Another file is removed.
+
+        One that cannot be read stays: the next server may be able to.
+        """
         path = self._path(block)
         try:
             with path.open("rb", buffering=0) as file:
@@ -149,9 +152,12 @@ class DiskPool:
             if checksum.digest() != front[len(_MAGIC) :]:
                 raise _DamagedError("its checksum is wrong")
             os.utime(path)  # it is the last to be evicted, also for later servers
-        except (OSError, _DamagedError) as error:
+        except (FileNotFoundError, _DamagedError) as error:
             _log.warning("%s is ignored (%s)", path, error)
             path.unlink(missing_ok=True)
+            return False
+        except OSError as error:
+            _log.warning("%s cannot be read (%s)", path, error)
             return False
         return True
 
