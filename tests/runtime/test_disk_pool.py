@@ -44,6 +44,18 @@ def move(number: int, way: Any, *blocks: int) -> MoveKV:
     return MoveKV(number=number, request_id=0, copies=copies, way=way, contents=contents)
 
 
+def test_a_smaller_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+    """Under the numbers that it has."""
+    before = opened(tmp_path)
+    for time, block in enumerate([4, 0, 2, 7, 1]):
+        assert before.save(block, block, content(block))
+        os.utime(tmp_path / f"{block:08d}.kv", (time, time))
+    before.close()
+    after = opened(tmp_path, num_blocks=3)
+    assert after.contents() == [(2, content(2)), (0, content(7)), (1, content(1))]
+    assert all(after.load(block, 5, kept) for block, kept in after.contents())
+
+
 def test_a_file_that_cannot_be_read_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

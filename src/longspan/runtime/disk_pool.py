@@ -53,7 +53,7 @@ class DiskPool:
     Args:
         folder: made if need be.
         model: all that makes KV what it is, but for tokens and places: files that say something else are ignored.
-        num_blocks: files beyond so many are removed.
+        num_blocks: of more files than that, the least recently used are removed.
         host: the pool of the host, whose blocks are saved and loaded.
 
     Raises:
@@ -74,13 +74,21 @@ class DiskPool:
             raise ParameterError("disk_kv_dir", f"{folder} is used by another server: give another one") from None
         except OSError as error:
             raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
-        files = list(self._files())
-        self._remove([*folder.glob(f"*{_UNFINISHED}"), *(path for path, block in files if block >= num_blocks)])
-        kept = sum(path.stat().st_size for path, block in files if block < num_blocks)
-        needed, free = num_blocks * self._block_bytes - kept, shutil.disk_usage(folder).free
+        self._remove([*folder.glob(f"*{_UNFINISHED}")])
+        kept_bytes = sum(path.stat().st_size for path in self._shrink())
+        needed, free = num_blocks * self._block_bytes - kept_bytes, shutil.disk_usage(folder).free
         if needed > free:
             problem = f"needs {needed / 2**30:.1f} GiB more in {folder}, but {free / 2**30:.1f} are free: allow less"
             raise ParameterError("disk_kv_gib", problem)
+
+    def _shrink(self) -> list[Path]:
+        """Removes the least recently used files that have no room; returns the others, which get numbers that exist."""
+        files = sorted(self._files(), key=lambda one: one[0].stat().st_mtime_ns, reverse=True)
+        kept, others = files[: self._num_blocks], files[self._num_blocks :]
+        self._remove([path for path, _ in others])
+        used = {block for _, block in kept}
+        unused = (block for block in range(self._num_blocks) if block not in used)
+        return [path if block < self._num_blocks else path.replace(self._path(next(unused))) for path, block in kept]
 
     def contents(self) -> list[tuple[int, Content]]:
         """Lists what earlier servers have saved, the least recently used first; what cannot be is logged, and ignored.
