@@ -192,6 +192,20 @@ def test_what_is_looked_up_does_not_grow_with_the_queue(changes: dict[str, int])
     assert num_looked_up(60) == num_looked_up(600)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_hits_are_what_is_moved(seed: int) -> None:
+    """Of a group, the member on the host that has it may have no room, though the others have."""
+    locations = tuple(Location(host=instance, device=instance) for instance in range(2))
+    changes = {"policy": "context", "options": {"threshold": "20"}, "num_blocks": 20, "uneven": seed}
+    cluster = Cluster(replace(swapping(2, **changes).setup, host_blocks=(500, 500), locations=locations))
+    lengths = random.Random(seed)
+    for index in range(40):
+        cluster.add([index] * lengths.randint(3, 55), max_tokens=30)
+    cluster.run()
+    num_blocks = sum(len(move.copies) for move in cluster.swaps if move.way == "in")
+    assert 0 < cluster.engine.num_host_hits <= 4 * num_blocks
+
+
 def test_two_that_want_the_same_copy_it_once() -> None:
     cluster = swapping()
     first = cluster.add([1] * 60, max_tokens=4)

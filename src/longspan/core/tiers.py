@@ -571,8 +571,9 @@ class Tiers:
         fetch.numbers.update(move.number for move in moves)
         if loads and not moves:
             self._unpin(request.id)
-        elif not loads and moves:
-            self.num_hits += found.num_tokens - found.num_cached
+        elif not loads:
+            most = request.block_size * sum(len(move.copies) for move in moves)  # of a group, a member may have no room
+            self.num_hits += min(most, found.num_tokens - found.num_cached)
         self._note_peak()
         if before is not None:
             self._drop(before)
