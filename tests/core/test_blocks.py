@@ -255,6 +255,29 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     assert pool.find_begun(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
 
 
+@pytest.mark.parametrize(
+    ("begun", "tokens", "takes_over"),
+    [
+        ((1, 2), (1, 2, 3), True),
+        ((1,), (1, 2), True),
+        ((1, 2), (1,), False),
+        ((1, 2), (1, 3), False),
+        ((1, 2), (2,), False),
+    ],
+)
+def test_a_content_takes_the_place_of_its_beginning(
+    begun: tuple[int, ...], tokens: tuple[int, ...], takes_over: bool
+) -> None:
+    """Unless somebody uses it."""
+    pool = new_pool()
+    [block] = pool.allocate(1)
+    pool.publish(block, Content(ROOT, begun))
+    assert pool.place(Content(ROOT, tokens)) != block
+    pool.release(block)
+    assert (pool.place(Content(ROOT, tokens)) == block) == takes_over
+    assert pool.references(block) == takes_over
+
+
 _TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 

@@ -198,6 +198,20 @@ def test_what_is_looked_up_does_not_grow_with_the_queue(changes: dict[str, int])
     assert num_looked_up(60) == num_looked_up(600)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_hits_are_what_is_moved(seed: int) -> None:
+    """Of a group, the member on the host that has it may have no room, though the others have."""
+    locations = tuple(Location(host=instance, device=instance) for instance in range(2))
+    changes = {"policy": "context", "options": {"threshold": "20"}, "num_blocks": 20, "uneven": seed}
+    cluster = Cluster(replace(swapping(2, **changes).setup, host_blocks=(500, 500), locations=locations))
+    lengths = random.Random(seed)
+    for index in range(40):
+        cluster.add([index] * lengths.randint(3, 55), max_tokens=30)
+    cluster.run()
+    num_blocks = sum(len(move.copies) for move in cluster.swaps if move.way == "in")
+    assert 0 < cluster.engine.num_host_hits <= 4 * num_blocks
+
+
 def test_two_that_want_the_same_copy_it_once() -> None:
     cluster = swapping()
     first = cluster.add([1] * 60, max_tokens=4)
@@ -223,6 +237,23 @@ def test_what_has_left_devices_is_found_on_the_host() -> None:
     assert_lawful(cluster)
     assert again.metrics.num_cached_tokens == 33
     assert_nothing_computed_twice([first, *others])
+
+
+def test_a_turn_leaves_nothing_beside_what_the_next_one_does() -> None:
+    """The block that a turn ends in begins like the one in its place after the next turn."""
+    cluster = swapping(disk_blocks=(1000,))
+    prompt = [1, 2, 3, 4, 5]
+    for _ in range(5):
+        request = cluster.add(prompt, max_tokens=5)
+        cluster.run()
+        load = cluster.engine.load()
+        assert load.host_blocks == load.disk_blocks == request.blocks_for(request.num_tokens - 1)
+        prompt = [*request.prompt, *request.output, 6]
+    num_swaps = len(cluster.swaps)
+    cluster.add([*request.prompt, *request.output][:31], max_tokens=1)
+    cluster.run()
+    assert len(cluster.swaps) == num_swaps, "the host has more than this"
+    assert_lawful(cluster)
 
 
 @pytest.mark.parametrize("way", ["out", "in"])

@@ -300,6 +300,17 @@ class BlockPool:
         self.num_allocated += number
         return found
 
+    def place(self, content: Content) -> int:
+        """Returns a block for a content, with one reference; the caller has checked `num_free`.
+
+        It is a cached one that holds a beginning of it, which nobody misses beside the whole, or else a blank one.
+        """
+        block, length = self.find_begun(content.parent, tuple(content.tokens))
+        if block not in self._cached or length < len(self._content[block].tokens):
+            return self.allocate(1)[0]
+        self.adopt(block)
+        return block
+
     def share(self, block: int) -> None:
         """Adds a reference to a block whose content is known, or on its way."""
         assert block in self._content or self._references[block], "nobody shares a blank block"

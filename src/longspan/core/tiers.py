@@ -237,7 +237,7 @@ class Tiers:
             if (block := self._on_host(number, content)) is not None:
                 pool.share(block)
             elif pool.num_free:
-                [block] = pool.allocate(1)
+                block = pool.place(content)
                 copies[number].append((ref, BlockRef(number, block), content))
             else:
                 break  # nobody finds what lies behind one that is missing
@@ -301,7 +301,7 @@ class Tiers:
                 continue
             if below.holder(content) is None and below.num_free:
                 above.share(source.block)
-                found.append((source, BlockRef(disk, below.allocate(1)[0]), content))
+                found.append((source, BlockRef(disk, below.place(content)), content))
         kept = [ref for source, target, _ in found for ref in (source, target)]
         return [self._move("save", copy.move.request_id, found, held=[], kept=kept)] if found else []
 
@@ -558,11 +558,12 @@ class Tiers:
             pool = self._host_of[source.pool] if loads else self._roomiest(found.group, source.pool)
             if not account.num_free(pool):
                 break
-            target = BlockRef(pool, account.pool(pool).allocate(1)[0])
+            content = account.pool(source.pool).content(source.block)
+            target = BlockRef(pool, account.pool(pool).place(content))
             self._pin(fetch, target)
             account.hold([target])
             account.pool(source.pool).share(source.block)
-            copies[source.pool].append((source, target, account.pool(source.pool).content(source.block)))
+            copies[source.pool].append((source, target, content))
         moves = []
         for same in copies.values():
             sources, targets, _ = zip(*same, strict=True)
@@ -570,8 +571,9 @@ class Tiers:
         fetch.numbers.update(move.number for move in moves)
         if not moves and (loads or found.stored):
             self._unpin(request.id)
-        elif not loads and moves:
-            self.num_hits += found.num_tokens - found.num_cached
+        elif not loads:
+            most = request.block_size * sum(len(move.copies) for move in moves)  # of a group, a member may have no room
+            self.num_hits += min(most, found.num_tokens - found.num_cached)
         self._note_peak()
         if before is not None:
             self._drop(before)

@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import PriorityQueue
+from threading import Event
 from typing import IO
 
 import msgspec
@@ -51,7 +53,7 @@ class DiskPool:
     Args:
         folder: made if need be.
         model: all that makes KV what it is, but for tokens and places: files that say something else are ignored.
-        num_blocks: files beyond so many are removed.
+        num_blocks: of more files than that, the least recently used are removed.
         host: the pool of the host, whose blocks are saved and loaded.
 
     Raises:
@@ -72,13 +74,21 @@ class DiskPool:
             raise ParameterError("disk_kv_dir", f"{folder} is used by another server: give another one") from None
         except OSError as error:
             raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
-        files = list(self._files())
-        self._remove([*folder.glob(f"*{_UNFINISHED}"), *(path for path, block in files if block >= num_blocks)])
-        kept = sum(path.stat().st_size for path, block in files if block < num_blocks)
-        needed, free = num_blocks * self._block_bytes - kept, shutil.disk_usage(folder).free
+        self._remove([*folder.glob(f"*{_UNFINISHED}")])
+        kept_bytes = sum(path.stat().st_size for path in self._shrink())
+        needed, free = num_blocks * self._block_bytes - kept_bytes, shutil.disk_usage(folder).free
         if needed > free:
             problem = f"needs {needed / 2**30:.1f} GiB more in {folder}, but {free / 2**30:.1f} are free: allow less"
             raise ParameterError("disk_kv_gib", problem)
+
+    def _shrink(self) -> list[Path]:
+        """Removes the least recently used files that have no room; returns the others, which get numbers that exist."""
+        files = sorted(self._files(), key=lambda one: one[0].stat().st_mtime_ns, reverse=True)
+        kept, others = files[: self._num_blocks], files[self._num_blocks :]
+        self._remove([path for path, _ in others])
+        used = {block for _, block in kept}
+        unused = (block for block in range(self._num_blocks) if block not in used)
+        return [path if block < self._num_blocks else path.replace(self._path(next(unused))) for path, block in kept]
 
     def contents(self) -> list[tuple[int, Content]]:
         """Lists what earlier servers have saved, the least recently used first; what cannot be is logged, and ignored.
@@ -128,7 +138,10 @@ class DiskPool:
         unfinished.replace(path)
 
     def load(self, block: int, target: int, content: Content) -> bool:
-        """Reads a block into one of the host; returns whether it is what it should be. Another file is removed."""
+        """Reads a block into one of the host; returns whether it is what it should be. Another file is removed.
+
+        One that cannot be read stays: the next server may be able to.
+        """
         path = self._path(block)
         try:
             with path.open("rb", buffering=0) as file:
@@ -147,16 +160,20 @@ class DiskPool:
             if checksum.digest() != front[len(_MAGIC) :]:
                 raise _DamagedError("its checksum is wrong")
             os.utime(path)  # it is the last to be evicted, also for later servers
-        except (OSError, _DamagedError) as error:
+        except (FileNotFoundError, _DamagedError) as error:
             _log.warning("%s is ignored (%s)", path, error)
             path.unlink(missing_ok=True)
             return False
+        except OSError as error:
+            _log.warning("%s cannot be read (%s)", path, error)
+            return False
         return True
 
-    def run(self, move: MoveKV) -> Stored:
-        """Makes a move to the pool, or from there."""
+    def run(self, move: MoveKV, closing: Event) -> Stored:
+        """Makes a move to the pool, or from there. What is left of it when `closing` is set fails."""
         do = self.save if move.way == "save" else self.load
-        done = [do(*pair, content) for pair, content in zip(_blocks(move), move.contents, strict=True)]
+        pairs = zip(_blocks(move), move.contents, strict=True)
+        done = [not closing.is_set() and do(*pair, content) for pair, content in pairs]
         failed = tuple(index for index, is_done in enumerate(done) if not is_done)
         return Stored(move.number, sum(done) * self._block_bytes, failed)
 
@@ -195,23 +212,31 @@ class DiskPool:
 
 
 class DiskLane:
-    """Makes moves to and from disks, one after the other, on a thread of its own, which reports them."""
+    """Makes moves to and from disks, one after the other, on a thread of its own, which reports them.
+
+    Requests wait for loads, so these come before all saves. Only what is saved already is loaded.
+    """
 
     def __init__(self, pools: Mapping[int, DiskPool], report: Callable[[Stored], object]) -> None:
         self._pools, self._report = pools, report
+        self._moves = PriorityQueue[tuple[bool, int, MoveKV]]()
+        self._closing = Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
 
     def put(self, move: MoveKV) -> None:
-        self._thread.submit(self._run, move)
+        self._moves.put((move.way == "save", move.number, move))
+        self._thread.submit(self._run_next)
 
     def close(self) -> None:
-        """Ends the thread behind the move that it makes; those after it are dropped."""
+        """Ends the thread behind the block that it copies; what is left is dropped."""
+        self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
-    def _run(self, move: MoveKV) -> None:
+    def _run_next(self) -> None:
+        *_, move = self._moves.get_nowait()
         [disk] = {ref.pool for pair in move.copies for ref in pair} & {*self._pools}
         try:
-            stored = self._pools[disk].run(move)
+            stored = self._pools[disk].run(move, self._closing)
         except Exception:  # noqa: BLE001 - the engine would wait for ever
             _log.exception("a disk cannot be used")
             stored = Stored(move.number, 0, tuple(range(len(move.copies))))
