@@ -209,7 +209,7 @@ def test_hits_are_what_is_moved(seed: int) -> None:
         cluster.add([index] * lengths.randint(3, 55), max_tokens=30)
     cluster.run()
     num_blocks = sum(len(move.copies) for move in cluster.swaps if move.way == "in")
-    assert 0 < cluster.engine.num_host_hits <= 4 * num_blocks
+    assert 0 < cluster.engine.tiers.num_hits <= 4 * num_blocks
 
 
 def test_two_that_want_the_same_copy_it_once() -> None:
