@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from batch_files import COMPLETIONS, answers_in, write_requests
 from engines import ThreadLLM
 from fake_llm import run
 from forked import Forked
@@ -23,7 +23,7 @@ from longspan.cli import app, options
 from longspan.serve.convert import ServedModel
 from longspan.serve.responses import answer_each
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
 PROMPTS = ["Once upon a time", "The capital of France is", "1, 2, 3,"]
 
 
@@ -152,12 +152,7 @@ def main_on_threads(command: list[str]) -> None:
 def test_killed_and_run_again_a_batch_is_whole(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """First in another process, then in this one."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    body = {"max_tokens": 100, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
-    lines = [
-        {"custom_id": f"r{index}", "method": "POST", "url": COMPLETIONS, "body": {**body, "prompt": [index + 3]}}
-        for index in range(15)
-    ]
-    source.write_text("\n".join(map(json.dumps, lines)))
+    write_requests(source, [[index + 3] for index in range(15)], 100)
     command = ["batch", str(tiny), "-i", str(source), "-o", str(target)]
     command += ["--skip-tokenizer-init", "--max-num-seqs", "1", "--threads-per-rank", "1"]
     killed = Forked(main_on_threads, command)
@@ -168,27 +163,18 @@ def test_killed_and_run_again_a_batch_is_whole(tiny: Path, tmp_path: Path, capsy
     killed.wait(60)
     before = target.read_bytes()
     kept = before[: before.rfind(b"\n") + 1]
-    assert 2 <= kept.count(b"\n") < len(lines)
+    assert 2 <= kept.count(b"\n") < 15
     assert run(*command) == 0
     assert capsys.readouterr() == ("", "")
     after = target.read_bytes()
     assert after.startswith(kept)
-    found = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, after.splitlines())}
-    assert after.count(b"\n") == len(found) == len(lines)
-    assert {len(answer["choices"][0]["token_ids"]) for answer in found.values()} == {100}
+    found = answers_in(target)
+    assert len(found) == 15
+    assert {len(tokens) for tokens in found.values()} == {100}
 
 
 SEESAW = ["--policy", "seesaw", "--prefill-parallel", "pp2", "--decode-parallel", "tp2", "--threads-per-rank", "1"]
 TINY = ["--skip-tokenizer-init", "--block-size", "16", "--num-gpu-blocks-override", "30"]
-
-
-def write_requests(path: Path, prompts: Iterable[Sequence[int]], max_tokens: int, **more: Any) -> None:
-    body = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True, **more}
-    lines = [
-        {"custom_id": f"r{index}", "method": "POST", "url": COMPLETIONS, "body": {**body, "prompt": list(prompt)}}
-        for index, prompt in enumerate(prompts)
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
 
 
 @pytest.mark.usefixtures("thread_llm")

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ import torch
 import zmq
 from engines import ThreadLLM
 from forked import Forked
+from leftovers import left_names, wait_until_gone
 
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import Cluster
@@ -29,39 +30,12 @@ from longspan.runtime.executor import control_plane, processes, threads
 from longspan.runtime.executor.control_plane import WorkerExecutor
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
-
-
-@pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Other engines on this machine have their run folders elsewhere."""
-    with tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
-
-
-def _names() -> set[str]:
-    """Lists run folders and shared-memory segments of this machine (but those of foreign OpenMPs)."""
-    folders = {path.name for path in Path(tempfile.gettempdir()).glob("longspan-*")}
-    return folders | {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("__KMP_")}
-
-
-def _wait_until_gone(pids: tuple[int, ...], before: set[str]) -> None:
-    """Waits for the ends of processes and of all names but those of before; other tests' come and go meanwhile."""
-    deadline = time.monotonic() + 60
-    new = _names() - before
-    while True:
-        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-        new &= _names()
-        if not alive and not new:
-            return
-        assert time.monotonic() < deadline, (alive, new)
-        time.sleep(0.1)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
-    before = _names()
+    before = left_names()
     llm = LLM(instances=2, skip_tokenizer_init=True)
     pids = llm.service.executor.pids
     killed = []
@@ -77,7 +51,7 @@ def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
     with pytest.raises(WorkerLostError, match="make a new one"):
         llm.generate([[1, 2, 3]], LONG)
     llm.shutdown()
-    _wait_until_gone(pids, before)
+    wait_until_gone(pids, before)
 
 
 def control(model: str) -> None:
@@ -100,7 +74,7 @@ def control(model: str) -> None:
 )
 def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny: Path) -> None:
     """Even one that is stopped."""
-    before = _names()
+    before = left_names()
     controller = Forked(control, str(tiny))
     deadline = time.monotonic() + 60
     while "\n" not in controller.stdout:
@@ -115,12 +89,12 @@ def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny:
     time.sleep(0.3)
     os.kill(controller.pid, end)
     assert controller.wait(60).returncode != 0
-    _wait_until_gone(family, before)
+    wait_until_gone(family, before)
 
 
 @pytest.mark.parametrize("with_forkserver", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_forkserver: bool) -> None:
-    before = _names()
+    before = left_names()
     llm = LLM(str(tiny), instances=2, skip_tokenizer_init=True, step_timeout_s=2.0)
     llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
     time.sleep(2.5)  # while there is nothing to do, nobody is late
@@ -132,7 +106,7 @@ def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_
     with pytest.raises(WorkerLostError, match=r"rank 1 .* no step was completed by rank 1 for 2 s"):
         llm.generate([[3 + i, 4, 5] for i in range(4)], LONG, use_tqdm=False)
     llm.shutdown()
-    _wait_until_gone(pids, before)
+    wait_until_gone(pids, before)
     with LLM(str(tiny), skip_tokenizer_init=True) as again:
         assert again.generate([[3, 4, 5]], LONG)
 

@@ -66,6 +66,9 @@ def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch:
                 num_losses += 1
                 service.restart()
         assert num_losses == 1
+        account = service.engine.account
+        pools = [account.pool(number) for number in range(len(service.engine.config.cluster.pool_blocks))]
+        assert [pool.num_free for pool in pools] == [pool.num_blocks for pool in pools]
     finally:
         service.close()
     for request in requests:

@@ -12,6 +12,7 @@ from pathlib import Path
 import lane_member
 import psutil
 import pytest
+import stage_member
 import torch
 from forked import run_ranks
 from hand_made import workers
@@ -28,6 +29,12 @@ def test_lanes_of_their_own(tmp_path: Path) -> None:
     """As with NCCL: subsets of three ranks use each lane, after a call in which all took part."""
     ended = run_ranks(lane_member.main, tmp_path / "store", 3)
     assert [rank.returncode for rank in ended] == [0, 0, 0], ended
+
+
+def test_what_has_left_for_another_stage_is_not_kept(tmp_path: Path) -> None:
+    """Else the ranks of a pipeline would grow with each step."""
+    ended = run_ranks(stage_member.main, tmp_path / "store", 2)
+    assert [rank.returncode for rank in ended] == [0, 0], ended
 
 
 @pytest.mark.parametrize(

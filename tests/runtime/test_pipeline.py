@@ -10,8 +10,6 @@ from engines import Engines, num_free_blocks
 from oracle import Oracle, assert_exact
 from test_exact import GREEDY, assert_all_exact, prompts_of
 from texts import topic_tokens
-from tiny_models import BASE, write_checkpoint
-from transformers import LlamaConfig
 
 from longspan import SamplingParams
 from longspan.core.sampling import StructuredOutputsParams
@@ -19,23 +17,6 @@ from longspan.core.steps import Completion, Forward, Step
 from longspan.model.source import smollm2_folder
 
 SPECS = ("pp2", "pp3", "pp5", "tp2pp2", "2xpp2", "3xtp2")
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose heads and layers divide by nothing."""
-    sizes = BASE | {"num_hidden_layers": 5, "num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80}
-    return write_checkpoint(LlamaConfig(**sizes), tmp_path_factory.mktemp("odd"))
-
-
-@pytest.fixture(scope="module")
-def odd_oracle(odd: Path) -> Oracle:
-    return Oracle(odd)
-
-
-@pytest.fixture(scope="module")
-def smollm2_oracle() -> Oracle:
-    return Oracle(smollm2_folder())
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -12,7 +12,7 @@ from oracle import Oracle
 from test_exact import assert_all_exact, prompts_of
 from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
-from transformers import LlamaConfig, Phi3Config
+from transformers import Phi3Config
 
 from longspan import SamplingParams
 from longspan.core.sampling import StructuredOutputsParams
@@ -24,18 +24,6 @@ LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_logi
 LENGTHS = tuple(5 + 7 * number % 50 for number in range(24))
 SMALL_HOST = {"host_kv_gib": 0.00015, "num_gpu_blocks_override": 30}
 """The odd model has room for 15 blocks on the host: a fourth of what the prompts need."""
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose heads and layers divide by nothing."""
-    sizes = BASE | {"num_hidden_layers": 5, "num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80}
-    return write_checkpoint(LlamaConfig(**sizes), tmp_path_factory.mktemp("odd"))
-
-
-@pytest.fixture(scope="module")
-def odd_oracle(odd: Path) -> Oracle:
-    return Oracle(odd)
 
 
 def turning(engines: Engines, model: Path, spec: str, **given: Any) -> ThreadLLM:

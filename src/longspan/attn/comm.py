@@ -231,8 +231,8 @@ class TorchTransport:
 
     Args:
         staged: buffers pass through host memory: for ranks on CUDA devices that gloo connects.
-        waits_for_sends: for a thread that has nothing else to do: `start` waits for nothing, makes no grouped launch,
-            and what it returns waits for its sends, too; else `complete_sends` does.
+        waits_for_sends: `start` waits for nothing, makes no grouped launch, and what it returns waits for its sends,
+            too: for who keeps that, or a thread that has nothing else to do. Else `complete_sends` does.
     """
 
     def __init__(

@@ -114,10 +114,12 @@ def batch(
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with start(model, engine, seed=seed) as llm, _Progress(llm, num_new) as progress:
             answers = _answers(llm, model, served_model_name or [], progress)
-            num_bad = run_lines(lines, out, answers, progress.advance)
-            if json_stats is not None:
-                stats = run_stats(llm, progress)
-                write_result("--json-stats", json_stats, json.dumps(stats, allow_nan=False) + "\n")
+            try:
+                num_bad = run_lines(lines, out, answers, progress.advance)
+            finally:  # also when a worker is lost, or a signal ends the run
+                if json_stats is not None:
+                    stats = run_stats(llm, progress, ended_s=time.monotonic())
+                    write_result("--json-stats", json_stats, json.dumps(stats, allow_nan=False) + "\n")
     if num_bad:
         print(f"longspan: {num_bad} of {num_new} requests could not be served: see {output_file}", file=sys.stderr)
     return 2 if num_bad else 0
@@ -183,9 +185,12 @@ def most_at_once(config: EngineConfig) -> tuple[int, int]:
     return num_blocks + num_seats, max(MOST_WAITING_TOKENS, num_blocks * config.block_size)
 
 
-def run_stats(llm: LLM, progress: _Progress) -> dict[str, object]:
-    """Returns what `--json-stats` writes of a run, by an engine that was started for it."""
-    engine, begun_s, ended_s = llm.engine, progress.begun_s, progress.ended_s
+def run_stats(llm: LLM, progress: _Progress, *, ended_s: float) -> dict[str, object]:
+    """Returns what `--json-stats` writes of a run, by an engine that was started for it.
+
+    The run may have been stopped. `ended_s` is by the engine's clock.
+    """
+    engine, begun_s = llm.engine, progress.begun_s
     transitions, run_s = engine.transitions, ended_s - begun_s
     return {
         "throughput_tokens_per_s": progress.num_tokens / run_s if run_s else None,
@@ -203,13 +208,13 @@ class _Progress:
     """Counts what a run has served; shows it on stderr, if that is a terminal, also while nothing finishes.
 
     Attributes:
-        begun_s, ended_s: when the first request was taken and the last answer was there, by the engine's clock.
+        begun_s: when the first request was taken, by the engine's clock.
         num_tokens: of prompts and outputs of requests that were served.
     """
 
     def __init__(self, llm: LLM, total: int) -> None:
         self._llm, self._num_done, self._shown_s = llm, 0, 0.0
-        self.begun_s = self.ended_s = time.monotonic()
+        self.begun_s = time.monotonic()
         self.num_tokens = self.num_served = 0
         self._bar = tqdm(total=total, desc="requests", unit="request", dynamic_ncols=True, disable=None)
 
@@ -221,7 +226,7 @@ class _Progress:
 
     def taken(self, lines: Iterator[BatchLine]) -> Iterator[BatchLine]:
         """Yields the requests; the run begins with the first."""
-        self.begun_s = self.ended_s = time.monotonic()
+        self.begun_s = time.monotonic()
         yield from lines
 
     def count(self, num_tokens: int) -> None:
@@ -231,7 +236,6 @@ class _Progress:
 
     def advance(self) -> None:
         """Counts an answer, whatever it says."""
-        self.ended_s = time.monotonic()
         self._num_done += 1
         if not self._bar.disable:
             self._bar.update(max(0, self._num_done - self._bar.n))

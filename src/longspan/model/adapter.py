@@ -36,6 +36,9 @@ class Model:
 
     On CPU its parameters are views of the mapped weights.
 
+    Args:
+        stored: the mapped weights, see `map_tensors`; None to map them anew.
+
     Attributes:
         info: of the whole model.
         specs: what the attention of each layer, of any stage, computes on a rank with this share.
@@ -46,7 +49,14 @@ class Model:
     """
 
     def __init__(
-        self, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1, layers: range | None = None
+        self,
+        files: ModelFiles,
+        device: torch.device,
+        *,
+        tp_index: int = 0,
+        tp: int = 1,
+        layers: range | None = None,
+        stored: Mapping[str, Tensor] | None = None,
     ) -> None:
         config = load_config(files.config_dir, files.trust_remote_code)
         self.module = build_skeleton(
@@ -57,7 +67,7 @@ class Model:
         self.specs = self.shard.local_specs
         is_whole = layers is None or len(layers) == self.info.num_layers
         self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
-        stored = map_tensors(files.weights)
+        stored = map_tensors(files.weights) if stored is None else stored
         self.copied_bytes = _fill(self.module, stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)

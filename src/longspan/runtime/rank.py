@@ -6,14 +6,17 @@ computed with stays, too, on a CPU, where it consists of views of the mapped wei
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import zmq
 
 from longspan.attn.backends import backend_of
+from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
-from longspan.model.store import DTYPES
+from longspan.model.store import DTYPES, map_tensors, read_info
 from longspan.runtime import messages
 from longspan.runtime.host_pool import HostPool, map_blocks
 from longspan.runtime.pool import KvMemory, KvPool
@@ -30,6 +33,8 @@ class Rank:
         self._backend = backend_of(device, compiled=config.attention_kernel is not None)
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
+        # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
+        self._stored = map_tensors(config.files.weights) if device.type == "cpu" else None
         self._models: dict[tuple[range, int, int], Model] = {}
         self._worker, _ = self._take_place(config.cluster)
 
@@ -81,15 +86,7 @@ class Rank:
         )
         host = None
         if config.host_memory:
-            number = cluster.hosts[rank]
-            blocks = map_blocks(
-                config.host_memory[number],
-                model.info.specs,
-                num_blocks=cluster.host_blocks[number],
-                block_size=config.block_size,
-                dtype=DTYPES[config.files.dtype],
-            )
-            host = HostPool(blocks, pool, model.info.specs, cluster, rank)
+            host = HostPool(self._host_blocks, pool, model.info.specs, cluster, rank)
         worker = Worker(
             rank,
             cluster,
@@ -103,6 +100,19 @@ class Rank:
         )
         return worker, copied_bytes
 
+    @cached_property
+    def _host_blocks(self) -> list[PagedKv]:
+        """The pool of its host, mapped once: it stays while clusters change."""
+        config = self._config
+        number = config.cluster.hosts[self._rank]
+        return map_blocks(
+            config.host_memory[number],
+            read_info(config.files.weights).specs,
+            num_blocks=config.cluster.host_blocks[number],
+            block_size=config.block_size,
+            dtype=DTYPES[config.files.dtype],
+        )
+
     def _share(self, cluster: Cluster) -> tuple[Model, int]:
         """Returns its share of the model in a cluster, and how many bytes of weights had to be copied for it."""
         instance, stage, shard = cluster.at(self._rank)
@@ -112,6 +122,8 @@ class Rank:
             return known, 0
         if self._device.type != "cpu":
             self._models.clear()  # a device has memory for one share
-        model = self._models[key] = Model(self._config.files, self._device, tp_index=shard, tp=tp, layers=layers)
+        model = self._models[key] = Model(
+            self._config.files, self._device, tp_index=shard, tp=tp, layers=layers, stored=self._stored
+        )
         self._watch.watch_linear(model.module)
         return model, model.copied_bytes

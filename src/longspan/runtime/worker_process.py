@@ -74,8 +74,8 @@ def _transports(config: WorkerConfig, rank: int, store: str, device: torch.devic
         exchange=exchange,
         rebalances=TorchTransport(rebalances, staged=exchange.staged),
         moves=TorchTransport(moves, staged=exchange.staged, waits_for_sends=True),
-        hidden=TorchTransport(hidden, staged=exchange.staged),
-        samples=TorchTransport(samples, staged=exchange.staged),
+        hidden=TorchTransport(hidden, staged=exchange.staged, waits_for_sends=exchange.tagged),
+        samples=TorchTransport(samples, staged=exchange.staged, waits_for_sends=exchange.tagged),
     )
 
 

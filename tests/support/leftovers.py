@@ -1,0 +1,29 @@
+"""What engines may leave behind on a machine: processes, run folders and segments of shared memory."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+
+def left_names() -> set[str]:
+    """Lists run folders and shared-memory segments of this machine (but those of foreign OpenMPs)."""
+    folders = {path.name for path in Path(tempfile.gettempdir()).glob("longspan-*")}
+    return folders | {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("__KMP_")}
+
+
+def wait_until_gone(pids: Iterable[int], before: set[str]) -> None:
+    """Waits for the ends of processes and of all names but those of before; other tests' come and go meanwhile."""
+    deadline = time.monotonic() + 60
+    new = left_names() - before
+    while True:
+        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        new &= left_names()
+        if not alive and not new:
+            return
+        assert time.monotonic() < deadline, (alive, new)
+        time.sleep(0.1)
