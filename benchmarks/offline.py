@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--input-len", type=int, nargs=2, default=(600, 1500))
     parser.add_argument("--output-len", type=int, nargs=2, default=(16, 64))
-    parser.add_argument("--host-kv-gib", type=float, default=0.3, help="of Seesaw")
+    parser.add_argument("--host-kv-gib", type=float, default=2.0, help="of Seesaw")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--least", type=float, default=1.6, help="the ratio that pp2 must reach")
     parser.add_argument("--require", action="store_true")

@@ -188,7 +188,9 @@ class Service:
 
     def _chosen_for(self, cluster: Cluster) -> tuple[Facts, ChosenPolicy]:
         """Makes the policy anew, with the options in force, for another cluster."""
-        settings, facts = self._policy.settings, replace(self.facts, cluster=cluster)
+        settings, shape = self._policy.settings, self.facts.shape
+        assert shape is not None, "a service knows its model"
+        facts = _facts(self.profile_key, shape, cluster, self.engine.config.block_size)
         options = {name: option_text(value) for name, value in settings.options.items()}
         return facts, make_policy(settings.name, num_instances=cluster.num_instances, options=options, facts=facts)
 
@@ -293,7 +295,7 @@ class ResolvedEngine:
             eos_token_ids=info.eos_token_ids,
             rope_switch_length=info.rope_switch_length,
             seed=given.seed,
-            swap=swap_times(facts, info, block_bytes, cluster) if cluster.host_blocks else None,
+            swap=lambda one: swap_times(_facts(profile_key, shape, one, given.block_size), info, block_bytes, one),
         )
         return cls(
             model=model, threads=resolved.threads, profile_key=profile_key, facts=facts, policy=policy, config=config
@@ -301,7 +303,8 @@ class ResolvedEngine:
 
 
 def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int) -> Facts:
-    """Takes hardware figures measured on this machine, or typical ones."""
+    """Takes hardware figures measured on this machine, or typical ones; the key may be of instances split otherwise."""
+    profile_key = msgspec.structs.replace(profile_key, tp=cluster.spec.tp)
     profile = load_profile(profile_key)
     measured = None if profile is None else profile.hardware(shape)
     return Facts(

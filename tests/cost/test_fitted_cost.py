@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from linear_cost import LinearCost
+from msgspec import structs
 from one_part import part_of
 from test_profile import SUBJECT, in_profile
 
+from longspan.core.cluster import Cluster as Instances
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
@@ -64,9 +66,9 @@ def seconds(*parts: Part) -> dict[int, float]:
     return fitted(profile()).seconds(Forward(number=1, parts=parts))
 
 
-def fitted(measured: Profile) -> FittedCost:
+def fitted(measured: Profile, *others: Profile) -> FittedCost:
     shape = ModelShape(num_layers=10, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, bytes_per_element=2)
-    return FittedCost(measured, shape, block_size=BLOCK_SIZE)
+    return FittedCost(measured, shape, block_size=BLOCK_SIZE, others=others)
 
 
 def test_one_prefill_takes_what_was_measured() -> None:
@@ -182,6 +184,16 @@ def test_kv_moves_as_quickly_as_ranks_sent_messages() -> None:
     assert alone_s(fitted(linked).flows(move)) == pytest.approx(took(6 * block_bytes), rel=1e-3)
     with pytest.raises(ValueError, match="lacks times of messages between two ranks"):
         alone_s(fitted(profile()).flows(move))
+
+
+def test_links_are_those_of_any_profile() -> None:
+    """Instances that are split otherwise may be too few to send each other anything."""
+    split = structs.replace(profile(), profile_key=structs.replace(SUBJECT, tp=2))
+    linked = profile().with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=2**20, seconds=(0.001,)))
+    linked = linked.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=2**21, seconds=(0.002,)))
+    cost = fitted(linked, split).resharded(Instances.of("2xtp2"))
+    move = MoveKV(number=2, request_id=0, copies=((BlockRef(0, 0), BlockRef(1, 0)),))
+    assert alone_s(cost.flows(move)) == pytest.approx(alone_s(fitted(linked).flows(move)) / 2, rel=0.1)
 
 
 def test_layers_hide_all_of_a_balance_but_what_comes_before_the_first() -> None:

@@ -48,7 +48,7 @@ class Cluster:
                 max_num_seqs=setup.max_num_seqs,
                 prefix_caching=setup.prefix_caching,
                 max_steps_in_flight=setup.max_steps_in_flight,
-                swap=setup.swap,
+                swap=lambda _: setup.swap,
             ),
             saved=[] if before is None else before.saved,
         )

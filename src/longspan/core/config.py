@@ -8,7 +8,7 @@ from typing import Protocol
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
-from longspan.core.tiers import SwapCost
+from longspan.core.tier_lookup import SwapPrices
 from longspan.core.view import Admitted, Policy
 from longspan.errors import ParameterError
 
@@ -27,7 +27,7 @@ class EngineConfig:
         max_steps_in_flight: the most incomplete steps that a request may be in while it decodes, and that each instance
             has, but for those that keep its further stages busy. With 2, instances never wait for the controller: the
             next step is there before the present one ends.
-        swap: says whether KV on hosts is worth a copy; None when it always is.
+        swap: says whether KV on hosts is worth a copy on a cluster; None when it always is.
     """
 
     cluster: Cluster
@@ -41,7 +41,7 @@ class EngineConfig:
     prefix_caching: bool = True
     max_steps_in_flight: int = 2
     seed: int = 0
-    swap: SwapCost | None = None
+    swap: SwapPrices | None = None
 
     def __post_init__(self) -> None:
         assert self.cluster.num_blocks, f"the KV pools of {self.cluster} have no sizes"
@@ -60,7 +60,7 @@ class EngineConfig:
         eos_token_ids: tuple[int, ...] = (),
         rope_switch_length: int | None = None,
         seed: int = 0,
-        swap: SwapCost | None = None,
+        swap: SwapPrices | None = None,
     ) -> EngineConfig:
         """Returns what the options mean with this policy, for a model with the other facts; without, for any model."""
         if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:

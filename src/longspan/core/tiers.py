@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
@@ -19,27 +18,10 @@ from longspan.core.owners import BlockRef
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Content, MoveKV, MoveWay
+from longspan.core.tier_lookup import Found, SwapPrices, TierLookup
 
 _STEPS_AHEAD = 4
 """Requests are looked up so many steps before they begin, so that what they need of hosts is there in time."""
-
-
-class SwapCost(Protocol):
-    """Says whether KV on a host or its disk is worth its way back.
-
-    Attributes:
-        block_s: seconds in which a block comes from the host to an instance.
-        load_s: seconds in which one comes from a disk to its host.
-    """
-
-    @property
-    def block_s(self) -> float: ...
-
-    @property
-    def load_s(self) -> float: ...
-
-    def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """Returns the seconds in which an instance computes tokens behind others whose KV it has."""
 
 
 @dataclass(kw_only=True)
@@ -59,40 +41,13 @@ class _Copy:
 
 
 @dataclass(kw_only=True)
-class _Found:
-    """The beginning of a request as devices of a group, their hosts and the disks of these have it.
-
-    Attributes:
-        cached: its blocks on devices.
-        stored: the others that hosts have.
-        saved: those that only disks have.
-        num_tokens: how many tokens all of these hold, and of them devices `num_cached`.
-        num_blocks: blocks of the whole request.
-        num_asked: free blocks that it needs with those.
-    """
-
-    group: tuple[int, ...]
-    cached: list[BlockRef] = field(default_factory=list)
-    stored: list[BlockRef] = field(default_factory=list)
-    saved: list[BlockRef] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached: int = 0
-    num_blocks: int = 0
-    num_asked: int = 0
-
-    @property
-    def num_missing(self) -> int:
-        return self.num_blocks - len(self.cached) - len(self.stored)
-
-
-@dataclass(kw_only=True)
 class _Fetch:
     """The beginning of a waiting request that is pinned on devices, or comes there by the moves of these `numbers`.
 
     One that `loads` is pinned on hosts, or comes there from disks, and goes to devices when all of it is there.
     """
 
-    found: _Found
+    found: Found
     loads: bool
     pinned: list[BlockRef] = field(default_factory=list)
     numbers: set[int] = field(default_factory=set)
@@ -111,7 +66,7 @@ class Tiers:
         running: what it still needs of instances is left to it.
         number: gives the next step's number.
         step_tokens, max_num_seqs: the bounds of a step on one instance.
-        swap: prices; None when a copy always pays.
+        swap: prices of a cluster; None when a copy always pays.
 
     What a request gives up while it goes on stays on hosts until it is admitted again or ends. That of ended requests
     is a cache, which is evicted when others need the room. A host that is full of the former takes no more: what finds
@@ -134,14 +89,13 @@ class Tiers:
         *,
         step_tokens: int,
         max_num_seqs: int,
-        swap: SwapCost | None = None,
+        swap: SwapPrices | None = None,
     ) -> None:
         self._account, self._cluster, self._running = account, cluster, running
         self._number, self._swap = number, swap
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
         self._is_active = bool(cluster.host_blocks) and account.prefix_caching
-        hosts = {cluster.host_pool(instance) for instance in cluster.instances} if self._is_active else set()
-        self._host_of = {disk: host for host in hosts if (disk := cluster.disk_pool(host)) is not None}
+        self._lookup = self._new_lookup()
         self.changes = self.num_hits = self.num_disk_hits = self._times_relented = 0
         self.num_swapped_blocks = self.peak_host_blocks = 0
         self._copies: dict[int, _Copy] = {}
@@ -152,6 +106,10 @@ class Tiers:
         self._asked: dict[int, int] = {}  # free blocks without which a request was not fetched, and waits
         self._hidden, self._first_hidden = set[int](), math.inf
         self.returning: dict[int, tuple[int, ...]] = {}
+
+    def _new_lookup(self) -> TierLookup:
+        prices = None if self._swap is None or not self._is_active else self._swap(self._cluster)
+        return TierLookup(self._account, self._cluster, prices)
 
     @property
     def in_flight(self) -> bool:
@@ -176,6 +134,7 @@ class Tiers:
             self._given_up[request_id] = [ref for ref in blocks if ref not in incomplete]
         self.make_room()
         self._account = account
+        self._lookup = self._new_lookup()
         for kept in (self._copies, self._coming, self._fetches, self._groups, self._asked):
             kept.clear()
 
@@ -190,6 +149,7 @@ class Tiers:
         self._asked.clear()
         self.returning = {}
         self._account, self._cluster = account, cluster
+        self._lookup = self._new_lookup()
 
     def moved(self, done: Completion) -> list[MoveKV] | None:
         """Takes the completion of a step if it is a copy; returns the moves to disks that follow, None for others.
@@ -380,7 +340,7 @@ class Tiers:
             return True
         if max(room.values()) < self._asked.get(request.id, 1) or self._is_copied(request):
             return False
-        if self._host_of and fetch is None:
+        if self._lookup.host_of and fetch is None:
             begun = self._begin(request, room, load, moves, may_fetch, on_disks=True)
             if begun is not None:
                 return begun
@@ -399,7 +359,7 @@ class Tiers:
         """Does what `_arrange` does for a request of which nothing is fetched yet; None when it is not worth a disk."""
         best, has_room = self._best(request, room, load, on_disks=on_disks)
         wanted = best.saved if on_disks else best.stored
-        pays = bool(wanted) and self._pays(best)
+        pays = bool(wanted) and self._lookup.pays(best)
         if on_disks and not pays:
             return None
         if pays and not (has_room and may_fetch):
@@ -421,15 +381,15 @@ class Tiers:
         _claim(room, load, best, best.num_asked, request)
         return True
 
-    def _return(self, request: Request, found: _Found) -> None:
+    def _return(self, request: Request, found: Found) -> None:
         """Lets a request that gave up its KV go on where devices have it again."""
         if request.was_admitted and found.num_tokens:
             self.returning[request.id] = found.group
 
-    def _is_coming(self, ref: BlockRef, found: _Found) -> bool:
+    def _is_coming(self, ref: BlockRef, found: Found) -> bool:
         """Tells whether what is in a block is on its way, for another request, to where it is wanted."""
         key = self._account.pool(ref.pool).content(ref.block).key
-        pools = found.group if ref.pool not in self._host_of else (self._host_of[ref.pool],)
+        pools = found.group if ref.pool not in self._lookup.host_of else (self._lookup.host_of[ref.pool],)
         return any((pool, key) in self._coming for pool in pools)
 
     def _is_copied(self, request: Request) -> bool:
@@ -438,12 +398,12 @@ class Tiers:
 
     def _best(
         self, request: Request, room: dict[int, int], load: Sequence[int], *, on_disks: bool
-    ) -> tuple[_Found, bool]:
+    ) -> tuple[Found, bool]:
         """Returns what there is of a request where a prefill would end first, and whether it has room there.
 
         Where it has none, none has.
         """
-        found = [self._find(request, group, on_disks=on_disks) for group in self._groups_for(request)]
+        found = [self._lookup.find(request, group, on_disks=on_disks) for group in self._groups_for(request)]
         able = [one for one in found if _has_room(room, one.group, one.num_asked)]
         best = max(
             able or found,
@@ -451,12 +411,12 @@ class Tiers:
         )
         return best, bool(able)
 
-    def _is_best(self, request: Request, found: _Found, load: Sequence[int]) -> bool:
+    def _is_best(self, request: Request, found: Found, load: Sequence[int]) -> bool:
         """Tells whether a prefill would end sooner on one instance, with what is there, than on any that has less."""
         if len(found.group) > 1:
             return True
         cached = {
-            i: self._find(request, (i,), on_disks=False).num_cached
+            i: self._lookup.find(request, (i,), on_disks=False).num_cached
             for i in self._cluster.prefill
             if i not in found.group
         }
@@ -504,45 +464,7 @@ class Tiers:
             return [everyone]
         return [(instance,) for instance in everyone]
 
-    def _find(self, request: Request, group: tuple[int, ...], *, on_disks: bool) -> _Found:
-        account, size = self._account, request.block_size
-        limit = 0 if request.scores_prompt else request.num_tokens - 1  # logprobs of a prompt need all of it computed
-        hosts = sorted({self._cluster.host_pool(instance) for instance in group})
-        found = _Found(group=group, num_blocks=request.blocks_for(request.num_tokens))
-        pools = (*group, *hosts, *(disk for disk, host in self._host_of.items() if on_disks and host in hosts))
-        index = 0
-        while (index + 1) * size <= limit:
-            if (ref := account.find(request.parent_key(index + 1), pools)) is None:
-                break
-            self._add(found, ref, size)
-            index += 1
-        rest = tuple(request.tokens(index * size, min(limit, (index + 1) * size)))
-        ref, length = account.find_begun(request.parent_key(index), rest, pools)
-        if length:
-            self._add(found, ref, length)
-        in_use = sum(account.pool(ref.pool).references(ref.block) > 0 for ref in found.cached)
-        found.num_asked = found.num_blocks - in_use
-        return found
-
-    def _add(self, found: _Found, ref: BlockRef, num_tokens: int) -> None:
-        found.num_tokens += num_tokens
-        match self._cluster.tier(ref.pool):
-            case "device":
-                found.cached.append(ref)
-                found.num_cached += num_tokens
-            case "host":
-                found.stored.append(ref)
-            case "disk":
-                found.saved.append(ref)
-
-    def _pays(self, found: _Found) -> bool:
-        if self._swap is None:
-            return True
-        copy_s = (len(found.stored) + len(found.saved)) * self._swap.block_s / len(found.group)
-        copy_s += len(found.saved) * self._swap.load_s
-        return copy_s < self._swap.recompute_s(found.num_tokens - found.num_cached, found.num_cached)
-
-    def _fetch(self, request: Request, found: _Found) -> list[MoveKV]:
+    def _fetch(self, request: Request, found: Found) -> list[MoveKV]:
         """Returns moves of what hosts have of a request to members with most room; what devices have is pinned.
 
         If disks have some, it is moved to hosts first, as far as these have room, and what hosts have is pinned.
@@ -555,7 +477,7 @@ class Tiers:
             self._pin(fetch, ref)
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         for source in found.saved if loads else found.stored:
-            pool = self._host_of[source.pool] if loads else self._roomiest(found.group, source.pool)
+            pool = self._lookup.host_of[source.pool] if loads else self._roomiest(found.group, source.pool)
             if not account.num_free(pool):
                 break
             content = account.pool(source.pool).content(source.block)
@@ -592,7 +514,7 @@ def _has_room(room: dict[int, int], group: Sequence[int], num_blocks: int) -> bo
     return num_blocks <= sum([room[instance] for instance in group])
 
 
-def _claim(room: dict[int, int], load: list[int], found: _Found, num_blocks: int, request: Request) -> None:
+def _claim(room: dict[int, int], load: list[int], found: Found, num_blocks: int, request: Request) -> None:
     """Takes blocks of those with most room, as fetches do, and shares what is to be computed."""
     if len(found.group) == 1:
         room[found.group[0]] -= num_blocks

@@ -13,7 +13,7 @@ from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.flows import Flow, block_pairs, host_flows
-from longspan.cost.profile import LinkFit, Prefill, Profile, Times
+from longspan.cost.profile import LinkFit, Prefill, Profile, Times, TransferKind
 from longspan.cost.step_cost import ReshardCost, computed_tokens, wait_for_balances
 from longspan.errors import ParameterError
 
@@ -36,7 +36,8 @@ class FittedCost:
         shape: of the model that was measured.
         block_size: tokens of a KV block, which transfers consist of.
         cluster: the instances, when they have stages or pools on hosts.
-        others: profiles of instances that are split otherwise, which take turns with these.
+        others: profiles of instances that are split otherwise, which take turns with these; what one lacks of links
+            another may have.
 
     Raises:
         ValueError: for a profile that lacks one instance alone, with the remedy.
@@ -52,8 +53,9 @@ class FittedCost:
         others: Sequence[Profile] = (),
     ) -> None:
         self._profile, self._shape, self._others = profile, shape, others
-        self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
-        self._cluster, self._host_link = cluster, profile.link("host_copy", 1) or self._link
+        self._cluster, self._tp = cluster, profile.profile_key.tp
+        self._link = _link((profile, *others), "point_to_point", 2)
+        self._host_link = _link((profile, *others), "host_copy", 1) or self._link
         self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
         self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._block_size = block_size
@@ -205,6 +207,11 @@ class FittedCost:
             )
             raise ParameterError("profile", problem)
         return self._times[members, exchange]
+
+
+def _link(profiles: Sequence[Profile], kind: TransferKind, members: int) -> LinkFit | None:
+    """Returns the first that was measured: links are those of the machine, however instances are split."""
+    return next((link for one in profiles if (link := one.link(kind, members)) is not None), None)
 
 
 def _as_even(sharded: SpanShards) -> int:

@@ -115,11 +115,13 @@ class Experiment:
         policy, scheduling = self.policy(), self.scheduling
         if not (workload.shares or self.cluster.host_blocks):
             scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
-        swap = PricedSwap(self.cost, self.cluster) if self.cluster.host_blocks else None
-        config = EngineConfig.of(scheduling, self.cluster, policy, turns=self.facts.turns, swap=swap)
+        config = EngineConfig.of(scheduling, self.cluster, policy, turns=self.facts.turns, swap=self._swap)
         with self.progress(title, len(workload.arrivals)) as finished:
             watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
+
+    def _swap(self, cluster: Cluster) -> PricedSwap:
+        return PricedSwap(self.cost if cluster == self.cluster else self.cost.resharded(cluster), cluster)
 
     def at_light_load(self, workload: Workload) -> Result:
         """Serves the requests such that none meets another."""
