@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from longspan import LLM
+from longspan.core.config import EngineConfig
 from longspan.core.options import option_text
 from longspan.core.sampling import SamplingParams
 from longspan.core.transitions import Transition
@@ -132,10 +133,10 @@ def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> 
         num_instances = llm.engine.config.cluster.num_instances
         llm.generate([[7] * 300] * num_instances, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         llm.reset_prefix_cache()
-        num_before, begin_s = len(llm.engine.transitions), time.perf_counter()
+        num_before, config, begin_s = len(llm.engine.transitions), llm.engine.config, time.perf_counter()
         llm.generate([one.prompt for one in requests], params, use_tqdm=False)
         real_s = time.perf_counter() - begin_s
-        simulated_s, num_transitions = _simulated(llm, requests)
+        simulated_s, num_transitions = _simulated(llm, config, requests)
         return Run(
             real_s=real_s,
             simulated_s=simulated_s,
@@ -144,10 +145,9 @@ def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> 
         )
 
 
-def _simulated(llm: LLM, requests: Sequence[Request]) -> tuple[float | None, int | None]:
-    """Serves the same requests on the simulated cluster; None without the profiles that it takes."""
-    config, facts = llm.engine.config, llm.facts
-    clusters = config.turns or (config.cluster,)
+def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> tuple[float | None, int | None]:
+    """Serves the same requests on the simulated cluster, as it was then; None without the profiles that it takes."""
+    facts, clusters = llm.facts, config.turns or (config.cluster,)
     profiles = {cluster.spec.tp: _profile(llm, cluster.spec.tp) for cluster in clusters}
     if facts.shape is None or not all(profiles.values()):
         return None, None
@@ -157,9 +157,10 @@ def _simulated(llm: LLM, requests: Sequence[Request]) -> tuple[float | None, int
     policy = make_policy(settings.name, num_instances=clusters[0].num_instances, options=options, facts=facts)
     size = config.block_size
     cost = FittedCost(first, facts.shape, block_size=size, cluster=clusters[0], others=others)
+    cost = cost.resharded(config.cluster)  # one that takes turns may have been left on the other
     arrivals = [Arrival(due_s=0.0, prompt=tuple(one.prompt), output_len=one.output_len) for one in requests]
     try:
-        result = simulate(arrivals, replace(config, cluster=clusters[0]), policy, cost)
+        result = simulate(arrivals, config, policy, cost)
     except ParameterError as error:
         print(f"not simulated: {error}", file=sys.stderr)
         return None, None
