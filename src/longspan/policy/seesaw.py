@@ -71,7 +71,7 @@ class Seesaw:
         plan.parked = done
         is_done = not (plan.batches or view.busy) and len(done) == len(view.running)
         if is_done and (view.num_started or done) and not self._can_go_on(view, room):
-            if self._is_worth_decoding(view.num_started + len(done)):
+            if self._is_worth_decoding(view.num_started + len(done), view.num_new):
                 self._parked = _Parked()
                 plan.reshard = self._decode
             else:
@@ -103,19 +103,22 @@ class Seesaw:
             self._mixes = False  # all have ended
         return plan
 
-    def _is_worth_decoding(self, num_started: int) -> bool:
-        """Tells whether the requests that have begun gain more by the other cluster than the way there takes."""
+    def _is_worth_decoding(self, num_started: int, num_new: int) -> bool:
+        """Tells whether the requests that have begun gain more by the other cluster than the way there takes.
+
+        There, batches shrink until the next turn. Here, new requests would be prefilled beside them and take the places
+        of those that end, as long as there are any.
+        """
         if self._cost is None or not self._parked.number:
             return True
-        cost, parked = self._cost, self._parked
+        cost, parked, everyone = self._cost, self._parked, num_started + num_new
         times, length = num_started / parked.number, parked.length
-        gained_s = 0.0
-        for number, num_tokens in drain(parked.left):
-            here_s, there_s = (
-                cost.decode_s(one, round(times * number), length) for one in (self._prefill, self._decode)
-            )
-            gained_s += num_tokens * (here_s - there_s)
-        return gained_s > cost.reshard_s(self._decode)
+        pieces = [(round(times * number), num_tokens) for number, num_tokens in drain(parked.left)]
+        there_s = sum(num_tokens * cost.decode_s(self._decode, number, length) for number, num_tokens in pieces)
+        here_s = sum(num_tokens * cost.decode_s(self._prefill, number, length) for number, num_tokens in pieces)
+        if num_new:
+            here_s = times * sum(parked.left) * cost.decode_s(self._prefill, everyone, length) / everyone
+        return here_s - there_s > cost.reshard_s(self._decode)
 
     def _is_worth_prefilling(self, view: ClusterView, first: RequestView, room: _Room) -> bool:
         """Tells whether new prompts gain more by the other cluster than the way there and back takes."""
