@@ -63,6 +63,7 @@ class Accounting(sf.RuleBasedStateMachine):
         free = {i: self.account.pool(i).num_free for i in group}
         cost = self.account.hit_cost(hit, frozenset())
         self.account.take(request, hit)
+        self.account.copy_last(request, hit)
         for new, old in request.copying.items():
             for offset in range(hit.num_tokens % SIZE):
                 self.slots[new, offset] = self.slots[old, offset]
@@ -305,6 +306,7 @@ def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tu
     request = new_request(prompt, size=account.block_size)
     hit = account.match(request, group)
     account.take(request, hit)
+    account.copy_last(request, hit)
     account.complete_copies(request, [(old, new) for new, old in request.copying.items()])
     request.metrics.num_cached_tokens = request.num_computed = hit.num_tokens
     for _ in range(num_output):

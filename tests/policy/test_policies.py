@@ -433,3 +433,19 @@ def test_short_requests_pass_the_long_ones_that_wait_for_a_long_one() -> None:
     assert first.metrics.ttft_s is not None
     assert second.metrics.ttft_s is not None
     assert short.metrics.finished_s < first.metrics.ttft_s < second.metrics.ttft_s
+
+
+@pytest.mark.parametrize("policy", ["chunked", "prefill-first"])
+def test_a_copy_evicts_nothing_that_another_admission_has_hit(policy: str) -> None:
+    """Both are admitted by one plan; the second one's prefix is what would be evicted first."""
+    setup = Setup(num_instances=1, num_blocks=12, block_size=4, policy=policy, max_model_len=40)
+    cluster = Cluster(setup)
+    first, second = [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]
+    for prompt in (first, second, *([20 + number] * 8 for number in range(4))):
+        cluster.add(prompt, max_tokens=1)
+        cluster.run()
+    copies = cluster.add([*second[:6], 9], max_tokens=4)
+    shares = cluster.add([*first, 10], max_tokens=4)
+    cluster.engine.emit()
+    assert copies.table and shares.table and not {*copies.table} & {*shares.table}
+    cluster.run()

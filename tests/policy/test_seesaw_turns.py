@@ -46,3 +46,17 @@ def test_passes_are_full_though_prompts_wait_for_room() -> None:
         for policy, cluster, host_kv_gib in (("chunked", stages, 0.0), ("seesaw", turns, 640.0))
     )
     assert seesaw_s == pytest.approx(chunked_s, rel=0.002)
+
+
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_a_prompt_goes_to_a_host_that_has_room_for_it(strict: str) -> None:
+    """One host is full of the first request's KV."""
+    turns = ClusterSpec(hardware="a10", hosts=2, gpus_per_host=2, prefill_parallel="2xpp2", decode_parallel="2xtp2")
+    options = {"strict": strict}
+    scheduling = SchedulingArgs(policy="seesaw", block_size=16, host_kv_gib=0.3, policy_options=options)
+    arrivals = [
+        Arrival(due_s=0.0, prompt=text(2, 400), output_len=150),
+        Arrival(due_s=1.0, prompt=text(5, 300), output_len=20),
+    ]
+    result = make_experiment("llama-7b", turns, scheduling).run(Workload(arrivals=arrivals, shares=False))
+    assert len(result.served) == 2

@@ -124,9 +124,9 @@ class KvAccount:
         return Counter(r.pool for r in request.table if self.pool(r.pool).references(r.block) == 1)
 
     def take(self, request: Request, hit: PrefixHit) -> None:
-        """Begins the request's table with the blocks of a hit, found since the last change of this account.
+        """Begins the request's table with the blocks of a hit, found since this account has changed but for other hits.
 
-        A block to be copied is `copying` then: call `complete_copies` when it is copied.
+        When all are taken, call `copy_last`: a copy takes room, and could evict what others have hit.
         """
         assert not request.table, "a hit begins a table"
         for ref in hit.refs[:-1] if hit.adopts_last else hit.refs:
@@ -134,6 +134,12 @@ class KvAccount:
         if hit.adopts_last:
             self.pool(hit.refs[-1].pool).adopt(hit.refs[-1].block)
         request.table.extend(hit.refs)
+
+    def copy_last(self, request: Request, hit: PrefixHit) -> None:
+        """Gives the request a block of its own for the last one of a hit, if others have that, too.
+
+        The old one is `copying` then: call `complete_copies` when it is copied.
+        """
         if hit.copies_last:
             self.relocate(request, [(len(hit.refs) - 1, hit.refs[-1].instance)])
 

@@ -396,6 +396,8 @@ class Engine:
             if scheduled.hit is not None:
                 self._admit(scheduled)
         for scheduled in scheduled_parts:
+            if scheduled.hit is not None:
+                self.account.copy_last(self._requests[scheduled.request.id], scheduled.hit)
             if scheduled.block_owners:
                 self.account.extend(self._requests[scheduled.request.id], scheduled.block_owners)
         if any(scheduled.target is not None for scheduled in scheduled_parts):

@@ -9,7 +9,7 @@ Where costs are known, clusters only change when that gains more than it takes; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from longspan.core.cluster import Cluster
@@ -65,17 +65,17 @@ class Seesaw:
             if request.num_scheduled < request.num_prompt:
                 batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
         for request in batch.waiting():
-            part = admit_alone(request, batch.budget, instances)
+            part = admit_alone(request, batch.budget, room.instances(request, instances))
             batch.add(part if part is not None and room.take(part) else None)
         plan = batch.plan()
         plan.parked = done
         is_done = not (plan.batches or view.busy) and len(done) == len(view.running)
         if is_done and (view.num_started or done) and not self._can_go_on(view, room):
             if self._is_worth_decoding(view.num_started + len(done), view.num_new):
-                self._parked = _Parked()
                 plan.reshard = self._decode
             else:
                 self._mixes = True
+            self._parked = _Parked()
         return plan
 
     def _can_go_on(self, view: ClusterView, room: _Room) -> bool:
@@ -160,6 +160,10 @@ class _Room:
         """
         lacks = self.num_blocks < num_new * _needed(first)
         return self.has(first) and not (lacks and 2 * self.num_running > self._size)
+
+    def instances(self, request: RequestView, instances: Sequence[int]) -> list[int]:
+        """Returns those whose host has room for a request."""
+        return [instance for instance in instances if self._left[self._pool[instance]] >= _needed(request)]
 
     def take(self, part: ScheduledPart) -> bool:
         """Takes the room for a request to be admitted; returns whether there was any."""

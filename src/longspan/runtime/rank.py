@@ -44,6 +44,7 @@ class Rank:
         send_report(reports, messages.Ready(rank=self._rank))
         while (command := self._serve(inbox, reports)) is not None:
             self.close()
+            self._worker = None  # a device has memory for one share
             self._worker, copied_bytes = self._take_place(command.cluster)
             copied: BytesSent = {("weights_copy", "same_host"): copied_bytes}
             send_report(reports, messages.Regrouped(rank=self._rank, number=command.number, bytes_sent=copied))
