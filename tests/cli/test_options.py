@@ -170,7 +170,8 @@ def test_instances_are_written_alike_for_engines_and_simulations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "words", "others"), [("serve", "one rank", "simulated"), ("simulate", "an instance per device", "[ppP]")]
+    ("verb", "words", "others"),
+    [("serve", "one rank", "simulated"), ("simulate", "an instance per device", "T * P ranks")],
 )
 def test_help_is_of_the_verb_alone(
     verb: str, words: str, others: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
