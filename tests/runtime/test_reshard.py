@@ -130,3 +130,15 @@ def test_what_takes_turns_cannot_do_without_a_rank(tiny: Path, turns: bool) -> N
             service.shrink(1)
     finally:
         service.close()
+
+
+def test_the_policy_stays_while_clusters_change(tiny: Path) -> None:
+    """The new one would be lost: the change brings its own."""
+    service = make_service(tiny, parallel="pp2", policy="chunked")
+    try:
+        service.reshard("tp2")
+        with pytest.raises(RuntimeError, match="while clusters change: call step until they have"):
+            service.set_policy("prefill-first", {})
+        assert service.policy_settings.name == "chunked"
+    finally:
+        service.close()

@@ -232,6 +232,8 @@ class Engine:
     def _check_idle(self, what: str) -> None:
         if self._requests:
             raise RuntimeError(f"{what} while {len(self._requests)} requests are unfinished")
+        if self._regrouping is not None:
+            raise RuntimeError(f"{what} while clusters change: call step until they have")
         if self._is_moving:
             raise RuntimeError(f"{what} while KV is on its way: call step until has_unfinished is false")
 
