@@ -137,7 +137,7 @@ def test_the_policy_stays_while_clusters_change(tiny: Path) -> None:
     service = make_service(tiny, parallel="pp2", policy="chunked")
     try:
         service.reshard("tp2")
-        with pytest.raises(RuntimeError, match="while clusters change: call step until they have"):
+        with pytest.raises(RuntimeError, match="while clusters do: call step until they have"):
             service.set_policy("prefill-first", {})
         assert service.policy_settings.name == "chunked"
     finally:

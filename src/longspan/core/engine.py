@@ -215,6 +215,8 @@ class Engine:
     def set_policy(self, policy: EnginePolicy) -> None:
         """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's."""
         self._check_idle("the policy cannot change")
+        if self._regrouping is not None:
+            raise RuntimeError("the policy cannot change while clusters do: call step until they have")
         self._adopt(policy)
 
     def _adopt(self, policy: EnginePolicy) -> None:
@@ -232,8 +234,6 @@ class Engine:
     def _check_idle(self, what: str) -> None:
         if self._requests:
             raise RuntimeError(f"{what} while {len(self._requests)} requests are unfinished")
-        if self._regrouping is not None:
-            raise RuntimeError(f"{what} while clusters change: call step until they have")
         if self._is_moving:
             raise RuntimeError(f"{what} while KV is on its way: call step until has_unfinished is false")
 
