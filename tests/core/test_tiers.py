@@ -16,8 +16,10 @@ from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Location
+from longspan.core.owners import BlockRef
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
+from longspan.core.tier_lookup import Found, TierLookup
 
 POLICIES: list[tuple[str, int, dict[str, str]]] = [
     ("chunked", 1, {}),
@@ -292,6 +294,14 @@ class Price:
         """See `SwapCost`."""
         del cached_tokens
         return float(new_tokens)
+
+
+@pytest.mark.parametrize("group", [(0,), (0, 1)])
+@pytest.mark.parametrize(("block_s", "pays"), [(3.9, True), (4.1, False)])
+def test_members_share_copies_and_what_they_would_compute(block_s: float, pays: bool, group: tuple[int, ...]) -> None:
+    cluster = swapping(2)
+    lookup = TierLookup(cluster.engine.account, cluster.setup.cluster, Price(block_s))
+    assert lookup.pays(Found(group=group, stored=[BlockRef(2, 0)], num_tokens=4)) == pays
 
 
 @pytest.mark.parametrize(("block_s", "comes"), [(3.9, True), (4.1, False)])

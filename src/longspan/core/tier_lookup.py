@@ -109,9 +109,10 @@ class TierLookup:
                 found.saved.append(ref)
 
     def pays(self, found: Found) -> bool:
-        """Tells whether what hosts and disks have is quicker to copy than to compute."""
+        """Tells whether what hosts and disks have is quicker to copy than to compute; members of a group share both."""
         if self._swap is None:
             return True
         copy_s = (len(found.stored) + len(found.saved)) * self._swap.block_s / len(found.group)
         copy_s += len(found.saved) * self._swap.load_s
-        return copy_s < self._swap.recompute_s(found.num_tokens - found.num_cached, found.num_cached)
+        recompute_s = self._swap.recompute_s(found.num_tokens - found.num_cached, found.num_cached)
+        return copy_s < recompute_s / len(found.group)
