@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -295,7 +296,9 @@ class ResolvedEngine:
             eos_token_ids=info.eos_token_ids,
             rope_switch_length=info.rope_switch_length,
             seed=given.seed,
-            swap=lambda one: swap_times(_facts(profile_key, shape, one, given.block_size), info, block_bytes, one),
+            swap=cache(
+                lambda one: swap_times(_facts(profile_key, shape, one, given.block_size), info, block_bytes, one)
+            ),
         )
         return cls(
             model=model, threads=resolved.threads, profile_key=profile_key, facts=facts, policy=policy, config=config

@@ -70,12 +70,12 @@ class DiskPool:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the tokens of prompts are nobody else's business
             self._lock: IO[bytes] = (folder / "lock").open("ab")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._remove([*folder.glob(f"*{_UNFINISHED}")])
+            kept_bytes = sum(path.stat().st_size for path in self._shrink())
         except BlockingIOError:
             raise ParameterError("disk_kv_dir", f"{folder} is used by another server: give another one") from None
         except OSError as error:
             raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
-        self._remove([*folder.glob(f"*{_UNFINISHED}")])
-        kept_bytes = sum(path.stat().st_size for path in self._shrink())
         needed, free = num_blocks * self._block_bytes - kept_bytes, shutil.disk_usage(folder).free
         if needed > free:
             problem = f"needs {needed / 2**30:.1f} GiB more in {folder}, but {free / 2**30:.1f} are free: allow less"
