@@ -280,6 +280,7 @@ class ResolvedEngine:
         clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.turns or (cluster,)]
         for one in clusters:
             _check_split(info, files, one, wanted)
+        _check_host_memory(given.host_kv_gib, clusters[0])
         clusters = [_with_pools(one, block_bytes, info, files, given) for one in clusters]
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
@@ -287,6 +288,11 @@ class ResolvedEngine:
         facts = _facts(profile_key, shape, cluster, given.block_size)
         facts = replace(facts, turns=turns, turn_cost=_turn_cost(profile_key, shape, turns, given.block_size))
         policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
+
+        @cache  # it reads profiles, and clusters may take turns
+        def swap(one: Cluster) -> SwapTimes:
+            return swap_times(_facts(profile_key, shape, one, given.block_size), info, block_bytes, one)
+
         config = EngineConfig.of(
             _with_step_tokens(given, files, info, cluster, policy),
             cluster,
@@ -296,9 +302,7 @@ class ResolvedEngine:
             eos_token_ids=info.eos_token_ids,
             rope_switch_length=info.rope_switch_length,
             seed=given.seed,
-            swap=cache(
-                lambda one: swap_times(_facts(profile_key, shape, one, given.block_size), info, block_bytes, one)
-            ),
+            swap=swap,
         )
         return cls(
             model=model, threads=resolved.threads, profile_key=profile_key, facts=facts, policy=policy, config=config
@@ -445,11 +449,15 @@ def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, 
 
 
 def _check_hosts(gib: float, cluster: Cluster) -> None:
-    """Raises ParameterError when hosts cannot have pools of so much memory."""
+    """Raises ParameterError when instances have no host each."""
     for instance in cluster.instances if gib else ():
         if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
             problem = f"is for instances on one host each, but instance {instance} has ranks on several: leave it out"
             raise ParameterError("host_kv_gib", problem, gib)
+
+
+def _check_host_memory(gib: float, cluster: Cluster) -> None:
+    """Raises ParameterError when hosts cannot have pools of so much memory, which nobody has yet."""
     needed, available = gib * (max(cluster.hosts) + 1), psutil.virtual_memory().available / 2**30
     if needed > available:
         problem = f"{gib:g} needs {needed:.1f} GiB, but {available:.1f} are available: allow less"

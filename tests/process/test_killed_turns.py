@@ -18,9 +18,9 @@ from fake_llm import run
 from forked import Forked
 from leftovers import left_names, wait_until_gone
 from oracle import Oracle
+from turns import turning_args
 
 from longspan import SamplingParams
-from longspan.args import EngineArgs
 from longspan.cli import app
 from longspan.core.steps import Completion, MoveKV, Reshard, Step
 from longspan.errors import WorkerLostError
@@ -113,20 +113,7 @@ def test_a_worker_is_killed_in_mid_transition(
 ) -> None:
     """On the way to decode or back. All KV is on the host then, so that no token is computed twice."""
     before = left_names()
-    service = Service(
-        EngineArgs(
-            str(odd),
-            policy="seesaw",
-            prefill_parallel="pp2",
-            decode_parallel="tp2",
-            threads_per_rank=1,
-            skip_tokenizer_init=True,
-            block_size=16,
-            num_gpu_blocks_override=30,
-            max_num_batched_tokens=48,
-            host_kv_gib=0.00015,
-        )
-    )
+    service = Service(turning_args(odd, "pp2 tp2", host_kv_gib=0.00015))
     reshards = kill_amid(monkeypatch, is_reshard, count, after_others=after_others)
     engine, pids = service.engine, service.executor.pids
     try:

@@ -11,9 +11,9 @@ import numpy as np
 import psutil
 import pytest
 from transformers import LlamaConfig
+from turns import turning_args
 
 from longspan import SamplingParams
-from longspan.args import EngineArgs
 from longspan.core.steps import Reshard, Step
 from longspan.runtime.executor.control_plane import WorkerExecutor
 from longspan.service import Service
@@ -65,20 +65,7 @@ class Memory(NamedTuple):
 
 @pytest.mark.parametrize("spec", ["pp2 tp2", pytest.param("tp2 pp2", marks=pytest.mark.full)])
 def test_no_transition_takes_more_memory(large: Path, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
-    prefill, decode = spec.split()
-    given = EngineArgs(
-        str(large),
-        load_format="dummy",
-        policy="seesaw",
-        prefill_parallel=prefill,
-        decode_parallel=decode,
-        threads_per_rank=1,
-        skip_tokenizer_init=True,
-        block_size=16,
-        num_gpu_blocks_override=30,
-        max_num_batched_tokens=48,
-        host_kv_gib=0.0025,
-    )
+    given = turning_args(large, spec, host_kv_gib=0.0025, load_format="dummy")
     service, submit, found = Service(given), WorkerExecutor.submit, list[Memory]()
 
     def measuring(executor: WorkerExecutor, step: Step) -> None:

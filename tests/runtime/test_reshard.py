@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from engines import ThreadLLM, num_free_blocks
 from oracle import Oracle
@@ -128,6 +130,15 @@ def test_what_takes_turns_cannot_do_without_a_rank(tiny: Path, turns: bool) -> N
             assert service.engine.config.cluster.num_spare == 1
         with pytest.raises(ParameterError, match="ranks are in several clusters by turns"):
             service.shrink(1)
+    finally:
+        service.close()
+
+
+def test_the_memory_of_hosts_is_there_already(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service(tiny, parallel="pp2", policy="chunked", **HOST)
+    try:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20, total=2**34))
+        service.reshard("tp2")
     finally:
         service.close()
 
