@@ -19,13 +19,12 @@ from longspan.attn import native
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
-from longspan.core.exchange import LOCAL
 from longspan.core.options import option_text
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.flows import DISK_BYTES_PER_S
-from longspan.cost.pricing import PricedTurns
+from longspan.cost.pricing import PricedSwap, PricedTurns
 from longspan.cost.profile import ProfileKey
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
@@ -290,8 +289,10 @@ class ResolvedEngine:
         policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
 
         @cache  # it reads profiles, and clusters may take turns
-        def swap(one: Cluster) -> SwapTimes:
-            return swap_times(_facts(profile_key, shape, one, given.block_size), info, block_bytes, one)
+        def swap(one: Cluster) -> SwapTimes | PricedSwap:
+            clusters = (one, *(other for other in turns if other != one))
+            cost = _measured_cost(profile_key, shape, clusters, given.block_size)
+            return swap_times(cost, facts, info, block_bytes, one)
 
         config = EngineConfig.of(
             _with_step_tokens(given, files, info, cluster, policy),
@@ -324,17 +325,30 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_s
     )
 
 
+def _measured_cost(
+    key: ProfileKey, shape: ModelShape, clusters: Sequence[Cluster], block_size: int
+) -> FittedCost | None:
+    """Returns the cost of steps on the first of some clusters, by the profiles that there are; None without its own."""
+    found = {one.spec.tp: load_profile(msgspec.structs.replace(key, tp=one.spec.tp)) for one in clusters}
+    first = found.pop(clusters[0].spec.tp)
+    if first is None:
+        return None
+    others = [profile for profile in found.values() if profile is not None]
+    try:
+        return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=others)
+    except ParameterError as error:
+        _log.info("nothing goes by the profile of this machine, since it %s", error.problem)
+        return None
+
+
 def _turn_cost(key: ProfileKey, shape: ModelShape, turns: Sequence[Cluster], block_size: int) -> PricedTurns | None:
     """Prices the turns of clusters by what was measured of both; None when something was not, or on CUDA, where nobody
     knows what a change takes.
     """
-    found = [load_profile(msgspec.structs.replace(key, tp=one.spec.tp)) for one in turns]
-    profiles = [profile for profile in found if profile is not None]
-    if not turns or key.device != "cpu" or len(profiles) < len(turns):
+    cost = _measured_cost(key, shape, turns, block_size) if turns and key.device == "cpu" else None
+    if cost is None:
         return None
-    first, *others = profiles
     try:
-        cost = FittedCost(first, shape, block_size=block_size, cluster=turns[0], others=others)
         prices = PricedTurns(cost, turns, block_size)
         for one in turns:
             prices.prefill_s(one, 1, 1)
@@ -356,15 +370,18 @@ class SwapTimes:
         return self.prefill_s(new_tokens, cached_tokens)
 
 
-def swap_times(facts: Facts, info: ModelInfo, block_bytes: int, cluster: Cluster) -> SwapTimes:
-    """Takes times measured on this machine, or makes them of speeds; each rank copies keys and values of each layer."""
-    profile, spec, num_copies = facts.profile, cluster.spec, 2 * info.num_layers
-    load_s = block_bytes / DISK_BYTES_PER_S
-    link = None if profile is None else profile.link("host_copy", 1)
-    times = None if profile is None else profile.times().get((1, LOCAL))
-    if link is not None and times is not None:
-        copy_s = link.seconds(block_bytes / (num_copies * spec.tp))
-        return SwapTimes(block_s=num_copies / spec.pp * copy_s, load_s=load_s, prefill_s=times.seconds)
+def swap_times(
+    cost: FittedCost | None, facts: Facts, info: ModelInfo, block_bytes: int, cluster: Cluster
+) -> SwapTimes | PricedSwap:
+    """Takes times measured on this machine, as simulations do, or makes them of typical speeds."""
+    if cost is not None:
+        try:
+            prices = PricedSwap(cost, cluster)
+            prices.recompute_s(1, 0)
+        except ParameterError as error:
+            _log.info("copies from hosts go by typical speeds, since %s", error)
+        else:
+            return prices
     assert facts.hardware is not None and facts.shape is not None, "a service knows its model and has typical speeds"
     speeds, shape = facts.hardware, facts.shape
     token_flops = 2 * (info.num_layers * info.layer_weights + info.vocab_size * info.hidden_size)
@@ -373,6 +390,7 @@ def swap_times(facts: Facts, info: ModelInfo, block_bytes: int, cluster: Cluster
     def prefill_s(new: int, cached: int) -> float:
         return new * (token_flops + pair_flops * (cached + new / 2)) / speeds.flops_per_s
 
+    load_s = block_bytes / DISK_BYTES_PER_S
     return SwapTimes(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, prefill_s=prefill_s)
 
 

@@ -50,3 +50,21 @@ def test_small_hosts_cut_batches_where_others_wait(
     with ThreadLLM(str(tiny), skip_tokenizer_init=True, **given, **specs) as llm:
         assert_all_exact(llm, oracle, prompts_of(*[60] * 12), PARAMS)
         assert bool(llm.engine.transitions) == changes
+
+
+def test_swaps_are_priced_as_in_simulations(tiny: Path) -> None:
+    """Stages share what is computed anew, and the links of both ranks what is copied."""
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.1)
+    given = {"host_kv_gib": 0.02, "num_gpu_blocks_override": 200, "threads_per_rank": 1, "skip_tokenizer_init": True}
+    prices = []
+    for spec in ("1", "pp2"):
+        with ThreadLLM(str(tiny), parallel=spec, block_size=16, **given) as llm:
+            config = llm.engine.config
+            assert config.swap is not None
+            price = config.swap(config.cluster)
+            assert price is not None
+            prices.append((price.recompute_s(1000, 0), price.block_s))
+    (alone_s, block_s), (staged_s, shared_s) = prices
+    assert alone_s == pytest.approx(0.1, rel=0.01)
+    assert 0.5 * alone_s < staged_s < 0.9 * alone_s
+    assert shared_s == pytest.approx(block_s / 2)
