@@ -153,3 +153,22 @@ def test_the_policy_stays_while_clusters_change(tiny: Path) -> None:
         assert service.policy_settings.name == "chunked"
     finally:
         service.close()
+
+
+def test_workers_lost_before_they_change(tiny: Path, oracle: Oracle) -> None:
+    """The new ones do what was asked of the others."""
+    service = make_service(tiny, parallel="pp2", policy="chunked")
+    try:
+        engine = service.engine
+        requests = [engine.add(prompt, LONG) for prompt in prompts_of(3, 40, 17)]
+        for _ in range(6):
+            engine.step()
+        service.reshard("tp2")
+        service.restart()
+        while engine.has_unfinished:
+            engine.step()
+        assert [str(one.cluster.spec) for one in engine.transitions] == ["1xtp2"]
+        for request in requests:
+            assert request.output == oracle.complete(request.prompt, 30).token_ids
+    finally:
+        service.close()

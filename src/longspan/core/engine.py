@@ -257,7 +257,7 @@ class Engine:
         there end with an error.
         """
         self._executor, before = executor, self.account
-        self._regrouping = None
+        asked, self._regrouping = self._regrouping, None
         self.account, self._transfers = self._empty()
         self.tiers.restart(self.account)
         self.account.keep_pools(before, self.config.cluster.host_pools.start)
@@ -272,6 +272,8 @@ class Engine:
                 del self._requests[request.id]
         if cluster is not None:
             self._take_places(cluster, policy)
+        elif asked is not None and asked.policy is not None:  # else the policy asks again
+            self.reshard(asked.cluster, asked.policy)
 
     def reshard(self, cluster: Cluster, policy: EnginePolicy) -> None:
         """Moves all ranks to their places in another cluster, as soon as no step is in flight; requests go on there.
