@@ -144,7 +144,7 @@ def _run(
         numbers |= {
             "num_host_hits": result.num_host_hits,
             "num_disk_hits": result.num_disk_hits,
-            "swap_bytes": result.num_swapped_blocks * experiment.block_bytes,
+            "swap_bytes": round(result.num_swapped_blocks * experiment.block_bytes),
         }
     if results.find_max_rate:
         numbers |= _rates(experiment, requests, level, start=workload.rate or 1.0)

@@ -381,11 +381,18 @@ class ParallelArgs:
         instance_option("N or [Nx][tpT][ppP]: N instances, each of T * P ranks.", metavar="SPEC", default="one rank"),
     ] = None
     prefill_parallel: Annotated[
-        str | None, instance_option("Instead: instances that only prefill, on the first devices.", metavar="SPEC")
+        str | None,
+        instance_option(
+            "Instead: instances that only prefill, on the first devices; with policy seesaw, on all by turns.",
+            metavar="SPEC",
+        ),
     ] = None
     decode_parallel: Annotated[
         str | None,
-        instance_option("With it: instances that only decode, with the KV that is sent to them.", metavar="SPEC"),
+        instance_option(
+            "With it: instances that only decode, with the KV that is sent to them, or comes from hosts by turns.",
+            metavar="SPEC",
+        ),
     ] = None
     transfer_backends: Annotated[
         int | None,
