@@ -220,16 +220,19 @@ class LLM:
         self.service.set_policy(policy, options)
 
     def reshard(self, parallel: str) -> None:
-        """Lets the workers take another parallel spec, on the ranks that there are, while calls go on.
+        """Lets the workers take another parallel spec, with as many ranks, fewer or more, while calls go on.
 
-        They keep their processes and the mapped weights; ranks that the spec does not take stay idle. KV on devices is
-        computed anew, unless there is a pool on the host (`host_kv_gib`).
+        They keep their processes and the mapped weights. Further workers start for a spec that takes more, and ranks
+        that it does not take stay idle. KV on devices is computed anew, unless there is a pool on the host
+        (`host_kv_gib`).
 
         Raises:
-            ValueError: for a spec that takes more ranks, or that model or policy cannot do with.
+            ValueError: for a spec that model, policy or hosts cannot do with.
             RuntimeError: while another change is under way.
         """
         self.service.reshard(parallel)
+        with self._call():  # if no other is under way, that completes the change
+            pass
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, also on hosts and disks, so that no prompt starts from any of it.

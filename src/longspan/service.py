@@ -79,7 +79,7 @@ class Service:
         )
         self._host_memory = [HostMemory(num_blocks * self.block_bytes) for num_blocks in cluster.host_blocks]
         self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory)
-        worker_config = WorkerConfig(
+        self._worker_config = WorkerConfig(
             files=self.files,
             cluster=cluster,
             device=given.device,
@@ -90,7 +90,7 @@ class Service:
             host_memory=tuple(memory.path for memory in self._host_memory),
         )
         self._start_workers: Callable[[Cluster], WorkerExecutor] = lambda cluster: WorkerExecutor(
-            launcher(msgspec.structs.replace(worker_config, cluster=cluster)),
+            launcher(self._config_for(cluster)),
             step_timeout_s=given.step_timeout_s,
             disks=self._disks,
         )
@@ -139,6 +139,11 @@ class Service:
         self.executor = self._start_workers(self.engine.config.cluster)
         self.engine.restart(self.executor)
 
+    def _config_for(self, cluster: Cluster) -> WorkerConfig:
+        """Returns the options of workers that start with this cluster."""
+        first = self._worker_config
+        return msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
+
     def shrink(self, rank: int) -> None:
         """Goes on without the instance of a lost rank: starts new workers for the others, with as many requests as run.
 
@@ -160,26 +165,32 @@ class Service:
     def reshard(self, spec: str) -> None:
         """Lets the workers take their places in another cluster while requests go on, see `Engine.reshard`.
 
+        Further workers start when the spec takes more than there are; what it leaves over waits for the next change.
+
         Raises:
-            ParameterError: for a spec that takes more workers than there are, or that model or policy cannot do with.
+            ParameterError: for a spec that model, policy or hosts cannot do with.
             RuntimeError: while another change is under way.
         """
         before, given = self.engine.config.cluster, self._given
         if before.has_roles or self.engine.config.turns:
             raise ParameterError("parallel", f"{spec} is for instances that all do the same: start anew", spec)
-        wanted = ParallelSpec.parse(spec)
-        if wanted.num_ranks > before.num_ranks:
-            problem = f"{spec} takes {wanted.num_ranks} ranks, but {before.num_ranks} workers run: start anew"
+        wanted, locations = ParallelSpec.parse(spec), before.locations
+        num_more = max(0, wanted.num_ranks - before.num_ranks)
+        if num_more and len(set(before.hosts)) > 1:
+            problem = f"{spec} takes {num_more} more ranks, and nothing says on which of the hosts: start anew"
             raise ParameterError("parallel", problem, spec)
+        if before.host_blocks and wanted.instances > before.host_pools.start:
+            problem = f"{spec} has more instances than the {before.host_pools.start} that can share KV on hosts"
+            raise ParameterError("parallel", f"{problem}: use fewer", spec)
+        if locations:
+            more = range(before.num_ranks, before.num_ranks + num_more)
+            locations += tuple(replace(locations[0], device=rank) for rank in more)
         cluster = Cluster(
             spec=wanted,
-            num_spare=before.num_ranks - wanted.num_ranks,
+            num_spare=before.num_ranks + num_more - wanted.num_ranks,
             num_device_pools=before.host_pools.start,
-            locations=before.locations,
+            locations=locations,
         ).with_layers(self.info.num_layers, self.info.head_layers)
-        if before.host_blocks and cluster.num_instances > before.host_pools.start:
-            problem = f"{spec} has more instances than there were at the start, and hosts have KV: start anew"
-            raise ParameterError("parallel", problem, spec)
         cluster = _with_pools(cluster, self.block_bytes, self.info, self.files, given)
         facts, policy = self._chosen_for(cluster)
         _check_split(self.info, self.files, cluster, policy)
@@ -190,7 +201,9 @@ class Service:
         """Makes the policy anew, with the options in force, for another cluster."""
         settings, shape = self._policy.settings, self.facts.shape
         assert shape is not None, "a service knows its model"
-        facts = _facts(self.profile_key, shape, cluster, self.engine.config.block_size)
+        threads = self._worker_config.threads_among(cluster.num_ranks)
+        key = msgspec.structs.replace(self.profile_key, threads=threads)
+        facts = _facts(key, shape, cluster, self.engine.config.block_size)
         options = {name: option_text(value) for name, value in settings.options.items()}
         return facts, make_policy(settings.name, num_instances=cluster.num_instances, options=options, facts=facts)
 

@@ -22,7 +22,7 @@ from longspan.attn.comm import polite_threads
 from longspan.core.cluster import Cluster
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.pool import WINDOW_BYTES, default_kv_bytes
-from longspan.runtime.worker_process import keep_to_cores
+from longspan.runtime.worker_process import keep_to_cores, own_cores
 
 
 def test_lanes_of_their_own(tmp_path: Path) -> None:
@@ -136,10 +136,11 @@ def test_systems_that_allow_nothing_are_left_as_they_are(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 2})
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     with polite_threads():
         assert len(calls) == 1
-    keep_to_cores("cpu", 0, len(os.sched_getaffinity(0)))
+    keep_to_cores("cpu", 0, 2, own_cores())
     assert len(calls) == 2
     monkeypatch.setattr(os, "sched_getscheduler", refuse)
     with polite_threads():
@@ -167,5 +168,16 @@ def test_ranks_that_fill_the_machine_keep_to_a_core(
     chosen: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: chosen.append(set(cores)))
     for rank in range(num_ranks):
-        keep_to_cores(kind, rank, num_ranks)
+        keep_to_cores(kind, rank, num_ranks, own_cores())
     assert chosen == kept
+
+
+@NOT_LINUX
+def test_a_rank_leaves_its_core_when_more_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    chosen: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: chosen.append(set(cores)))
+    keep_to_cores("cpu", 0, 2, [2, 5])
+    keep_to_cores("cpu", 0, 3, [2, 5])
+    assert chosen == [{2, 5}]

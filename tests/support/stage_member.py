@@ -18,7 +18,7 @@ def main(store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     config: Any = SimpleNamespace(device="cpu", cluster=Cluster.of("pp2"))
-    found = worker_process._transports(config, rank, store, device)
+    found = worker_process._transports(config, rank, config.cluster.num_ranks, store, device)
     for transport in (found.hidden, found.samples):
         group, message = Group(transport, range(num_ranks), rank), Message([((1000,), torch.int64)], device)
         buffer = weakref.ref(message.buffer)

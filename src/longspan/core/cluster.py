@@ -14,6 +14,8 @@ from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
+_MOST_INSTANCES = 64
+"""The instances that can come to share pools on hosts, which keep their numbers; there may be more from the start."""
 Tier = Literal["device", "host", "disk"]
 """The place that the blocks of a pool lie in."""
 
@@ -210,7 +212,8 @@ class Cluster:
         if disk_kv_gib and not host_kv_gib:
             problem = f"{disk_kv_gib:g} is reached by way of the host's memory: give that some, too"
             raise ParameterError("disk_kv_gib", problem, disk_kv_gib)
-        return replace(self, host_blocks=blocks[0], disk_blocks=blocks[1])
+        num_device_pools = max(self.num_device_pools, _MOST_INSTANCES) if host_kv_gib else self.num_device_pools
+        return replace(self, host_blocks=blocks[0], disk_blocks=blocks[1], num_device_pools=num_device_pools)
 
     def with_layers(self, num_layers: int, head_layers: float) -> Cluster:
         """Returns the cluster with a model; raises ParameterError for more stages than it has layers."""

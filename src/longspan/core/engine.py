@@ -165,8 +165,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request runs or waits, or KV is still on its way."""
-        return bool(self._requests) or self._is_moving
+        """Whether a request runs or waits, KV is still on its way, or clusters change."""
+        return bool(self._requests) or self._is_moving or self._regrouping is not None
 
     @property
     def _is_moving(self) -> bool:

@@ -235,7 +235,8 @@ class Free:
 class Reshard:
     """Moves every rank to its place in another cluster: another share of the weights, an empty pool (Seesaw §4.1).
 
-    No Forward is in flight meanwhile, nor a copy to or from a device. Ranks forget all requests.
+    No Forward is in flight meanwhile, nor a copy to or from a device. Ranks forget all requests. If the
+    cluster has more ranks than there are, further ones start.
     """
 
     number: int

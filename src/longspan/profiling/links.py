@@ -22,7 +22,7 @@ from longspan.attn.comm import Group, Message, TorchTransport
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
 from longspan.runtime.child import end_with_parent, start_child
-from longspan.runtime.worker_process import connect, keep_to_cores, open_device
+from longspan.runtime.worker_process import connect, keep_to_cores, open_device, own_cores
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)
 _REPEATS = 7
@@ -56,7 +56,7 @@ def time_links(num_ranks: int, device: str) -> list[Transfer]:
 def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
     """Times transfers as one rank; all ranks do the same ones in the same order."""
     torch.set_num_threads(1)
-    keep_to_cores(device_kind, rank, num_ranks)
+    keep_to_cores(device_kind, rank, num_ranks, own_cores())
     device = open_device(device_kind, rank)
     found = [_copies(device, size) for size in _SIZES] if rank == 0 else []
     if num_ranks > 1:

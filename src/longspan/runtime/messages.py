@@ -29,6 +29,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     record_times: bool = False
     host_memory: tuple[Path, ...] = ()
 
+    def threads_among(self, num_ranks: int) -> int:
+        """Returns the CPU threads of each rank once there are so many: together they have as many as at the start."""
+        return max(1, self.num_threads * self.cluster.num_ranks // num_ranks)
+
 
 class RunForward(msgspec.Struct, frozen=True, tag="forward"):
     """Compute a step."""

@@ -1,12 +1,13 @@
 """One rank from its start to its end: it takes its place in one cluster after the other, and keeps what it can.
 
-Its process, the mapped weights, the memory for KV and the links to other ranks stay. A share of the model that it has
-computed with stays, too, on a CPU, where it consists of views of the mapped weights.
+Its process, the mapped weights and the memory for KV stay; so do the links to other ranks, until further ones come and
+all meet anew. A share of the model that it has computed with stays, too, on a CPU, where it consists of views of the
+mapped weights.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 import zmq
@@ -26,17 +27,32 @@ from longspan.runtime.worker import Inbox, Transports, Worker, send_report
 
 
 class Rank:
-    """Serves as the worker of its place, in the cluster of `config` first."""
+    """Serves as the worker of its place, in the cluster of `config` first; one that came later waits for a place.
 
-    def __init__(self, config: messages.WorkerConfig, rank: int, device: torch.device, transports: Transports) -> None:
-        self._config, self._rank, self._device, self._transports = config, rank, device, transports
+    Args:
+        connect: opens links among so many ranks, once all of them do; those that there were are closed.
+    """
+
+    def __init__(
+        self,
+        config: messages.WorkerConfig,
+        rank: int,
+        device: torch.device,
+        connect: Callable[[int], Transports],
+    ) -> None:
+        self._config, self._rank, self._device, self._connect = config, rank, device, connect
+        self._transports: Transports | None = None
+        self._num_connected = 0
         self._backend = backend_of(device, compiled=config.attention_kernel is not None)
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
         self._stored = map_tensors(config.files.weights) if device.type == "cpu" else None
         self._models: dict[tuple[range, int, int], Model] = {}
-        self._worker, _ = self._take_place(config.cluster)
+        self._host_blocks: list[PagedKv] | None = None
+        self._worker: Worker | None = None
+        if rank < config.cluster.num_ranks:
+            self._worker, _ = self._take_place(config.cluster)
 
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
         """Works until it is told to stop; returns whether no KV was on its way then."""
@@ -71,9 +87,11 @@ class Rank:
 
     def _take_place(self, cluster: Cluster) -> tuple[Worker | None, int]:
         """Makes the worker of its place in a cluster, if it has any; also counts the bytes of weights copied for it."""
-        if cluster.is_spare(self._rank):
-            return None, 0
         config, rank = self._config, self._rank
+        if self._transports is None or cluster.num_ranks > self._num_connected:
+            self._transports, self._num_connected = self._connect(cluster.num_ranks), cluster.num_ranks
+        if cluster.is_spare(rank):
+            return None, 0
         instance, stage, _ = cluster.at(rank)
         model, copied_bytes = self._share(cluster)
         pool = KvPool(
@@ -87,7 +105,7 @@ class Rank:
         )
         host = None
         if config.host_memory:
-            host = HostPool(self._host_blocks, pool, model.info.specs, cluster, rank)
+            host = HostPool(self._map_host_blocks(cluster), pool, model.info.specs, cluster, rank)
         worker = Worker(
             rank,
             cluster,
@@ -101,18 +119,18 @@ class Rank:
         )
         return worker, copied_bytes
 
-    @cached_property
-    def _host_blocks(self) -> list[PagedKv]:
-        """The pool of its host, mapped once: it stays while clusters change."""
-        config = self._config
-        number = config.cluster.hosts[self._rank]
-        return map_blocks(
-            config.host_memory[number],
-            read_info(config.files.weights).specs,
-            num_blocks=config.cluster.host_blocks[number],
-            block_size=config.block_size,
-            dtype=DTYPES[config.files.dtype],
-        )
+    def _map_host_blocks(self, cluster: Cluster) -> list[PagedKv]:
+        """Maps the pool of its host, once: it stays while clusters change."""
+        if self._host_blocks is None:
+            config, number = self._config, cluster.hosts[self._rank]
+            self._host_blocks = map_blocks(
+                config.host_memory[number],
+                read_info(config.files.weights).specs,
+                num_blocks=cluster.host_blocks[number],
+                block_size=config.block_size,
+                dtype=DTYPES[config.files.dtype],
+            )
+        return self._host_blocks
 
     def _share(self, cluster: Cluster) -> tuple[Model, int]:
         """Returns its share of the model in a cluster, and how many bytes of weights had to be copied for it."""

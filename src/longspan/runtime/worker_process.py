@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -54,21 +55,28 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
 
 
 def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
-    torch.set_num_threads(config.num_threads)
-    keep_to_cores(config.device, rank, config.cluster.num_ranks)
+    device, cores = open_device(config.device, rank), own_cores()
     if config.attention_kernel is not None:
         native.load(config.attention_kernel)
-    device = open_device(config.device, rank)
-    found = Rank(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
-    _log.info("ready: %s on %s, %d threads", config.files.name, config.device, config.num_threads)
+
+    def connect_among(num_ranks: int) -> Transports:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.set_num_threads(config.threads_among(num_ranks))
+        keep_to_cores(config.device, rank, num_ranks, cores)
+        return _transports(config, rank, num_ranks, f"{run_dir}/rendezvous{num_ranks}", device)
+
+    torch.set_num_threads(config.num_threads)
+    found = Rank(config, rank, device, connect_among)
+    _log.info("ready: %s on %s, %d threads", config.files.name, config.device, torch.get_num_threads())
     return found
 
 
-def _transports(config: WorkerConfig, rank: int, store: str, device: torch.device) -> Transports:
+def _transports(config: WorkerConfig, rank: int, num_ranks: int, store: str, device: torch.device) -> Transports:
     """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work."""
-    if config.cluster.num_ranks == 1:
+    if num_ranks == 1:
         return Transports(exchange=NOBODY, rebalances=NOBODY, moves=NOBODY, hidden=NOBODY, samples=NOBODY)
-    exchange = connect(config.device, store, rank, config.cluster.num_ranks)
+    exchange = connect(config.device, store, rank, num_ranks)
     rebalances, moves, hidden, samples = (None if exchange.tagged else open_lane(device) for _ in range(4))
     return Transports(
         exchange=exchange,
@@ -88,17 +96,21 @@ def open_device(kind: str, rank: int) -> torch.device:
     return device
 
 
-def keep_to_cores(kind: str, rank: int, num_ranks: int) -> None:
-    """Keeps a rank's later threads on its core when ranks of one CPU thread each fill the machine.
+def own_cores() -> list[int]:
+    """Lists the cores that this process may use; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) -> None:
+    """Keeps a rank's later threads on its core when ranks of one CPU thread each fill the machine, else on all `cores`.
 
     So gloo's thread, which interrupts nobody (`polite_threads`), never waits for another rank to stop computing. Linux
     only, and where the system allows it.
     """
-    if kind == "cpu" and torch.get_num_threads() == 1 and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if num_ranks == len(cores):
-            with suppress(OSError):
-                os.sched_setaffinity(0, {cores[rank]})
+    fills = kind == "cpu" and torch.get_num_threads() == 1 and num_ranks == len(cores)
+    if (wanted := [cores[rank]] if fills else [*cores]) != own_cores():
+        with suppress(OSError):
+            os.sched_setaffinity(0, wanted)
 
 
 def connect(kind: str, store: str, rank: int, world_size: int, *, timeout_s: float | None = None) -> TorchTransport:

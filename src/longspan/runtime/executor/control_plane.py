@@ -56,7 +56,7 @@ class WorkerHandle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the workers of one engine, one per rank of `cluster`.
+    """Starts the workers of one engine: one per rank of `cluster`, and others that come later.
 
     Attributes:
         context: the workers and their controller talk by its sockets, at addresses that begin with `endpoint`.
@@ -126,12 +126,18 @@ class WorkerExecutor:
         return tuple(worker.pid for worker in self._workers)
 
     def submit(self, step: Step) -> None:
-        """Sends a Forward to the ranks that take part, a MoveKV to both ends or to the disk, others to all."""
+        """Sends a Forward to the ranks that take part, a MoveKV to both ends or to the disk, others to all.
+
+        For a Reshard to a cluster with more ranks further workers start.
+        """
         everyone = range(len(self._commands))
         if isinstance(step, Free):
             self._send(messages.RunFree(step), everyone)
             return
         if isinstance(step, Reshard):
+            for rank in range(len(everyone), step.cluster.num_ranks):
+                self._add(rank)
+            everyone = range(len(self._commands))
             self._in_flight.regroup(step, everyone, time.monotonic())
             self._send(messages.RunReshard(step.number, step.cluster), everyone)
             return
@@ -185,6 +191,14 @@ class WorkerExecutor:
         watcher.connect(messages.report_address(endpoint))
         self._watchers.append(threading.Thread(target=_watch, args=(worker, rank, watcher), daemon=True))
         self._watchers[-1].start()
+
+    def _add(self, rank: int) -> None:
+        """Starts a further worker, which waits for its place; the executor closes if it does not start."""
+        self.worker_times.append({})
+        try:
+            self._start(rank)
+        except OSError as error:
+            self._lose(rank, f"it does not start: {error}")
 
     def _wait_until_ready(self, num_ranks: int) -> None:
         ready: set[int] = set()

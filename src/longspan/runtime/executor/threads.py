@@ -85,7 +85,7 @@ class WorkerThread:
 
     def _run(self) -> None:
         rank = None
-        exchange, rebalances, moves, stages = self._wires
+        exchange, rebalances, moves, stages = self._wires  # of as many ranks as there may be
         transports = Transports(
             exchange=MemoryTransport(exchange, self._rank),
             rebalances=MemoryTransport(rebalances, self._rank),
@@ -95,7 +95,7 @@ class WorkerThread:
         )
         try:
             with _loading:
-                rank = Rank(self._config, self._rank, torch.device("cpu"), transports)
+                rank = Rank(self._config, self._rank, torch.device("cpu"), lambda _: transports)
             rank.serve(self._commands, self._reports)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
