@@ -86,7 +86,7 @@ def _flag(argument: Argument) -> Row:
 
 def _metrics() -> str:
     metrics = Metrics("longspan:", "", num_instances=1, num_kv_blocks=1)
-    stats = Stats(used_blocks=[0], busy_s=[0.0], bytes_sent={("ring_kv", "same_host"): 0})
+    stats = Stats(num_kv_blocks=1, used_blocks=[0], busy_s=[0.0], bytes_sent={("ring_kv", "same_host"): 0})
     metrics.take_step(StepOutputs(stats=stats))
     rows = []
     for family in text_string_to_metric_families(metrics.text().decode()):

@@ -88,7 +88,7 @@ class Machine:
             for tp, pp in product(powers, powers)
             if tp * pp <= self.gpus
         ]
-        return [str(spec).removeprefix("1x") for spec in every]
+        return [str(spec) for spec in every]
 
     def line(self, spec: str) -> Roofline:
         """Makes the cost model of an instance."""

@@ -248,8 +248,7 @@ def drawn(number: int, most: int) -> range | list[int]:
 
 def _command(given: EngineArgs, tp: int, num_ranks: int) -> str:
     """Returns the command that measures instances of a tp, as many as there are ranks for."""
-    instances = num_ranks // tp
-    spec = str(instances) if tp == 1 else f"{instances}xtp{tp}"
+    spec = ParallelSpec(instances=num_ranks // tp, tp=tp)
     words = ["longspan profile", given.model, f"--parallel {spec}", f"--threads-per-rank {given.threads_per_rank}"]
     default = EngineArgs()
     chosen = {flag: getattr(given, flag) for flag in ("dtype", "device", "attention_backend", "load_format")}

@@ -16,7 +16,7 @@ import torch
 
 from longspan.args import EngineArgs
 from longspan.attn import native
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.options import option_text
@@ -145,17 +145,17 @@ class Service:
         return msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
 
     def shrink(self, rank: int) -> None:
-        """Goes on without the instance of a lost rank: starts new workers for the others, with as many requests as run.
+        """Goes on without the instance of a lost rank: starts new workers for the others.
 
         Raises:
             ParameterError: when no instance would be left, or the policy cannot do with fewer.
             WorkerLostError: when a worker does not start.
         """
         before = self.engine.config.cluster
-        if self.engine.config.turns or before.num_spare:
+        if self.engine.config.turns:
             problem = "ranks are in several clusters by turns: the workers of all must start anew"
             raise ParameterError("parallel", problem, str(before.spec))
-        cluster = before.without(before.at(rank).instance)
+        cluster = before.without(rank)
         facts, policy = self._chosen_for(cluster)
         self.executor.close()
         self.executor = self._start_workers(cluster)
@@ -179,9 +179,9 @@ class Service:
         if num_more and len(set(before.hosts)) > 1:
             problem = f"{spec} takes {num_more} more ranks, and nothing says on which of the hosts: start anew"
             raise ParameterError("parallel", problem, spec)
-        if before.host_blocks and wanted.instances > before.host_pools.start:
-            problem = f"{spec} has more instances than the {before.host_pools.start} that can share KV on hosts"
-            raise ParameterError("parallel", f"{problem}: use fewer", spec)
+        if num_more and wanted.num_ranks > MOST_GROWN:
+            problem = f"{spec} takes {wanted.num_ranks} ranks, but a fleet grows to {MOST_GROWN} at most: start anew"
+            raise ParameterError("parallel", problem, spec)
         if locations:
             more = range(before.num_ranks, before.num_ranks + num_more)
             locations += tuple(replace(locations[0], device=rank) for rank in more)

@@ -61,7 +61,7 @@ def test_two_ranks() -> None:
     specs = specs_of(2, 30)
     assert specs == [TWO, PP2, TP2]
     every = list(map(str, candidates(specs, policy="auto", with_pairs=True)))
-    assert every == ["2", "1xpp2", "1xtp2", "seesaw 1xpp2 to 1xtp2", "seesaw 1xtp2 to 1xpp2"]
+    assert every == ["2", "pp2", "tp2", "seesaw pp2 to tp2", "seesaw tp2 to pp2"]
     assert list(map(str, candidates(specs, policy="chunked", with_pairs=True))) == every[:3]
     assert list(map(str, candidates(specs, policy="auto", with_pairs=False))) == every[:3]
     assert list(map(str, candidates(specs, policy="seesaw", with_pairs=True))) == every[3:]
@@ -71,7 +71,7 @@ def test_two_ranks() -> None:
 def test_a_candidate_is_what_the_engine_is_told() -> None:
     given = EngineArgs(parallel="auto", host_kv_gib=1.0)
     static = Candidate(spec=PP2).options(given)
-    assert static == replace(given, parallel="1xpp2", policy="chunked")
+    assert static == replace(given, parallel="pp2", policy="chunked")
     pair = Candidate(spec=PP2, decode=TP2).options(given).resolve()
     assert [one.spec for one in pair.turns] == [PP2, TP2]
 
@@ -82,7 +82,7 @@ def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0, num_refused=1)]) is slow
     assert best([Outcome(candidate=quick, problem="no room"), slow]) is slow
     assert best([slow, replace(slow, candidate=quick)]) is slow
-    with pytest.raises(ParameterError, match=r"parallel auto finds nothing that can run: 1xtp2 cannot run: no room"):
+    with pytest.raises(ParameterError, match=r"parallel auto finds nothing that can run: tp2 cannot run: no room"):
         best([Outcome(candidate=quick, problem="no room")])
     with pytest.raises(ParameterError, match="finds nothing"):
         best([])
@@ -174,8 +174,8 @@ def test_a_pair_is_taken_where_each_is_good_at_one_thing(
     assert out == ""
     rows = [line for line in err.splitlines() if re.search(r"│ +[0-9.]+ +│ +[0-9.]+ +│", line.replace("┃", "│"))]
     assert len(rows) == 5, err
-    assert "seesaw 1xpp2 to 1xtp2" in rows[0] and "1.00" in rows[0]
-    assert "longspan: takes seesaw 1xpp2 to 1xtp2: " in err
+    assert "seesaw pp2 to tp2" in rows[0] and "1.00" in rows[0]
+    assert "longspan: takes seesaw pp2 to tp2: " in err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_REQUESTS
 
 
@@ -189,7 +189,7 @@ def test_without_memory_on_the_host_the_best_spec_is_taken(
     _, err = capsys.readouterr()
     assert f"tp 1 were not measured, so not simulated: longspan profile {tiny} --parallel 2 " in err
     assert "pairs for Seesaw need --host-kv-gib" in err
-    assert "longspan: takes 1xtp2: " in err
+    assert "longspan: takes tp2: " in err
 
 
 def test_without_a_profile_the_user_is_told_how_to_make_one(
@@ -200,9 +200,7 @@ def test_without_a_profile_the_user_is_told_how_to_make_one(
     assert (out, err.count("\n"), started) == ("", 1, [])
     options = "--threads-per-rank 1 --attention-backend torch"
     assert "--parallel auto" in err
-    assert (
-        f"longspan profile {tiny} --parallel 2 {options} and longspan profile {tiny} --parallel 1xtp2 {options}" in err
-    )
+    assert f"longspan profile {tiny} --parallel 2 {options} and longspan profile {tiny} --parallel tp2 {options}" in err
 
 
 def test_other_policies_and_other_verbs_refuse_it(

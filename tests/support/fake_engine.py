@@ -45,6 +45,7 @@ _STARTED = {
     "vocab_size": 1000,
     "max_model_len": 100_000,
     "max_num_seqs": 2,
+    "parallel": "1",
     "num_instances": 1,
     "num_kv_blocks": 8,
     "block_size": 16,
@@ -72,12 +73,16 @@ class FakeEngine:
                 self._send({"type": "StepOutputs"})  # it lives
             command = msgspec.msgpack.decode(self._socket.recv())
             kind = command["type"]
-            more = {"options": command["options"]} if kind == "SetPolicy" else {}
+            more = {name: command[name] for name in ("options", "parallel") if name in command}
             self._note(kind, id=command.get("id"), is_accepted=command.get("is_accepted"), **more)
             if kind == "Quit" and self._events.name != NEVER_QUITS:
                 return
             if kind == "SetPolicy":
                 self._set_policy(command["id"], command["options"])
+            if kind == "SetParallel" and command["parallel"] != "die":
+                self._send({"type": "ParallelSet", "parallel": command["parallel"], "id": command["id"]})
+            elif kind == "SetParallel":
+                self._die()
             if kind == "Add":
                 request = command["engine_request"]
                 self._add(command["id"], request["token_ids"][0], request["params"]["max_tokens"])

@@ -31,6 +31,7 @@ STARTED = Started(
     vocab_size=100,
     max_model_len=64,
     max_num_seqs=1,
+    parallel="2",
     num_instances=2,
     num_kv_blocks=20,
     block_size=16,
@@ -43,6 +44,7 @@ STATS = Stats(
     num_preemptions=4,
     num_prefix_queries=50,
     num_prefix_hits=30,
+    num_kv_blocks=20,
     used_blocks=[5, 2],
     host_blocks=3,
     disk_blocks=6,
@@ -65,6 +67,7 @@ class FakeEngine:
         self.policy = POLICY
         self.updates: list[dict[str, str]] = []
         """Changes of the policy that were asked for."""
+        self.parallel = STARTED.parallel
 
     async def update_policy(self, options: dict[str, str]) -> PolicySettings:
         self.updates.append(options)
@@ -72,6 +75,12 @@ class FakeEngine:
             raise ValueError(str(self.failure))
         self.policy = PolicySettings(name="tetris", options=POLICY.options | options, changeable=POLICY.changeable)
         return self.policy
+
+    async def reshard(self, parallel: str) -> str:
+        if self.failure is not None:
+            raise self.failure
+        self.parallel = parallel
+        return parallel
 
     async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
         if self.failure is not None and not self.num_sent:

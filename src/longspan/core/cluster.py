@@ -14,8 +14,8 @@ from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
-_MOST_INSTANCES = 64
-"""The instances that can come to share pools on hosts, which keep their numbers; there may be more from the start."""
+MOST_GROWN = 64
+"""The ranks that a fleet may grow to, unless it has more from the start."""
 Tier = Literal["device", "host", "disk"]
 """The place that the blocks of a pool lie in."""
 
@@ -60,7 +60,9 @@ class ParallelSpec:
     def __str__(self) -> str:
         tp = f"tp{self.tp}" if self.tp > 1 else ""
         pp = f"pp{self.pp}" if self.pp > 1 else ""
-        return f"{self.instances}{'x' if tp or pp else ''}{tp}{pp}"
+        if not (tp or pp):
+            return str(self.instances)
+        return f"{self.instances}x{tp}{pp}" if self.instances > 1 else f"{tp}{pp}"
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -171,14 +173,20 @@ class Cluster:
         locations = (Location(host=rank // devices_per_host, device=rank) for rank in range(self.num_ranks))
         return replace(self, locations=tuple(locations))
 
-    def without(self, instance: int) -> Cluster:
-        """Returns the cluster that is left when the ranks of an instance are lost; those behind it take their numbers.
+    def without(self, rank: int) -> Cluster:
+        """Returns the cluster that is left when a rank is lost, and with it its instance, if it has a part in any.
+
+        Ranks behind it take their numbers; there are no spare ones then.
 
         Raises:
             ParameterError: when too little is left, or the pools of hosts would not keep their numbers.
         """
-        problem = None
-        if self.has_roles or self.num_spare:
+        if self.num_spare:
+            used = self.num_ranks - self.num_spare
+            kept = replace(self, num_spare=0, locations=self.locations[:used])
+            return kept if self.is_spare(rank) else kept.without(rank)
+        instance, problem = self.at(rank).instance, None
+        if self.has_roles:
             problem = f"{self} has instances that cannot do without each other"
         elif self.num_instances == 1:
             problem = f"{self} has no other instance"
@@ -212,7 +220,8 @@ class Cluster:
         if disk_kv_gib and not host_kv_gib:
             problem = f"{disk_kv_gib:g} is reached by way of the host's memory: give that some, too"
             raise ParameterError("disk_kv_gib", problem, disk_kv_gib)
-        num_device_pools = max(self.num_device_pools, _MOST_INSTANCES) if host_kv_gib else self.num_device_pools
+        # Pools of hosts keep their numbers, however many instances there come to be.
+        num_device_pools = max(self.num_device_pools, self.num_ranks, MOST_GROWN) if host_kv_gib else 0
         return replace(self, host_blocks=blocks[0], disk_blocks=blocks[1], num_device_pools=num_device_pools)
 
     def with_layers(self, num_layers: int, head_layers: float) -> Cluster:

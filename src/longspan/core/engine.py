@@ -178,6 +178,11 @@ class Engine:
         return self.tiers.in_flight or is_regrouping
 
     @property
+    def is_regrouping(self) -> bool:
+        """Whether a change of clusters was asked for that has not come about yet."""
+        return self._regrouping is not None
+
+    @property
     def phase(self) -> str:
         """Says what it does while clusters take turns: prefill, decode or transition; empty when one stays."""
         if self._regrouping is not None and self._regrouping.idle_s is not None:

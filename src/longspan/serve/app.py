@@ -46,7 +46,7 @@ def make_app(server: Server) -> FastAPI:
     )
     _add_state(app, server)
     _add_text(app, server)
-    _add_policy(app, server)
+    _add_admin(app, server)
     _describe(app, server)
     _handle_errors(app, server)
     # The last that is added is the first to see a request.
@@ -111,6 +111,7 @@ def body_schemas() -> dict[str, Any]:
         chat_requests.TokenizeRequest,
         requests.DetokenizeRequest,
         requests.PolicyUpdate,
+        requests.Parallel,
     )
     wanted: Any = [(body, "validation") for body in bodies]
     _, schema = models_json_schema(wanted, ref_template="#/components/schemas/{model}")
@@ -262,7 +263,7 @@ def _add_text(app: FastAPI, server: Server) -> None:
         return _json(await server.in_thread(request, detokenized, body, server.served))
 
 
-def _add_policy(app: FastAPI, server: Server) -> None:
+def _add_admin(app: FastAPI, server: Server) -> None:
     @app.get(
         "/admin/policy",
         tags=["admin"],
@@ -272,6 +273,16 @@ def _add_policy(app: FastAPI, server: Server) -> None:
     async def policy() -> Response:
         """Return the policy that decides, and its options as they are in force."""
         return _json(requests.PolicyInfo.of(server.engine.policy).model_dump())
+
+    @app.get(
+        "/admin/parallel",
+        tags=["admin"],
+        responses={200: {"model": requests.Parallel}, 401: _ERRORS[401], 503: _ERRORS[503]},
+        response_model=None,
+    )
+    async def parallel() -> Response:
+        """Return the parallel spec of the instances that serve."""
+        return _json({"parallel": server.engine.parallel})
 
     if not server.settings.api_keys:
         return  # nobody may change a server without keys; `_handle_errors` says so to those who try
@@ -288,6 +299,13 @@ def _add_policy(app: FastAPI, server: Server) -> None:
         body = await server.parse(request, requests.PolicyUpdate)
         server.check_serving()
         return _json(requests.PolicyInfo.of(await server.update_policy(request, body)).model_dump())
+
+    @app.post("/admin/parallel", **_described(requests.Parallel, requests.Parallel, tag="admin"))
+    async def reshard(request: Request) -> Response:
+        """Take another parallel spec, with fewer, as many or more ranks; requests that run go on there."""
+        body = await server.parse(request, requests.Parallel)
+        server.check_serving()
+        return _json((await server.reshard(request, body)).model_dump())
 
 
 def _json(body: dict[str, Any]) -> Response:

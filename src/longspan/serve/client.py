@@ -42,7 +42,7 @@ class EngineClient:
 
     Attributes:
         state: `serving` when requests are computed; `down` when no engine core could be kept alive.
-        started, stats, policy: the latest that an engine core has said of them.
+        started, stats, policy, parallel: the latest that an engine core has said of them.
         on_step: called with all that metrics are made of.
         on_loss: called when an engine core that has served is lost.
         down: set when the state is so.
@@ -53,6 +53,7 @@ class EngineClient:
         self.started: messages.Started | None = None
         self.stats: messages.Stats | None = None
         self.policy: PolicySettings
+        self.parallel: str
         self.on_step: Callable[[messages.StepOutputs], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()
@@ -61,7 +62,8 @@ class EngineClient:
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
         self._policy_changes: dict[str, str] = {}  # to set a new engine core as the last one was
-        self._policy_answers: dict[int, asyncio.Future[PolicySettings]] = {}
+        self._parallel_change: str | None = None
+        self._answers: dict[int, asyncio.Future[PolicySettings | str]] = {}  # of commands, by their number
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = False
@@ -109,16 +111,33 @@ class EngineClient:
             ValueError: when the engine refuses one; nothing has changed then.
             EngineLostError: when there is no engine, or none any more.
         """
+        answer = await self._answer(lambda number: messages.SetPolicy(number, options))
+        assert isinstance(answer, PolicySettings)
+        return answer
+
+    async def reshard(self, parallel: str) -> str:
+        """Takes another parallel spec while requests go on, also for engine cores to come; returns that in force then.
+
+        Raises:
+            ValueError: when the engine refuses it, or another change is under way; nothing has changed then.
+            EngineLostError: when there is no engine, or none any more.
+        """
+        answer = await self._answer(lambda number: messages.SetParallel(number, parallel))
+        assert isinstance(answer, str)
+        return answer
+
+    async def _answer(self, command: Callable[[int], messages.Command]) -> PolicySettings | str:
+        """Sends a command and waits for what the engine core answers."""
         if self._closing or not self._connected:
             raise EngineLostError(f"the engine is {self.state}")
         number = next(self._numbers)
-        answer: asyncio.Future[PolicySettings] = asyncio.get_running_loop().create_future()
-        self._policy_answers[number] = answer
-        self._send(messages.SetPolicy(number, options))
+        answer: asyncio.Future[PolicySettings | str] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._send(command(number))
         try:
             return await answer
         finally:
-            del self._policy_answers[number]
+            del self._answers[number]
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
         """Ends the engine core and its workers, by force when `at_once` is set; all that is unfinished fails."""
@@ -236,7 +255,7 @@ class EngineClient:
             self.state = "restarting"
             context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
-            for answer in self._policy_answers.values():
+            for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(EngineLostError("the engine core was lost"))
             if was_connected:
@@ -282,23 +301,31 @@ class EngineClient:
                 self._take_failure(report)
             case messages.PolicySet(settings, number):
                 self._take_settings(settings, number)
-            case messages.Started():
-                self.started, self.state, self._connected = report, "serving", True
-                self.policy = report.policy
-                self._replay()
-                if not self._first.done():
-                    self._first.set_result(report)
-            case messages.NotStarted():
-                error = ValueError(report.reason) if report.is_mistake else EngineLostError(report.reason)
-                if report.parameter is not None:
-                    error = ParameterError(report.parameter, report.reason)
-                if not self._first.done():
-                    self._first.set_exception(error)
+            case messages.ParallelSet(parallel, number):
+                self.parallel = parallel
+                if number is not None:
+                    self._parallel_change = parallel
+                    self._take_answer(number, parallel)
+            case messages.Started() | messages.NotStarted():
+                self._take_start(report)
             case messages.Restarting(reason):
                 _log.error("%s; new workers are being started", reason)
                 self.state = "restarting"
             case messages.Restarted():
                 self.state = "serving"
+
+    def _take_start(self, report: messages.Started | messages.NotStarted) -> None:
+        if isinstance(report, messages.Started):
+            self.started, self.state, self._connected = report, "serving", True
+            self.policy, self.parallel = report.policy, report.parallel
+            self._replay()
+            if not self._first.done():
+                self._first.set_result(report)
+        elif not self._first.done():
+            error = ValueError(report.reason) if report.is_mistake else EngineLostError(report.reason)
+            if report.parameter is not None:
+                error = ParameterError(report.parameter, report.reason)
+            self._first.set_exception(error)
 
     def _take_step(self, outputs: messages.StepOutputs) -> None:
         self.on_step(outputs)
@@ -318,25 +345,30 @@ class EngineClient:
 
     def _take_failure(self, failed: messages.Failed) -> None:
         if failed.id is None:
-            words = "the policy is set as it was at the start: the engine refused what was changed since"
+            words = "the engine is set as it was at the start: it refused what was changed since"
             _log.warning("%s: %s", words, failed.reason)
         elif failed.id in self._waiting:
             reason, queue = failed.reason, self._waiting[failed.id][0]
             self._fail(queue, QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param))
-        elif failed.id in self._policy_answers and not self._policy_answers[failed.id].done():
-            self._policy_answers[failed.id].set_exception(ValueError(failed.reason))
+        elif failed.id in self._answers and not self._answers[failed.id].done():
+            self._answers[failed.id].set_exception(ValueError(failed.reason))
 
     def _take_settings(self, settings: PolicySettings, number: int | None) -> None:
         self.policy = settings
         if number is not None:  # else a new engine core was set as the last one
             self._policy_changes = {name: option_text(settings.options[name]) for name in settings.changeable}
-            if number in self._policy_answers and not self._policy_answers[number].done():
-                self._policy_answers[number].set_result(settings)
+            self._take_answer(number, settings)
+
+    def _take_answer(self, number: int, value: PolicySettings | str) -> None:
+        if number in self._answers and not self._answers[number].done():
+            self._answers[number].set_result(value)
 
     def _replay(self) -> None:
         """Sends what waits to a new engine core; what was accepted once stays accepted."""
         if self._policy_changes:
             self._send(messages.SetPolicy(None, self._policy_changes))
+        if self._parallel_change is not None:
+            self._send(messages.SetParallel(None, self._parallel_change))
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
             self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))

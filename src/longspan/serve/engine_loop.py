@@ -65,6 +65,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             vocab_size=service.input_processor.vocab_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            parallel=str(config.cluster),
             num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
@@ -107,6 +108,7 @@ class EngineLoop:
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
+        self._resharding: messages.SetParallel | None = None
         self._stats_due_s = 0.0
         self._quitting = False
         self._most_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
@@ -132,6 +134,8 @@ class EngineLoop:
                 return
         if self._engine.has_unfinished:
             self._step()
+            if self._resharding is not None and not self._engine.is_regrouping:
+                self._resharded(self._resharding.id)
         else:
             self._send_outputs(messages.StepOutputs(), with_stats=True)  # the API server is to hear that we live
             # Raises when a worker is lost, ends when there is a command.
@@ -149,6 +153,12 @@ class EngineLoop:
                     self._service.update_policy(options)
                     self._send(messages.PolicySet(self._service.policy_settings, id))
                 except ValueError as error:
+                    self._send(messages.Failed(id, str(error)))
+            case messages.SetParallel(id, parallel):
+                try:
+                    self._service.reshard(parallel)
+                    self._resharding = command
+                except (ValueError, RuntimeError) as error:  # RuntimeError: another change is under way
                     self._send(messages.Failed(id, str(error)))
             case messages.Quit():
                 self._quitting = True
@@ -255,6 +265,13 @@ class EngineLoop:
         for choice in served.state.choices:
             del self._choices[choice.request.id]
 
+    def _resharded(self, number: int | None) -> None:
+        """Tells that other instances serve now, and ends what they have no room for."""
+        self._resharding = None
+        for served in self._outgrown(()):
+            self._drop(served, "error")
+        self._send(messages.ParallelSet(str(self._engine.config.cluster), number))
+
     def _restart(self, error: WorkerLostError) -> None:
         most = self._setup.max_worker_restarts
         does_without = most is not None and self._num_restarts >= most
@@ -278,6 +295,8 @@ class EngineLoop:
         for served in failed:  # not before: the engine tells workers to free what they hold, and there were none
             self._drop(served, "error")
         self._send(messages.Restarted())
+        if does_without:
+            self._resharded(None if self._resharding is None else self._resharding.id)
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
 
     def _shrink(self, error: WorkerLostError) -> None:
@@ -325,6 +344,7 @@ class EngineLoop:
     def _stats(self) -> messages.Stats:
         load = self._engine.load()
         return messages.Stats(
+            num_kv_blocks=sum(self._engine.config.cluster.num_blocks),
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_restarts=self._num_restarts,

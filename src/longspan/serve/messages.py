@@ -59,11 +59,21 @@ class SetPolicy(msgspec.Struct, frozen=True, tag=True):
     options: dict[str, str]
 
 
+class SetParallel(msgspec.Struct, frozen=True, tag=True):
+    """Take another parallel spec; the answer is `ParallelSet`, once that is done, or `Failed` with the same id.
+
+    There is no id when a new engine core is set as the last one was.
+    """
+
+    id: int | None
+    parallel: str
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """Stop the workers and end the engine core."""
 
 
-Command = Add | Cancel | SetPolicy | Quit
+Command = Add | Cancel | SetPolicy | SetParallel | Quit
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +117,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         name, tokenizer_dir, trust_remote_code: see `ModelFiles`; there is no folder where only token ids are served.
+        parallel: the spec of its instances.
         num_kv_blocks: of all instances together.
     """
 
@@ -116,6 +127,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
+    parallel: str
     num_instances: int
     num_kv_blocks: int
     block_size: int
@@ -138,6 +150,13 @@ class PolicySet(msgspec.Struct, frozen=True, tag=True):
     """The policy's settings from now on are these."""
 
     settings: PolicySettings
+    id: int | None
+
+
+class ParallelSet(msgspec.Struct, frozen=True, tag=True):
+    """The parallel spec from now on is this one; there is no id when nobody has asked for it."""
+
+    parallel: str
     id: int | None
 
 
@@ -180,6 +199,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state at a moment, and its counters since it started.
 
     Attributes:
+        num_kv_blocks: of all instances together.
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
@@ -189,6 +209,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         bytes_sent: between ranks, or copied to and from hosts, since the start.
     """
 
+    num_kv_blocks: int
     used_blocks: list[int]
     busy_s: list[float]
     num_running: int = 0
@@ -234,7 +255,7 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
     """New workers have started, and requests go on."""
 
 
-Report = Started | NotStarted | PolicySet | Accepted | Failed | StepOutputs | Restarting | Restarted
+Report = Started | NotStarted | PolicySet | ParallelSet | Accepted | Failed | StepOutputs | Restarting | Restarted
 
 
 def address(folder: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any, get_args
 
 from msgspec.structs import replace
@@ -62,9 +63,10 @@ class Metrics(Collector):
 
     def __init__(self, prefix: str, model_name: str, *, num_instances: int, num_kv_blocks: int) -> None:
         self._prefix, self._model_name = prefix, model_name
-        self._num_instances, self._num_kv_blocks = num_instances, num_kv_blocks
         self._num_losses = 0
-        self._lost = self._stats = Stats(used_blocks=[0] * num_instances, busy_s=[0.0] * num_instances)
+        self._lost = self._stats = Stats(
+            num_kv_blocks=num_kv_blocks, used_blocks=[0] * num_instances, busy_s=[0.0] * num_instances
+        )
         self._registry = registry = CollectorRegistry()
         self._prompt_tokens, self._generation_tokens = (
             Counter(prefix + name, words, ["model_name"], registry=registry).labels(model_name)
@@ -118,14 +120,14 @@ class Metrics(Collector):
         self._stats = replace(
             stats,
             **{name: getattr(lost, name) + getattr(stats, name) for name, _, _ in _COUNTERS},
-            busy_s=[sum(pair) for pair in zip(lost.busy_s, stats.busy_s, strict=True)],
+            busy_s=[sum(pair) for pair in zip_longest(lost.busy_s, stats.busy_s, fillvalue=0.0)],
             bytes_sent={name: lost.bytes_sent.get(name, 0) + number for name, number in stats.bytes_sent.items()},
         )
 
     def take_loss(self) -> None:
         """Resets gauges while there is no engine core; another one counts from 0 again, but counters stay."""
         self._num_losses += 1
-        none = [0] * self._num_instances
+        none = [0] * len(self._stats.used_blocks)
         self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none, host_blocks=0)
 
     def text(self) -> bytes:
@@ -137,7 +139,7 @@ class Metrics(Collector):
         stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", {(): stats.num_running})
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", {(): stats.num_waiting})
-        used_share = sum(stats.used_blocks) / self._num_kv_blocks
+        used_share = sum(stats.used_blocks) / stats.num_kv_blocks
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", {(): used_share})
         for field, name, words in _COUNTERS:
             yield self._counter(name, words, {(): getattr(stats, field)})

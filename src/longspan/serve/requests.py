@@ -334,6 +334,12 @@ class PolicyUpdate(WireModel):
         return {name: option_text(value) for name, value in self.__pydantic_extra__.items()}
 
 
+class Parallel(WireModel):
+    """`GET` and `POST /admin/parallel`: the parallel spec of the instances that serve."""
+
+    parallel: Annotated[str, Field(max_length=_MAX_CHARACTERS)]
+
+
 class PolicyInfo(BaseModel):
     """`GET /admin/policy`, and what a change answers: the policy with all options as they are in force."""
 

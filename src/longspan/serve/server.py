@@ -41,7 +41,7 @@ from longspan.serve.errors import (
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
-from longspan.serve.requests import CompletionRequest, PolicyUpdate
+from longspan.serve.requests import CompletionRequest, Parallel, PolicyUpdate
 from longspan.serve.responses import Assembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
@@ -152,6 +152,13 @@ class Server:
             changed = await self.engine.update_policy(options)
         _log.info("policy %s has %s, by request %s", changed.name, options, request.state.request_id)
         return changed
+
+    async def reshard(self, request: Request, body: Parallel) -> Parallel:
+        """Takes another parallel spec; returns that in force once it is done."""
+        with as_wire_errors("parallel"), self._watch(request).held():
+            parallel = await self.engine.reshard(body.parallel)
+        _log.info("the parallel spec is %s, by request %s", parallel, request.state.request_id)
+        return Parallel(parallel=parallel)
 
     async def _texts_pool(self, request: Request) -> WorkerPool:
         return self._texts if len(await request.body()) > LARGE_BODY_BYTES else self._quick
