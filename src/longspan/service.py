@@ -67,13 +67,14 @@ class Service:
         self._given, cluster, config = given, setup.config.cluster, setup.config
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
         self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
-        if self._policy.hint is not None:
-            _log.info(self._policy.hint)
+        if self.hint is not None:
+            _log.info(self.hint)
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
         self.max_model_len = config.max_model_len
         if given.max_model_len is None and self.max_model_len < self.info.context_length:
-            words = "the KV pools hold %d tokens, less than the model's context of %d"
-            _log.info(words, self.max_model_len, self.info.context_length)
+            where = "on devices, or on the host (host_kv_gib)" if config.turns else "on devices"
+            words = "the KV pools %s hold %d tokens, less than the model's context of %d"
+            _log.info(words, where, self.max_model_len, self.info.context_length)
         self.input_processor = InputProcessor(
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
@@ -115,6 +116,11 @@ class Service:
         _check_split(self.info, self.files, cluster, chosen)
         self.engine.set_policy(chosen)
         self._policy = chosen
+
+    @property
+    def hint(self) -> str | None:
+        """What users might have forgotten to say of the policy."""
+        return self._policy.hint
 
     @property
     def policy_settings(self) -> PolicySettings:

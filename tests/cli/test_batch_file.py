@@ -218,6 +218,16 @@ def test_files_that_are_not_there_or_the_same(tmp_path: Path, capsys: Capture) -
     assert path.read_text() == LINES[0]
 
 
+@pytest.mark.parametrize("before", [None, "an answer"])
+def test_a_mistake_leaves_no_empty_file(tmp_path: Path, before: str | None) -> None:
+    path = tmp_path / "out.jsonl"
+    if before is not None:
+        path.write_text(before)
+    with pytest.raises(ValueError, match="a mistake"), appended(path):
+        raise ValueError("a mistake")
+    assert (path.read_text() if path.exists() else None) == before
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with appended(path), pytest.raises(ValueError, match="another process writes"), appended(path):

@@ -113,6 +113,8 @@ def batch(
             engine = with_best_parallel(model, engine, unanswered, num_new)
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with start(model, engine, seed=seed) as llm, _Progress(llm, num_new) as progress:
+            if llm.service.hint is not None:
+                print(f"longspan: {llm.service.hint}", file=sys.stderr)
             answers = _answers(llm, model, served_model_name or [], progress)
             try:
                 num_bad = run_lines(lines, out, answers, progress.advance)
@@ -337,7 +339,11 @@ def answered_in(path: Path) -> set[str]:
 
 @contextmanager
 def appended(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file to append lines to, and keeps other processes from appending meanwhile."""
+    """Opens a file to append lines to, and keeps other processes from appending meanwhile.
+
+    Nothing is left of a file that was not there, if a mistake is found before there is a line.
+    """
+    is_new = not path.exists()
     try:
         file = path.open("ab")
     except OSError as error:
@@ -347,7 +353,12 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another process writes to output file {str(path)!r}: wait until it ends") from None
-        yield file
+        try:
+            yield file
+        except ValueError:
+            if is_new and not file.tell():
+                path.unlink(missing_ok=True)
+            raise
 
 
 def _named(text: bytes) -> _Named:

@@ -214,6 +214,8 @@ class Cluster:
         """
         blocks = []
         for name, gib in (("host_kv_gib", host_kv_gib), ("disk_kv_gib", disk_kv_gib)):
+            if not gib >= 0:
+                raise ParameterError(name, f"must be at least 0, but {gib:g} given", gib)
             if gib and not gib * 2**30 >= block_bytes:
                 raise ParameterError(name, f"{gib:g} holds no block of {block_bytes:,.0f} bytes: allow more", gib)
             blocks.append((int(gib * 2**30 // block_bytes),) * (max(self.hosts) + 1) if gib else ())

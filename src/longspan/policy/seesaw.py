@@ -232,4 +232,16 @@ def _make(_instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> 
     return Seesaw(prefill, decode, None if options.strict else facts.turn_cost)
 
 
-SEESAW = PolicySpec(name="seesaw", options=SeesawOptions, make=_make, takes_turns=True, admits=Seesaw.admits)
+def _hint(options: SeesawOptions, facts: Facts) -> str | None:
+    """Returns the hint that nobody knows what a change gains."""
+    if options.strict or facts.turn_cost is not None or not facts.turns:
+        return None
+    return (
+        "clusters change as in the paper, also where that takes longer than it gains: longspan profile measures what "
+        "steps take on CPUs, for instances of each cluster"
+    )
+
+
+SEESAW = PolicySpec(
+    name="seesaw", options=SeesawOptions, make=_make, takes_turns=True, admits=Seesaw.admits, hint=_hint
+)
