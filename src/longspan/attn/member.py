@@ -60,13 +60,18 @@ def _first_seen(query: int, window: int | None) -> int:
 
 
 class MemberParts(Sequence[MemberPart]):
-    """Parts that are exchanged together, the backend that computes them, and what every layer uses again."""
+    """Parts that are exchanged together, the backend that computes them, and what every layer uses again.
+
+    Attributes:
+        memory: what an exchange remembers from one layer to the next, by a key of its own.
+    """
 
     def __init__(self, parts: Sequence[MemberPart], backend: AttentionBackend) -> None:
         self._parts, self.backend = tuple(parts), backend
         self._plans: dict[tuple[tuple[int, ...], int, int, int | None], PagedPlan] = {}
         self._visits: dict[tuple[int, int, int | None], tuple[int, ...]] = {}
         self._rows: dict[tuple[int, ...], slice | Tensor] = {}
+        self.memory: dict[object, object] = {}
 
     def __getitem__(self, index: int) -> MemberPart:  # type: ignore[override]  # nobody slices them
         return self._parts[index]

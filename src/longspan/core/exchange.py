@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from longspan.core.runs import Layout
+from longspan.core.sparse import SparseSetting
 
 WeightSource = Literal["host", "peers"]
 """Unsharded weights come from the memory of the host, or from the other ranks of the instance."""
 
-Parameter = Literal["dense", "weights"]
+Parameter = Literal["dense", "weights", "sparse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,13 @@ class Exchange(NamedTuple):
         kind: a name of the registry.
         dense: scores that causality hides are computed and masked instead of skipped.
         weights: every rank computes whole layers with unsharded weights from there; None keeps the ranks' own shares.
+        sparse: how unimportant tokens far away are dropped; None for exact attention.
     """
 
     kind: str
     dense: bool = False
     weights: WeightSource | None = None
+    sparse: SparseSetting | None = None
 
     def __str__(self) -> str:
         return f"{self.shown}_{self.weights}" if self.weights else self.shown
@@ -67,7 +70,8 @@ class Exchange(NamedTuple):
     @property
     def shown(self) -> str:
         """The name in metrics and reports, which does not tell where weights are from."""
-        return f"{self.kind}_dense" if self.dense else self.kind
+        variant = "_dense" if self.dense else "_sparse" if self.sparse is not None else ""
+        return self.kind + variant
 
     @property
     def traits(self) -> Traits:
@@ -99,7 +103,7 @@ RING_KV = register_traits("ring_kv", Traits())
 """Keys and values travel around the ring (pass-KV)."""
 RING_Q = register_traits("ring_q", Traits())
 """Queries travel to the keys, and partial outputs back (pass-Q)."""
-ALLTOALL = register_traits("alltoall", Traits(parameters=("weights",)))
+ALLTOALL = register_traits("alltoall", Traits(parameters=("weights", "sparse")))
 """Each member gets some heads of all tokens (SP-NTP, Ulysses)."""
 GATHER_KV = register_traits("gather_kv", Traits(parameters=("dense",)))
 """Every member gathers all keys and values (the papers' TSP baseline)."""
@@ -133,7 +137,9 @@ def takers(parameter: Parameter) -> str:
 
 
 def shown_names() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(variant.shown for one in exchanges() for variant in _variants(one)))
+    names = [variant.shown for one in exchanges() for variant in _variants(one)]
+    names += [f"{one.kind}_sparse" for one in exchanges() if "sparse" in one.traits.parameters]
+    return tuple(dict.fromkeys(names))
 
 
 def exchange_of(kind: str) -> Exchange:

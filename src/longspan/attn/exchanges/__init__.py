@@ -32,6 +32,9 @@ class Call:
         kv: this layer of the pool. It has the new keys and values, too, unless the exchange stores them after.
         out: has q's shape; the rows of the parts are written.
         started: the result of `start` for this layer; None when that was not called.
+        layer, num_layers: which one of the model it is, and of how many.
+        layers: those that this member computes one after the other.
+        first_kv_head: the number in the whole layer of the first KV head that this member's rank has.
     """
 
     exchange: Exchange
@@ -44,6 +47,10 @@ class Call:
     spec: AttnSpec
     out: Tensor
     started: object = None
+    layer: int = 0
+    num_layers: int = 1
+    layers: range = range(1)
+    first_kv_head: int = 0
 
 
 Attend = Callable[[Call], Sequence[KeysAndValues] | None]

@@ -1,0 +1,399 @@
+"""Attention that drops unimportant tokens far away before they travel (CSPS §3.2.4, SP-NTP): `alltoall` with a setting.
+
+Each member attends its own partition to itself, all heads, where it is. What lies farther apart meets as in `alltoall`,
+level by level: heads are spread over the members of a segment, and each gets the tokens that are kept there. Each
+destination is sent everything once, the most important tokens first, so that any level's tokens are a beginning of
+those; then every member gets partial outputs with their log-sum-exps, and merges them (Eq. 5).
+
+A token is rated by the attention that it got in the layer before. Members send a sample of their queries, with the
+log-sum-exps that are known by then, to those who hold keys; so each rates its own keys, dropped ones too, and no rating
+travels. The first and the last layer of a model, and the first of a pipeline stage, drop nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attn.backends import Partial, merge_each, nothing_seen
+from longspan.attn.comm import Message, Pending, Shape
+from longspan.attn.exchanges import Call
+from longspan.attn.member import MemberPart, attend_runs, gather_runs
+from longspan.attn.spec import AttnSpec
+from longspan.core.cluster import HeadShare, uniform_pieces
+from longspan.core.runs import Relation, num_tokens, positions
+from longspan.core.sparse import (
+    Block,
+    Heads,
+    Job,
+    Piece,
+    Sent,
+    SparseSetting,
+    num_queries,
+    sampled_rows,
+    sent,
+    sparse_plan,
+)
+
+_TOKENS, _RESULTS, _SAMPLES = range(3)
+"""Hops of a layer."""
+_TILE = 4096
+"""Keys that are rated at a time."""
+
+
+def sparse_alltoall(call: Call) -> None:
+    """Computes attention like `alltoall`, without what the setting drops."""
+    setting, memory = call.exchange.sparse, call.parts.memory
+    assert setting is not None and call.spec.window is None, "a window drops all that is far"
+    ratings = memory.pop(_Ratings, None)
+    found = ratings.of_keys() if isinstance(ratings, _Ratings) else [None] * len(call.parts)
+    if ratings is None or call.layer in (0, call.num_layers - 1):
+        setting = setting._replace(drop=(((0.0,) * len(setting.segments),),))
+    parts = [_Part(call, setting, part, rated) for part, rated in zip(call.parts, found, strict=True)]
+    group, me = call.group, call.group.rank
+    leaving = {member: _filled(call, parts, member) for member in group.others}
+    coming = {member: _room(call, parts, member, me) for member in group.others}
+    pending = group.start(sends=leaving, receives=coming, hop=_TOKENS)
+    coming[me] = _filled(call, parts, me)
+    for part in parts:
+        part.attend_near(waits=False)
+    pending.wait()
+    for member, message in coming.items():
+        tensors = iter(message.tensors)
+        for part in parts:
+            part.take(member, tensors)
+    for part in parts:
+        part.attend_near(waits=True)
+        part.attend_far()
+    answers = {asker: _result_room(call, parts, me, asker) for asker in range(group.size)}
+    for asker, message in answers.items():
+        partials = _partials(message)
+        for part in parts:
+            part.answer(asker, partials)
+    results = {member: _result_room(call, parts, member, me) for member in group.others}
+    group.start(sends={asker: answers[asker] for asker in group.others}, receives=results, hop=_RESULTS).wait()
+    results[me] = answers[me]
+    for member, message in results.items():
+        partials = _partials(message)
+        for part in parts:
+            part.take_results(member, partials)
+    lses = [part.finish() for part in parts]
+    if call.layer + 1 in call.layers and call.layer + 1 != call.num_layers - 1:
+        memory[_Ratings] = _Ratings(call, parts, lses)
+
+
+class _Part:
+    """One request's attention in one layer, on one member."""
+
+    def __init__(self, call: Call, setting: SparseSetting, part: MemberPart, ratings: Tensor | None) -> None:
+        self.part, self._call, self._setting, self._ratings = part, call, setting, ratings
+        self._plan = sparse_plan(setting, part.q_runs, part.kv_runs)
+        self._heads = Heads(call.spec.num_heads, call.spec.num_kv_heads, call.first_kv_head)
+        self._readers = call.spec.num_heads // call.spec.num_kv_heads
+        self._me = call.group.rank
+        self._orders: dict[Piece, Tensor] = {}
+        self._query_orders: dict[Piece, Tensor] = {}
+        self._near: dict[Piece, Partial] = {}
+        self._whole: dict[Piece, tuple[Tensor, Tensor]] = {}
+        self._queries: dict[Piece, list[tuple[range, Tensor]]] = {}
+        self._keys: dict[Piece, tuple[list[tuple[range, Tensor]], list[tuple[range, Tensor]]]] = {}
+        self._found: dict[tuple[int, Piece], list[tuple[range, Partial]]] = {}
+        """By job and piece of queries, of any member: what heads of this member have found."""
+        self._far: dict[Piece, dict[int, Partial]] = {}
+        """By piece of this member's queries and job: the results of all heads."""
+        held = num_tokens(part.kv_runs[self._me])
+        self.k, self.v = call.q.new_empty(2, call.spec.num_kv_heads, held, call.spec.head_dim)
+        gather_runs(part, part.kv_runs[self._me], self._me, call.kv, self.k, self.v)
+
+    # ------------------------------------------------------------ tokens
+
+    def sent(self, source: int, target: int) -> Sent:
+        part, layer = self.part, self._call.layer if len(self._setting.drop) > 1 else 0
+        return sent(self._setting, part.q_runs, part.kv_runs, layer, self._heads, (source, target))
+
+    def shapes(self, source: int, target: int) -> Iterator[tuple[int, ...]]:
+        """Yields those of the tensors that `fill` fills and `take` takes."""
+        what, spec = self.sent(source, target), self._call.spec
+        for piece in what.whole:
+            yield from [(spec.num_kv_heads, piece.size, spec.head_dim)] * 2
+        for block in what.queries:
+            yield (len(block.heads), block.count, spec.head_dim)
+        for block in what.keys:
+            yield from [(len(block.heads), block.count, spec.head_dim)] * 2
+
+    def fill(self, target: int, tensors: Iterator[Tensor]) -> None:
+        what = self.sent(self._me, target)
+        for piece in what.whole:
+            for all_tokens in (self.k, self.v):
+                next(tensors).copy_(all_tokens[:, piece.offset : piece.offset + piece.size])
+        for block in what.queries:
+            order = self._query_order(block.piece) if self._setting.mode == "qkv" else None
+            _keep(block, self._rows(block.piece), order, self._readers, next(tensors))
+        for block in what.keys:
+            piece = block.piece
+            for all_tokens in (self.k, self.v):
+                tokens = all_tokens[:, piece.offset : piece.offset + piece.size]
+                _keep(block, tokens, self._order(piece), 1, next(tensors))
+
+    def take(self, source: int, tensors: Iterator[Tensor]) -> None:
+        what = self.sent(source, self._me)
+        for piece in what.whole:
+            self._whole[piece] = next(tensors), next(tensors)
+        for block in what.queries:
+            self._queries.setdefault(block.piece, []).append((block.heads, next(tensors)))
+        for block in what.keys:
+            for kind in self._keys.setdefault(block.piece, ([], [])):
+                kind.append((block.heads, next(tensors)))
+
+    def _rows(self, piece: Piece) -> Tensor:
+        return self._call.q[:, self.part.rows][:, piece.offset : piece.offset + piece.size]
+
+    def _order(self, piece: Piece) -> Tensor | None:
+        """Sorts the tokens of a piece of keys for each KV head, the most important first; None for their own order."""
+        if self._ratings is None:
+            return None
+        if piece not in self._orders:
+            rated = self._ratings[:, piece.offset : piece.offset + piece.size]
+            self._orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices
+        return self._orders[piece]
+
+    def _query_order(self, piece: Piece) -> Tensor | None:
+        """Does the same for queries, whose keys this member holds, too: they are the last of their partition."""
+        if self._ratings is None:
+            return None
+        if piece not in self._query_orders:
+            [keys] = [one for one in self._plan.keys[self._me] if one.partition == piece.partition]
+            assert positions(keys.runs)[-piece.size :] == positions(piece.runs), "who computes a token has its key"
+            last = keys.offset + keys.size
+            rated = self._ratings[:, last - piece.size : last]
+            self._query_orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices
+        return self._query_orders[piece]
+
+    # ------------------------------------------------------------ attention
+
+    def attend_near(self, *, waits: bool) -> None:
+        """Attends queries to the keys of their own partition, some of which other members may have sent."""
+        call = self._call
+        for query in self._plan.queries[self._me]:
+            near = self._plan.near[query]
+            if waits == any(piece.member != self._me for piece in near):
+                found = [self._whole.get(piece) or self._own(piece) for piece in near]
+                k, v = (torch.cat(kind, dim=1) if len(kind) > 1 else kind[0] for kind in zip(*found, strict=True))
+                runs = [run for piece in near for run in piece.runs]
+                self._near[query] = attend_runs(
+                    call.parts.backend, self._rows(query), query.runs, k, v, runs, call.spec
+                )
+
+    def _own(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        tokens = slice(piece.offset, piece.offset + piece.size)
+        return self.k[:, tokens], self.v[:, tokens]
+
+    def attend_far(self) -> None:
+        """Attends queries of all members to keys of all, with the heads that this member has at each level."""
+        for number, job in enumerate(self._plan.jobs):
+            if self._me in job.members:
+                share = job.share(self._me, self._heads.num_heads, self._heads.num_kv_heads)
+                for query, seen in zip(job.queries, job.sees, strict=True):
+                    keys = [job.keys[index] for index in seen]
+                    self._found[number, query] = [
+                        (heads, self._attend(job.level, query, keys, heads, kv_heads))
+                        for heads, kv_heads in self._alike(job, share)
+                    ]
+
+    def _alike(self, job: Job, share: HeadShare) -> Iterator[tuple[range, range]]:
+        """Cuts a share into query heads and their KV heads that keep equally many tokens."""
+        for piece in uniform_pieces(share, self._readers):
+            ratios = [self._ratio(job.level, kv_head) for kv_head in piece.kv_heads]
+            per_head = len(piece.heads) // max(1, len(piece.kv_heads))
+            start = 0
+            for stop in range(1, len(ratios) + 1):
+                if stop == len(ratios) or ratios[stop] != ratios[start]:
+                    first = piece.heads.start
+                    yield (
+                        range(first + start * per_head, first + stop * per_head),
+                        range(piece.kv_heads.start + start, piece.kv_heads.start + stop),
+                    )
+                    start = stop
+
+    def _ratio(self, level: int, kv_head: int) -> float:
+        return self._setting.ratio(self._call.layer, self._heads.first + kv_head, level)
+
+    def _kept(self, piece: Piece, level: int, kv_head: int) -> int:
+        return self._setting.kept(piece.size, self._call.layer, self._heads.first + kv_head, level)
+
+    def _num_queries(self, piece: Piece, level: int, kv_head: int) -> int:
+        return num_queries(self._setting, piece, self._call.layer, self._heads.first + kv_head, level)
+
+    def _attend(self, level: int, query: Piece, keys: Sequence[Piece], heads: range, kv_heads: range) -> Partial:
+        call, first = self._call, kv_heads.start
+        num = self._num_queries(query, level, first)
+        if not num:
+            return nothing_seen(call.q.new_empty(len(heads), 0, call.spec.head_dim))
+        q = _heads_of(self._queries[query], heads, num)
+        kept = [(piece, number) for piece in keys if (number := self._kept(piece, level, first))]
+        if not kept:
+            return nothing_seen(q)
+        k, v = (
+            torch.cat([_heads_of(self._keys[piece][kind], kv_heads, number) for piece, number in kept], dim=1)
+            for kind in range(2)
+        )
+        spec = call.spec.of_heads(HeadShare(heads, kv_heads))
+        everything = Relation("full", -q.shape[1], k.shape[1])
+        return call.parts.backend.attend(q, k, v, everything, spec)
+
+    # ------------------------------------------------------------ results
+
+    def results(self, source: int, target: int) -> Iterator[tuple[int, Piece, range, int]]:
+        """Yields what one member has found for queries of another: job, piece, heads, and how many queries."""
+        for number, job in enumerate(self._plan.jobs):
+            if source in job.members:
+                share = job.share(source, self._heads.num_heads, self._heads.num_kv_heads)
+                for query in job.queries:
+                    if query.member == target:
+                        for heads, kv_heads in self._alike(job, share):
+                            yield number, query, heads, self._num_queries(query, job.level, kv_heads.start)
+
+    def answer(self, target: int, partials: Iterator[Partial]) -> None:
+        for number, query, heads, _ in self.results(self._me, target):
+            found = next(partial for some, partial in self._found[number, query] if some == heads)
+            for room, tensor in zip(next(partials), found, strict=True):
+                room.copy_(tensor)
+
+    def take_results(self, source: int, partials: Iterator[Partial]) -> None:
+        """Puts results where their heads and queries are among all; queries that were dropped have found nothing."""
+        for number, query, heads, count in self.results(source, self._me):
+            by_job = self._far.setdefault(query, {})
+            if number not in by_job:
+                by_job[number] = nothing_seen(self._rows(query))
+            order = self._query_order(query) if self._setting.mode == "qkv" else None
+            for all_of, some in zip(by_job[number], next(partials), strict=True):
+                if order is None:
+                    all_of[heads.start : heads.stop, :count] = some
+                else:
+                    for head, row in zip(heads, some, strict=True):
+                        all_of[head, order[head // self._readers, :count]] = row
+
+    def finish(self) -> Tensor:
+        """Merges all levels into the output; returns the log-sum-exp `[heads, queries]`."""
+        call, rows, lses = self._call, self.part.rows, []
+        for query in self._plan.queries[self._me]:
+            out, lse = merge_each([self._near[query], *self._far.get(query, {}).values()])
+            start = rows.start + query.offset
+            call.out[:, start : start + query.size] = out.to(call.q.dtype)
+            lses.append(lse)
+        return torch.cat(lses, dim=1) if lses else call.q.new_empty(call.spec.num_heads, 0, dtype=torch.float32)
+
+
+def _keep(block: Block, tokens: Tensor, order: Tensor | None, readers: int, room: Tensor) -> None:
+    """Copies the tokens of some heads that are kept, the most important first; `readers` heads have an order each."""
+    some = tokens[block.heads.start : block.heads.stop]
+    if order is None:
+        room.copy_(some[:, : block.count])
+        return
+    heads = torch.arange(block.heads.start, block.heads.stop, device=tokens.device) // readers
+    kept = order[heads, : block.count, None].expand(-1, -1, tokens.shape[-1])
+    torch.gather(some, 1, kept, out=room)
+
+
+def _heads_of(blocks: Sequence[tuple[range, Tensor]], heads: range, count: int) -> Tensor:
+    """Returns the first `count` tokens of some heads out of blocks that lie in order."""
+    found = []
+    for have, tensor in blocks:
+        start, stop = max(have.start, heads.start), min(have.stop, heads.stop)
+        if start < stop:
+            found.append(tensor[start - have.start : stop - have.start, :count])
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _room(call: Call, parts: Sequence[_Part], source: int, target: int) -> Message:
+    return Message.room([shape for part in parts for shape in part.shapes(source, target)], call.q)
+
+
+def _filled(call: Call, parts: Sequence[_Part], target: int) -> Message:
+    message = _room(call, parts, call.group.rank, target)
+    tensors = iter(message.tensors)
+    for part in parts:
+        part.fill(target, tensors)
+    return message
+
+
+def _result_room(call: Call, parts: Sequence[_Part], source: int, target: int) -> Message:
+    """Allocates a message for log-sum-exps, and then for the outputs."""
+    counts = [(len(heads), count) for part in parts for *_, heads, count in part.results(source, target)]
+    shapes: list[Shape] = [(shape, torch.float32) for shape in counts]
+    shapes += [((*shape, call.spec.head_dim), call.q.dtype) for shape in counts]
+    return Message(shapes, call.q.device)
+
+
+def _partials(message: Message) -> Iterator[Partial]:
+    half = len(message.tensors) // 2
+    return zip(message.tensors[half:], message.tensors[:half], strict=True)
+
+
+class _Ratings:
+    """How important the keys of a member are for each KV head: the attention that they get from a sample of queries.
+
+    That is sent as soon as a layer's attention is done, and awaited when the next needs it.
+    """
+
+    def __init__(self, call: Call, parts: Sequence[_Part], lses: Sequence[Tensor]) -> None:
+        self._spec, self._parts, group = call.spec, parts, call.group
+        assert call.exchange.sparse is not None, "it rates for that"
+        self._num_samples, self._me = call.exchange.sparse.samples, group.rank
+        own = self._room(call, group.rank)
+        partials = _partials(own)
+        for part, lse in zip(parts, lses, strict=True):
+            rows = list(self._sampled(part, group.rank))
+            q_room, lse_room = next(partials)
+            lse_room.copy_(lse[:, rows])
+            q_room.copy_(call.q[:, part.part.rows][:, rows])
+        self._coming = {member: self._room(call, member) for member in group.others}
+        self._pending: Pending = group.start(
+            sends=dict.fromkeys(group.others, own), receives=self._coming, hop=_SAMPLES
+        )
+        self._coming[group.rank] = own
+
+    def of_keys(self) -> list[Tensor]:
+        """Waits for the samples; returns for each part the mean attention `[kv_heads, keys]` of those that see them."""
+        self._pending.wait()
+        each = {member: _partials(message) for member, message in self._coming.items()}
+        found = []
+        for part in self._parts:
+            ratings, seen_by = torch.zeros(2, *part.k.shape[:2], device=part.k.device)
+            own = torch.tensor(positions(part.part.kv_runs[self._me]), device=part.k.device)
+            for member, partials in each.items():
+                q, lse = next(partials)
+                asked = positions(part.part.q_runs[member])
+                sampled = torch.tensor([asked[row] for row in self._sampled(part, member)], device=q.device)
+                if len(sampled) and len(own):
+                    sees = sampled[:, None] >= own
+                    ratings += _attention_of(q, sees, part.k, lse, self._spec)
+                    seen_by += sees.sum(dim=0)
+            found.append(ratings / seen_by.clamp_min(1))
+        return found
+
+    def _room(self, call: Call, member: int) -> Message:
+        counts = [(call.spec.num_heads, len(self._sampled(part, member))) for part in self._parts]
+        shapes: list[Shape] = [(shape, torch.float32) for shape in counts]
+        shapes += [((*shape, call.spec.head_dim), call.q.dtype) for shape in counts]
+        return Message(shapes, call.q.device)
+
+    def _sampled(self, part: _Part, member: int) -> tuple[int, ...]:
+        return sampled_rows(num_tokens(part.part.q_runs[member]), self._num_samples)
+
+
+def _attention_of(q: Tensor, sees: Tensor, k: Tensor, lse: Tensor, spec: AttnSpec) -> Tensor:
+    """Sums the attention of queries `[heads, n, dim]`, which see the keys `[kv_heads, tokens, dim]` or not."""
+    num_kv_heads, num_keys, dim = k.shape
+    queries = q.float().reshape(num_kv_heads, -1, dim)
+    lses, found = lse.reshape(num_kv_heads, -1, 1), []
+    visible = sees.repeat(spec.num_heads // num_kv_heads, 1)
+    for start in range(0, num_keys, _TILE):
+        keys = slice(start, start + _TILE)
+        scores = torch.matmul(queries, k[:, keys].float().transpose(1, 2)).mul_(spec.scale)
+        if spec.softcap is not None:
+            scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        found.append(scores.sub_(lses).exp_().masked_fill_(~visible[:, keys], 0.0).sum(dim=1))
+    return torch.cat(found, dim=1)
