@@ -174,17 +174,16 @@ class Cluster:
         return replace(self, locations=tuple(locations))
 
     def without(self, rank: int) -> Cluster:
-        """Returns the cluster that is left when a rank is lost, and with it its instance, if it has a part in any.
+        """Returns the cluster that is left when a rank is lost, and with it its instance.
 
-        Ranks behind it take their numbers; there are no spare ones then.
+        That is this one, if the rank has no part in any, or a spare one takes its place. Ranks behind it take their
+        numbers; there are no spare ones then.
 
         Raises:
             ParameterError: when too little is left, or the pools of hosts would not keep their numbers.
         """
-        if self.num_spare:
-            used = self.num_ranks - self.num_spare
-            kept = replace(self, num_spare=0, locations=self.locations[:used])
-            return kept if self.is_spare(rank) else kept.without(rank)
+        if self.num_spare or self.is_spare(rank):
+            return replace(self, num_spare=0, locations=self.locations[: self.num_ranks - self.num_spare])
         instance, problem = self.at(rank).instance, None
         if self.has_roles:
             problem = f"{self} has instances that cannot do without each other"

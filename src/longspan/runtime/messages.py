@@ -18,6 +18,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
         record_times: measure where the time goes, see `runtime.timing`.
         host_memory: of the pool of each host, see `HostPool`; empty without such pools.
+        most_threads: as many as a rank may have, whatever is left by others; None for no bound.
     """
 
     files: ModelFiles
@@ -28,10 +29,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_kernel: Path | None = None
     record_times: bool = False
     host_memory: tuple[Path, ...] = ()
+    most_threads: int | None = None
 
     def threads_among(self, num_ranks: int) -> int:
         """Returns the CPU threads of each rank once there are so many: together they have as many as at the start."""
-        return max(1, self.num_threads * self.cluster.num_ranks // num_ranks)
+        found = max(1, self.num_threads * self.cluster.num_ranks // num_ranks)
+        return found if self.most_threads is None else min(found, self.most_threads)
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="forward"):

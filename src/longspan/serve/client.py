@@ -177,8 +177,11 @@ class EngineClient:
         num_tokens = sum(len(one.token_ids) for one in (*waiting, *engine_requests))
         room, room_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
         if serving and self.started is not None:  # some may run at once
-            room += self.started.num_instances * self.started.max_num_seqs
-            room_tokens += self.started.num_kv_blocks * self.started.block_size
+            num_instances, num_kv_blocks = self.started.num_instances, self.started.num_kv_blocks
+            if self.stats is not None:  # they may have changed
+                num_instances, num_kv_blocks = len(self.stats.used_blocks), self.stats.num_kv_blocks
+            room += num_instances * self.started.max_num_seqs
+            room_tokens += num_kv_blocks * self.started.block_size
         if num_reqs > room:
             words = f"{num_reqs} requests would wait for the engine, of at most {room}"
             raise QueueFullError(f"{words} (--max-num-queued-reqs)")

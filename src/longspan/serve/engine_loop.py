@@ -158,8 +158,10 @@ class EngineLoop:
                 try:
                     self._service.reshard(parallel)
                     self._resharding = command
-                except (ValueError, RuntimeError) as error:  # RuntimeError: another change is under way
+                except ValueError as error:
                     self._send(messages.Failed(id, str(error)))
+                except RuntimeError:
+                    self._send(messages.Failed(id, "another change is under way: ask again once it is done"))
             case messages.Quit():
                 self._quitting = True
 
@@ -296,7 +298,10 @@ class EngineLoop:
             self._drop(served, "error")
         self._send(messages.Restarted())
         if does_without:
-            self._resharded(None if self._resharding is None else self._resharding.id)
+            if self._resharding is not None:
+                problem = f"a worker was lost meanwhile: the others serve on as {self._engine.config.cluster}"
+                self._send(messages.Failed(self._resharding.id, problem))
+            self._resharded(None)
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
 
     def _shrink(self, error: WorkerLostError) -> None:
@@ -310,7 +315,7 @@ class EngineLoop:
         except ValueError as problem:
             raise WorkerLostError(error.rank, f"{error.reason}; the others cannot go on: {problem}") from error
         self._service.executor.wakeup = self._socket
-        _log.warning("%d instances are left", self._engine.config.cluster.num_instances)
+        _log.warning("going on as %s", self._engine.config.cluster)
 
     def _outgrown(self, told: Sequence[_Served]) -> list[_Served]:
         """Tells of requests that have ended since the devices that are left have no room for them, unless that is
