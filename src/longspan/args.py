@@ -11,6 +11,7 @@ from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
+from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
 from longspan.policy import turns_of
 
@@ -92,13 +93,16 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
             tp=self.tp,
             pp=self.pp,
         )
+        options = self.all_policy_options()
+        if "csa" in options:
+            options["csa"] = csa_settings(options["csa"])
         turns = turns_of(self.policy, cluster)
         cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in turns or (cluster,))
         return ResolvedArgs(
             cluster=cluster,
             turns=(cluster, *others) if others else (),
             threads=self.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // cluster.num_ranks),
-            policy_options=self.all_policy_options(),
+            policy_options=options,
         )
 
 

@@ -11,8 +11,10 @@ from tqdm import tqdm
 
 from longspan.args import EngineArgs, unpacked
 from longspan.core.sampling import SamplingParams
+from longspan.core.sparse_plan import Savings, savings
 from longspan.core.steps import Link
 from longspan.errors import WorkerLostError
+from longspan.model.store import DTYPES
 from longspan.outputs import RequestOutput
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest, Message, Prompt, TemplateOptions, conversations
@@ -257,6 +259,12 @@ class LLM:
         for (exchange, link), num_bytes in self.engine.bytes_sent.items():
             found[exchange] = found.get(exchange, 0) + (num_bytes if link in links else 0)
         return {**found, "total": sum(found.values())}
+
+    def sparse_savings(self, output: RequestOutput) -> Savings | None:
+        """Returns what sparse attention saved a request; None when it was computed exactly."""
+        layers = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.info.specs]
+        parts = output.metrics.sparse_parts
+        return savings(parts, layers, DTYPES[self.service.files.dtype].itemsize) if parts else None
 
     def worker_times(self) -> list[dict[str, float]]:
         """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.

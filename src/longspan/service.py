@@ -85,6 +85,7 @@ class Service:
             cluster=cluster,
             device=given.device,
             num_threads=setup.threads,
+            most_threads=given.threads_per_rank,
             block_size=given.block_size,
             attention_kernel=setup.model.kernel,
             record_times=given.record_times,
@@ -119,7 +120,7 @@ class Service:
 
     @property
     def hint(self) -> str | None:
-        """What users might have forgotten to say of the policy."""
+        """The policy's own, see `ChosenPolicy`."""
         return self._policy.hint
 
     @property

@@ -22,7 +22,8 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, SpanShards, coalesce, positions
-from longspan.core.sparse import DropMode, SparseSetting, ratios_by_rule, segments_of
+from longspan.core.sparse import DropMode, SparseSetting
+from longspan.core.sparse_plan import Heads, ratios_by_rule, segments_of, work_of_layer
 from longspan.core.steps import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,3 +252,11 @@ def test_bytes_fall_as_the_ratios_say(mode: DropMode, drop: float) -> None:
     assert by_layer[3] == sparse, "the last drops nothing, so nobody samples for it"
     assert by_layer[4] == exact
     assert sparse < exact or not drop
+    runs = shard_span("contiguous", 0, 4 * tokens, 4)
+    counted = [work_of_layer(setting, runs, runs, layer, LAYERS, Heads(heads, heads), 16, 4) for layer in range(LAYERS)]
+    assert [work.num_bytes for work in counted] == [by_layer[layer] for layer in range(LAYERS)]
+    assert counted[0].num_pairs == heads * 4 * tokens * (4 * tokens + 1) // 2, "all that is causal"
+    kept = {level: setting.kept(tokens, 1, 0, level) for level in (2, 3)}
+    asked = kept if mode == "qkv" else {2: tokens, 3: tokens}
+    far = 2 * asked[2] * kept[2] + 4 * asked[3] * kept[3]
+    assert counted[1].num_pairs == heads * (4 * tokens * (tokens + 1) // 2 + far)

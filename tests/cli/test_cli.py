@@ -76,6 +76,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "exchange": "auto",
         "layout": "auto",
         "fractions": None,
+        "csa": "off",
         "record_times": False,
         "seed": 0,
         "skip_tokenizer_init": False,
@@ -106,7 +107,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
         "--attention-backend torch "
         "--load-format dummy --policy context -o threshold=100 -o other=a=b "
-        "--exchange chain --layout contiguous --fractions 0.6,0.4 --max-model-len 4096 --block-size 512 "
+        '--exchange chain --layout contiguous --fractions 0.6,0.4 --csa {"levels":2} --max-model-len 4096 '
+        "--block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
         "--host-kv-gib 1.5 --disk-kv-gib 2.5 --disk-kv-dir some/kv --no-enable-prefix-caching "
         "--no-async-scheduling --step-timeout 33.5"
@@ -151,6 +153,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "exchange": "chain",
         "layout": "contiguous",
         "fractions": "0.6,0.4",
+        "csa": '{"levels":2}',
         "record_times": False,
         "seed": 11,
         "skip_tokenizer_init": False,
@@ -380,6 +383,7 @@ class Slow:
     def __init__(self, *_, **__): pass
     def __enter__(self): return self
     def __exit__(self, *_): print("engine closed", file=sys.stderr, flush=True)
+    def sparse_savings(self, _): return None
     def stream(self, *_):
         for count in range(1, int(sys.argv.pop()) + 1):
             time.sleep(0.05 if count < 3 else 1)

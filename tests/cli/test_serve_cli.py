@@ -71,6 +71,7 @@ VALUES: dict[str, str | list[str]] = {
     "exchange": "alltoall",
     "layout": "striped",
     "fractions": "0.6,0.4",
+    "csa": str(Path(__file__).parents[1] / "support" / "csa.yaml"),
     "policy_option": ["threshold=2000", "other=1"],
     "max_model_len": "4096",
     "block_size": "16",

@@ -46,6 +46,9 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
+    def sparse_savings(self, _: RequestOutput) -> None:
+        """Nothing is sparse."""
+
     def check(self, prompt: str | list[int], params: SamplingParams) -> None:
         del params
         if not prompt:

@@ -24,18 +24,8 @@ from longspan.attn.member import MemberPart, attend_runs, gather_runs
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import HeadShare, uniform_pieces
 from longspan.core.runs import Relation, num_tokens, positions
-from longspan.core.sparse import (
-    Block,
-    Heads,
-    Job,
-    Piece,
-    Sent,
-    SparseSetting,
-    num_queries,
-    sampled_rows,
-    sent,
-    sparse_plan,
-)
+from longspan.core.sparse import SparseSetting
+from longspan.core.sparse_plan import Block, Heads, Job, Piece, Sent, num_queries, sampled_rows, sent, sparse_plan
 
 _TOKENS, _RESULTS, _SAMPLES = range(3)
 """Hops of a layer."""
@@ -50,7 +40,7 @@ def sparse_alltoall(call: Call) -> None:
     ratings = memory.pop(_Ratings, None)
     found = ratings.of_keys() if isinstance(ratings, _Ratings) else [None] * len(call.parts)
     if ratings is None or call.layer in (0, call.num_layers - 1):
-        setting = setting._replace(drop=(((0.0,) * len(setting.segments),),))
+        setting = setting.exact
     parts = [_Part(call, setting, part, rated) for part, rated in zip(call.parts, found, strict=True)]
     group, me = call.group, call.group.rank
     leaving = {member: _filled(call, parts, member) for member in group.others}
@@ -333,7 +323,7 @@ def _partials(message: Message) -> Iterator[Partial]:
 
 
 class _Ratings:
-    """How important the keys of a member are for each KV head: the attention that they get from a sample of queries.
+    """Rates the keys of a member for each KV head, by the attention that they get from a sample of queries.
 
     That is sent as soon as a layer's attention is done, and awaited when the next needs it.
     """

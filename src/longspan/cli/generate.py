@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +24,7 @@ from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
     from longspan.core.request import RequestMetrics
+    from longspan.core.sparse_plan import Savings
     from longspan.llm import LLM
     from longspan.outputs import CompletionOutput, LogprobsOfToken, RequestOutput
 
@@ -85,8 +86,9 @@ def generate(
     with start(model, engine, seed=sampling.seed) as llm:
         output = stream_to_stdout(llm, given, params, as_ids=engine.skip_tokenizer_init, quiet=as_json)
         moved = (llm.bytes_exchanged, llm.bytes_between_hosts)
+        csa = llm.sparse_savings(output)
     if as_json:
-        print(json.dumps(_json_result(output, *moved)))
+        print(json.dumps(_json_result(output, *moved, csa)))
     elif sys.stderr.isatty():
         Console(stderr=True).print(stats_table(output.metrics, *moved))
     for one in output.outputs:
@@ -130,7 +132,10 @@ def stream_to_stdout(
 
 
 def _json_result(
-    output: RequestOutput, bytes_exchanged: Mapping[str, int], bytes_between_hosts: Mapping[str, int]
+    output: RequestOutput,
+    bytes_exchanged: Mapping[str, int],
+    bytes_between_hosts: Mapping[str, int],
+    csa: Savings | None,
 ) -> dict[str, object]:
     found = {**_completion(output.outputs[0]), "prompt_tokens": len(output.prompt_token_ids)}
     if output.prompt_logprobs is not None:
@@ -145,6 +150,7 @@ def _json_result(
         "bytes_exchanged": dict(bytes_exchanged),
         "bytes_between_hosts": dict(bytes_between_hosts),
         "kv_tokens_per_instance": list(output.metrics.kv_tokens_per_instance),
+        **({} if csa is None else {"csa": asdict(csa)}),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
+from longspan.core.sparse import SparseSetting
 from longspan.core.tier_lookup import SwapPrices
 from longspan.core.view import Admitted, Policy
 from longspan.errors import ParameterError
@@ -111,6 +112,9 @@ class EnginePolicy(Policy, Protocol):
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that it cannot place as its options say."""
+
+    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
+        """Says how the prefill of such a prompt drops tokens; None where it is exact."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""

@@ -142,6 +142,7 @@ class Engine:
             choice=choice,
             leader=leader,
             grammar=grammar,
+            sparse=leader.sparse if leader else self._policy.sparse(len(prompt), self.config.block_size),
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             metrics=RequestMetrics(arrival_s=self._clock.now()),

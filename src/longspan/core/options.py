@@ -91,7 +91,7 @@ def at_least_one(**values: int | None) -> None:
 
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
-_SHARING = ("exchange", "layout", "fractions")
+_SHARING = ("exchange", "layout", "fractions", "csa")
 """Policy options that are options of their own, too."""
 _scheduling = partial(Option, group="Scheduling and memory", configures=True)
 
@@ -113,6 +113,10 @@ class SchedulingArgs:
             default="as the policy has it",
         ),
     ] = None
+    csa: Annotated[
+        str,
+        _scheduling("Sparse attention of policy csps: off, or a YAML file of settings.", metavar="off|FILE"),
+    ] = "off"
     policy_options: Annotated[
         Mapping[str, str] | None,
         _scheduling(
@@ -160,7 +164,7 @@ class SchedulingArgs:
         options = dict(self.policy_options or {})
         for name in _SHARING:
             value = getattr(self, name)
-            if value not in (None, "auto"):
+            if value not in (None, "auto") and (name, value) != ("csa", "off"):
                 if name in options:
                     problem = f"{value} and policy option {name}={options[name]} are given: give one of them"
                     raise ParameterError(name, problem, value)

@@ -8,7 +8,9 @@ from itertools import compress
 from typing import Literal
 
 from longspan.core.owners import BlockRef, Owners, Rotation, chain_key
+from longspan.core.runs import SpanShards
 from longspan.core.sampling import SamplingParams
+from longspan.core.sparse import SparseSetting
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
 from longspan.core.view import ScheduledPart
 
@@ -31,6 +33,7 @@ class RequestMetrics:
         exchanges: how its attention travelled: by kind of step (`prefill`; `partial_prefill`, behind tokens that were
             cached or computed before; `decode`) the number of steps with each exchange.
         kv_tokens_per_instance: KV tokens that each instance held when the prompt was done.
+        sparse_parts: of sparse attention, the setting, and whose queries and keys met, for each part.
     """
 
     arrival_s: float
@@ -44,6 +47,7 @@ class RequestMetrics:
     num_preemptions: int = 0
     exchanges: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_tokens_per_instance: list[int] = field(default_factory=list)
+    sparse_parts: list[tuple[SparseSetting, SpanShards, SpanShards]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,6 +69,7 @@ class Request:
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
         grammar: what the output must follow, see `Sampling`.
+        sparse: what its prefill may drop; part of the prefix keys.
         stop_reason: the stop token that ended it, if one of `stop_token_ids` did; what went wrong, for `error`.
     """
 
@@ -78,6 +83,7 @@ class Request:
     choice: int = 0
     leader: Request | None = None
     grammar: str = ""
+    sparse: SparseSetting | None = None
     output: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -175,7 +181,8 @@ class Request:
     def parent_key(self, index: int) -> bytes:
         """Names all tokens before block `index`, which must be known."""
         if index == 0:
-            return ROOT if not self.rope_length else b"rope%d" % self.rope_length
+            root = ROOT if not self.rope_length else b"rope%d" % self.rope_length
+            return root if self.sparse is None else root + self.sparse.key
         while len(self._keys) < index:
             block = len(self._keys)
             tokens = self.tokens(block * self.block_size, (block + 1) * self.block_size)
@@ -267,6 +274,8 @@ class Request:
         kind = "decode" if part.start >= self.num_prompt else "partial_prefill" if part.start else "prefill"
         steps, exchange = self.metrics.exchanges.setdefault(kind, {}), part.exchange.shown
         steps[exchange] = steps.get(exchange, 0) + 1
+        if part.exchange.sparse is not None:
+            self.metrics.sparse_parts.append((part.exchange.sparse, part.runs, self.owners.held(part.stop)))
 
     def take_token(self, sampled: Sampled, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Adds a token to the output; returns why the request ends with it, if it does."""

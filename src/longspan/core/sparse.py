@@ -1,4 +1,4 @@
-"""Sparse attention in levels (CSPS §3.2.4): a setting as a value, and which tokens meet at which level.
+"""Sparse attention in levels (CSPS §3.2.4): a setting as a value.
 
 The sequence is cut into partitions of so many tokens. A query meets the keys of its own partition at level 1, exactly.
 At each further level a segment joins several segments of the level before, up to the whole sequence at the last; a pair
@@ -6,22 +6,16 @@ of partitions meets at the first level that has both in one segment. So regions 
 all of them together are full attention. Keys far away lie in earlier partitions: above level 1 nothing is masked.
 
 Levels go by positions, whoever holds the tokens: chunks of a prompt and cached blocks fall into the same partitions.
+Who computes what is in `sparse_plan.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from longspan.core.cluster import HeadShare, spread_heads
-from longspan.core.runs import Run, SpanShards, clip, num_tokens
-
 DropMode = Literal["qkv", "kv"]
-"""Whether queries of unimportant tokens are dropped, too, or only their keys and values."""
+"""Drops of unimportant tokens: of all that they have, or of keys and values only."""
 
 
 class SparseSetting(NamedTuple):
@@ -32,7 +26,6 @@ class SparseSetting(NamedTuple):
         segments: how many partitions a segment has at each level but the last; the first is 1.
         drop: the drop ratio by layer, KV head and level, from level 2 on. A single entry is for all layers, or heads.
         mode: what is dropped of a token.
-        micro_partitions: into how many pieces what travels is cut, by level from level 2 on; empty for one each.
         samples: queries of each member by which keys are rated.
     """
 
@@ -40,12 +33,16 @@ class SparseSetting(NamedTuple):
     segments: tuple[int, ...]
     drop: tuple[tuple[tuple[float, ...], ...], ...]
     mode: DropMode = "qkv"
-    micro_partitions: tuple[int, ...] = ()
     samples: int = 32
 
     @property
     def num_levels(self) -> int:
         return len(self.segments) + 1
+
+    @property
+    def exact(self) -> SparseSetting:
+        """The same without drops."""
+        return self._replace(drop=(((0.0,) * len(self.segments),),))
 
     @property
     def key(self) -> bytes:
@@ -73,248 +70,3 @@ class SparseSetting(NamedTuple):
     def kept(self, size: int, layer: int, kv_head: int, level: int) -> int:
         """Counts the tokens of a piece that are kept."""
         return size - int(self.ratio(layer, kv_head, level) * size + 1e-9)
-
-    def pieces(self, level: int) -> int:
-        return self.micro_partitions[level - 2] if self.micro_partitions else 1
-
-
-def ratios_by_rule(drop: float, num_levels: int) -> tuple[float, ...]:
-    """Returns the drop ratios of all levels from 2 on: level 2 + n keeps 1/2^n of what level 2 does (CSPS §3.2.4).
-
-    So a token attends to the fewer tokens of a region the farther away that is. The paper's formula has it the other
-    way round; its text is followed.
-    """
-    return tuple(1 - (1 - drop) / 2**n for n in range(num_levels - 1))
-
-
-def segments_of(num_members: int, hosts: Sequence[int], num_levels: int) -> tuple[int, ...]:
-    """Chooses segments that travel over the links of each level: a member, its host, and more hosts at once.
-
-    Args:
-        hosts: the host of each member, neighbours together.
-    """
-    per_host = max(map(hosts.count, set(hosts)))
-    sizes = {1} | ({per_host} if 1 < per_host < num_members else set())
-    doubled = 1
-    while len(sizes) < num_levels - 1 and doubled < num_members:
-        doubled *= 2
-        if doubled < num_members:
-            sizes.add(doubled)
-    return tuple(sorted(sizes)[: max(1, num_levels - 1)])
-
-
-# ---------------------------------------------------------------- who computes what
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one member has of a partition: queries of the step, or keys.
-
-    Attributes:
-        offset: of its first token among all queries, or keys, that the member has of the request.
-    """
-
-    member: int
-    partition: int
-    offset: int
-    size: int
-    runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The attention of one segment at a level above 1, whose heads are spread over the members that have some of it."""
-
-    level: int
-    members: tuple[int, ...]
-    """In order of their heads."""
-    queries: tuple[Piece, ...]
-    keys: tuple[Piece, ...]
-    sees: tuple[tuple[int, ...], ...]
-    """For each piece of queries, which of the pieces of keys it meets at this level."""
-
-    def share(self, member: int, num_heads: int, num_kv_heads: int) -> HeadShare:
-        return spread_heads(num_heads, num_kv_heads, len(self.members))[self.members.index(member)]
-
-
-@dataclass(frozen=True, slots=True)
-class SparsePlan:
-    """The regions of one request's attention in a step.
-
-    Attributes:
-        queries, keys: of each member, in order of position.
-        near: for each piece of queries, the pieces of keys of its own partition.
-        jobs: level by level.
-    """
-
-    queries: tuple[tuple[Piece, ...], ...]
-    keys: tuple[tuple[Piece, ...], ...]
-    near: Mapping[Piece, tuple[Piece, ...]]
-    jobs: tuple[Job, ...]
-
-
-@lru_cache(maxsize=256)
-def sparse_plan(setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards) -> SparsePlan:
-    """Plans a step; every member finds the same."""
-    queries = tuple(_pieces(setting, member, runs) for member, runs in enumerate(q_runs))
-    keys = tuple(_pieces(setting, member, runs) for member, runs in enumerate(kv_runs))
-    all_queries = [piece for pieces in queries for piece in pieces]
-    all_keys = [piece for pieces in keys for piece in pieces]
-    near = {
-        query: tuple(
-            key
-            for key in all_keys
-            if key.partition == query.partition and key.runs[0].start <= query.runs[-1].positions[-1]
-        )
-        for query in all_queries
-    }
-    jobs: dict[tuple[int, int], list[tuple[Piece, list[Piece]]]] = {}
-    for query in all_queries:
-        met: dict[int, list[Piece]] = {}
-        for key in all_keys:
-            if key.partition < query.partition:
-                met.setdefault(setting.level(query.partition, key.partition), []).append(key)
-        for level, seen in met.items():
-            jobs.setdefault((level, setting.segment(level, query.partition)), []).append((query, seen))
-    order = _Order(setting, [*all_queries, *all_keys])
-    made = tuple(_job(level, jobs[level, segment], order.of(level, segment)) for level, segment in sorted(jobs))
-    return SparsePlan(queries=queries, keys=keys, near=near, jobs=made)
-
-
-class _Order:
-    """Orders the members of segments by the heads that they get, such that a member has heads at each level that it has
-    at the level below: then the least is sent.
-    """
-
-    def __init__(self, setting: SparseSetting, pieces: Sequence[Piece]) -> None:
-        self._segments: list[dict[int, list[int]]] = []
-        found: dict[int, list[int]] = {}
-        for piece in sorted(pieces, key=lambda piece: (piece.partition, piece.member)):
-            found.setdefault(piece.partition, []).append(piece.member)
-        below = found = {partition: list(dict.fromkeys(members)) for partition, members in found.items()}
-        partitions = sorted(found)
-        for level in range(1, setting.num_levels + 1):
-            lower = {
-                setting.segment(level - 1, one) if level > 1 else one: setting.segment(level, one) for one in partitions
-            }
-            joined: dict[int, list[list[int]]] = {}
-            for part, whole in lower.items():
-                joined.setdefault(whole, []).append(below[part])
-            below = {
-                whole: list(
-                    dict.fromkeys(member for row in zip_longest(*lists) for member in row if member is not None)
-                )
-                for whole, lists in joined.items()
-            }
-            self._segments.append(below)
-
-    def of(self, level: int, segment: int) -> list[int]:
-        return self._segments[level - 1][segment]
-
-
-def _job(level: int, pairs: Sequence[tuple[Piece, Sequence[Piece]]], order: Sequence[int]) -> Job:
-    keys = list(dict.fromkeys(key for _, seen in pairs for key in seen))
-    number = {key: index for index, key in enumerate(keys)}
-    taking_part = {piece.member for piece in (*keys, *(query for query, _ in pairs))}
-    return Job(
-        level=level,
-        members=tuple(member for member in order if member in taking_part),
-        queries=tuple(query for query, _ in pairs),
-        keys=tuple(keys),
-        sees=tuple(tuple(number[key] for key in seen) for _, seen in pairs),
-    )
-
-
-def _pieces(setting: SparseSetting, member: int, runs: Sequence[Run]) -> tuple[Piece, ...]:
-    found, offset = [], 0
-    if runs:
-        first, last = runs[0].start // setting.partition, max(run.positions[-1] for run in runs) // setting.partition
-        for partition in range(first, last + 1):
-            own = clip(runs, partition * setting.partition, (partition + 1) * setting.partition)
-            if own:
-                size = num_tokens(own)
-                found.append(Piece(member, partition, offset, size, own))
-                offset += size
-    return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Some heads of a piece, of which the same number of tokens is kept."""
-
-    piece: Piece
-    heads: range
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What goes from one member to another before attention.
-
-    Attributes:
-        whole: pieces of keys of whose partition the other one has queries: all heads, in order of position.
-        queries, keys: blocks of query heads and of KV heads, the most important tokens first.
-    """
-
-    whole: tuple[Piece, ...]
-    queries: tuple[Block, ...]
-    keys: tuple[Block, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The heads of a layer, as a rank has them; `first` is the number of its first KV head in the whole layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    first: int = 0
-
-
-def num_queries(setting: SparseSetting, piece: Piece, layer: int, kv_head: int, level: int) -> int:
-    """Counts the queries of a piece that attend at a level."""
-    return setting.kept(piece.size, layer, kv_head, level) if setting.mode == "qkv" else piece.size
-
-
-@lru_cache(maxsize=4096)
-def sent(
-    setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards, layer: int, heads: Heads, ends: tuple[int, int]
-) -> Sent:
-    """Returns what the first of two members sends to the second: once, the union of what the levels need."""
-    plan, (source, target) = sparse_plan(setting, q_runs, kv_runs), ends
-    readers = heads.num_heads // heads.num_kv_heads
-    queries: dict[Piece, list[int]] = {}
-    keys: dict[Piece, list[int]] = {}
-    for job in plan.jobs:
-        if target not in job.members:
-            continue
-        share = job.share(target, heads.num_heads, heads.num_kv_heads)
-        for piece in job.queries:
-            for head in share.heads if piece.member == source else ():
-                count = num_queries(setting, piece, layer, heads.first + head // readers, job.level)
-                counts = queries.setdefault(piece, [0] * heads.num_heads)
-                counts[head] = max(counts[head], count)
-        for piece in job.keys:
-            for head in share.kv_heads if piece.member == source else ():
-                counts = keys.setdefault(piece, [0] * heads.num_kv_heads)
-                counts[head] = max(counts[head], setting.kept(piece.size, layer, heads.first + head, job.level))
-    whole = dict.fromkeys(
-        key for query in plan.queries[target] for key in plan.near[query] if key.member == source != target
-    )
-    return Sent(whole=tuple(whole), queries=_blocks(queries), keys=_blocks(keys))
-
-
-def _blocks(counts: Mapping[Piece, Sequence[int]]) -> tuple[Block, ...]:
-    found = []
-    for piece, by_head in counts.items():
-        start = 0
-        for head in range(1, len(by_head) + 1):
-            if head == len(by_head) or by_head[head] != by_head[start]:
-                if by_head[start]:
-                    found.append(Block(piece, range(start, head), by_head[start]))
-                start = head
-    return tuple(found)
-
-
-def sampled_rows(size: int, samples: int) -> tuple[int, ...]:
-    """Chooses queries of a piece, evenly apart and the last among them."""
-    return tuple(range(size)) if size <= samples else tuple((i + 1) * size // samples - 1 for i in range(samples))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation
 from longspan.core.runs import SpanShards
+from longspan.core.sparse import SparseSetting
 
 if TYPE_CHECKING:  # most policies know their instances from the start
     from longspan.core.cluster import Cluster
@@ -91,6 +92,8 @@ class RequestView(Protocol):
     def target(self) -> int | None: ...
     @property
     def scores_prompt(self) -> bool: ...
+    @property
+    def sparse(self) -> SparseSetting | None: ...
 
     def blocks_for(self, num_tokens: int) -> int:
         """Counts the blocks that `num_tokens` tokens fill or begin."""

@@ -42,6 +42,7 @@ class Model:
     Attributes:
         info: of the whole model.
         specs: what the attention of each layer, of any stage, computes on a rank with this share.
+        first_kv_heads: which KV head of the whole model is the first of this share, for each layer.
         shard: which share this is.
         stage: which layers these are; None for all.
         copied_bytes: of parameters that are no views of the mapped weights.
@@ -65,6 +66,7 @@ class Model:
         self.info = read_info(files.weights)
         self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs)
         self.specs = self.shard.local_specs
+        self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
         is_whole = layers is None or len(layers) == self.info.num_layers
         self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
         stored = map_tensors(files.weights) if stored is None else stored

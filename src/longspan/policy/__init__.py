@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hint
 import msgspec
 
 from longspan.core.exchange import Exchange, exchange_of
+from longspan.core.sparse import SparseSetting
 from longspan.core.view import Admitted, ClusterView, Plan, Policy
 from longspan.errors import ParameterError
 
@@ -43,6 +44,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
         knows_roles: tells whether some instances may only prefill, or only decode.
         takes_turns: tells whether instances of both roles take turns on the same devices; `admits`, who gets on which.
         hint: tells users what they might have forgotten to say, if anything.
+        sparse: how the prefill of a prompt of so many tokens, in blocks of so many, drops some; exact if not given.
     """
 
     name: str
@@ -57,6 +59,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     takes_turns: bool = False
     admits: Callable[[PolicyT, Cluster], Admitted] | None = None
     hint: Callable[[OptionsT, Any], str | None] | None = None
+    sparse: Callable[[PolicyT, int, int], SparseSetting | None] | None = None
 
     def chosen(self, instances: tuple[int, ...], options: OptionsT, facts: object) -> ChosenPolicy:
         policy = self.make(instances, options, facts)
@@ -99,6 +102,9 @@ class ChosenPolicy:
         if self.spec.change is not None:
             self.options = self.spec.change(self.policy, self.options, options)
 
+    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
+        return None if self.spec.sparse is None else self.spec.sparse(self.policy, num_prompt_tokens, block_size)
+
     def check(self, num_prompt_tokens: int) -> None:
         if self.spec.check_prompt is not None:
             self.spec.check_prompt(self.policy, num_prompt_tokens)
@@ -140,6 +146,7 @@ _REGISTRY: dict[str, str | PolicySpec[Any, Any]] = {
     "fixed-sp": "tetris:FIXED_SP",
     "loongserve": "loongserve:LOONGSERVE",
     "loongserve-disagg": "loongserve:LOONGSERVE_DISAGG",
+    "csps": "csps:CSPS",
     "seesaw": "seesaw:SEESAW",
     "prefill-first": "batch_order:PREFILL_FIRST",
     "decode-first": "batch_order:DECODE_FIRST",

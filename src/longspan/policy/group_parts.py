@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
+from longspan.core.exchange import ALLTOALL, RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef, PrefixHit, Rotation
 from longspan.core.runs import Layout, Run, SpanShards
@@ -292,7 +292,7 @@ class GroupParts:
         if request.num_tokens - start > 1:
             new_tokens = min(end - start, sum(room.tokens))
             exchange = self.exchange(new_tokens, start, len(group))
-            shape = self._shape(exchange, new_tokens, start, len(group))
+            shape = self._shape(exchange, request, new_tokens, start, len(group))
         moved = dict(moves)
         owners = [group.index(moved.get(index, ref.instance)) for index, ref in enumerate(table)]
         shards: SpanShards | None = None
@@ -314,22 +314,40 @@ class GroupParts:
             block_owners=tuple([group[member] for member in members])
             if kv_owner is None
             else (kv_owner,) * (last - first),
-            exchange=self.chooser.of_step(exchange, stop - start, len(group)),
+            exchange=self._of_step(exchange, request, stop - start, len(group)),
             kv_owner=kv_owner,
             hit=hit,
             moves=moves,
         )
 
+    def _of_step(self, exchange: Exchange, request: RequestView, num_tokens: int, members: int) -> Exchange:
+        if request.sparse is not None and exchange == ALLTOALL and num_tokens > 1:
+            return exchange._replace(sparse=request.sparse)
+        return self.chooser.of_step(exchange, num_tokens, members)
+
     def _leaves_kv_with_last(self, exchange: Exchange) -> bool:
         return exchange.traits.keeps == "later" and self._options.home != "computed"
 
-    def _shape(self, exchange: Exchange, new_tokens: int, cached_tokens: int, members: int) -> Shape:
+    def _shape(
+        self, exchange: Exchange, request: RequestView, new_tokens: int, cached_tokens: int, members: int
+    ) -> Shape:
+        """Returns the shape of the next chunk, on so many members."""
+        if request.sparse is not None and exchange == ALLTOALL:
+            return _partitions_shape(request, request.sparse.partition, new_tokens, members)
         if not exchange.traits.in_order:
             return self._options.shape
         fractions = self._options.fractions_by_member
         if self._partitions is not None:
             fractions = self._partitions.fractions(new_tokens, cached_tokens, members)
         return Shape(layout="contiguous", fractions=fractions, chained=True)
+
+
+def _partitions_shape(request: RequestView, partition: int, new_tokens: int, members: int) -> Shape:
+    """Gives each member a partition of a whole prompt, and even pieces of a chunk."""
+    if new_tokens < request.num_tokens or new_tokens > members * partition:
+        return Shape(layout="contiguous", in_order=True)
+    left = [max(0, min(partition, new_tokens - member * partition)) for member in range(members)]
+    return Shape(layout="contiguous", fractions=tuple([number / new_tokens for number in left]), in_order=True)
 
 
 def _first_member(request: RequestView, members: int) -> int:
@@ -378,12 +396,14 @@ def even_moves(
 class Shape:
     """A layout of chunks, and for a contiguous one the fractions of the members, if they are not even.
 
-    For a chain, `chained`, the first member begins even inside a block that another one holds.
+    For a chain, `chained`, the first member begins even inside a block that another one holds. With `in_order` members
+    have neighbouring pieces in their own order.
     """
 
     layout: Layout = "zigzag"
     fractions: tuple[float, ...] = ()
     chained: bool = False
+    in_order: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +447,7 @@ def shard_chunk(
     if start % size:
         head = 0 if shape.chained else owners[start // size]
     # A chain has its own order, and fractions are of certain members.
-    order = members if shape.chained or shape.fractions else by_turn
+    order = members if shape.chained or shape.fractions or shape.in_order else by_turn
     turns = {member: turn for turn, member in enumerate(order)}
     for end in chain((stop,), _ends(start, room, shape)):
         if start < end <= stop:
@@ -457,7 +477,9 @@ def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:
     """Yields ends of a chunk that fills the room: even shards have whole rounds of blocks, others are rounded."""
     num_members, size = len(room.tokens), room.block_size
     if shape.fractions:
-        most = start + int(min(tokens / part for tokens, part in zip(room.tokens, shape.fractions, strict=True)))
+        most = start + int(
+            min(tokens / part for tokens, part in zip(room.tokens, shape.fractions, strict=True) if part)
+        )
         yield from ((most // size - less) * size for less in range(2 * num_members))
     else:
         most = start + min(room.tokens) * num_members

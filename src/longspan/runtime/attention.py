@@ -31,11 +31,13 @@ class StepAttention:
         *,
         pool: KvPool,
         specs: Sequence[AttnSpec],
+        first_kv_heads: Sequence[int] = (),
         watch: Stopwatch,
         layerwise: Layerwise | None = None,
         moves: StepMoves | None = None,
     ) -> None:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
+        self._first_kv_heads = first_kv_heads
         self._moves = moves
         self._stores_late = any(channel.exchange.stores_after for channel in packed.channels)
         self.num_alone = packed.num_alone
@@ -67,6 +69,10 @@ class StepAttention:
                     kv=kv,
                     spec=spec,
                     out=out,
+                    layer=layer,
+                    num_layers=len(self._specs),
+                    layers=self._pool.layers,
+                    first_kv_head=self._first_kv_heads[layer] if self._first_kv_heads else 0,
                     started=self._started.pop(channel.number, None) if exchange.start else None,
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):

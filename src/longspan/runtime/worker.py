@@ -163,6 +163,7 @@ class Worker:
             comm,
             pool=self._pool,
             specs=self._model.specs,
+            first_kv_heads=self._model.first_kv_heads,
             watch=self._watch,
             layerwise=self._layerwise,
             moves=moves,

@@ -1,0 +1,364 @@
+"""Sparse attention in levels: which tokens meet where, and what members send each other for that.
+
+Every member finds the same by arithmetic on positions, so that nobody tells sizes or indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations, zip_longest
+
+from longspan.core.cluster import HeadShare, spread_heads
+from longspan.core.runs import Run, SpanShards, clip, num_tokens
+from longspan.core.sparse import SparseSetting
+
+
+def ratios_by_rule(drop: float, num_levels: int) -> tuple[float, ...]:
+    """Returns the drop ratios of all levels from 2 on: level 2 + n keeps 1/2^n of what level 2 does (CSPS §3.2.4).
+
+    So a token attends to the fewer tokens of a region the farther away that is. The paper's formula has it the other
+    way round; its text is followed.
+    """
+    return tuple(1 - (1 - drop) / 2**n for n in range(num_levels - 1))
+
+
+def segments_of(num_members: int, hosts: Sequence[int], num_levels: int) -> tuple[int, ...]:
+    """Chooses segments that travel over the links of each level: a member, its host, and more hosts at once.
+
+    Args:
+        hosts: the host of each member, neighbours together.
+    """
+    per_host = max(map(hosts.count, set(hosts)))
+    sizes = {1} | ({per_host} if 1 < per_host < num_members else set())
+    doubled = 1
+    while len(sizes) < num_levels - 1 and doubled < num_members:
+        doubled *= 2
+        if doubled < num_members:
+            sizes.add(doubled)
+    return tuple(sorted(sizes)[: max(1, num_levels - 1)])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The tokens of a partition that one member has: queries of the step, or keys.
+
+    Attributes:
+        offset: of its first token among all queries, or keys, that the member has of the request.
+    """
+
+    member: int
+    partition: int
+    offset: int
+    size: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The attention of one segment at a level above 1, whose heads are spread over the members that have some of it."""
+
+    level: int
+    members: tuple[int, ...]
+    """In order of their heads."""
+    queries: tuple[Piece, ...]
+    keys: tuple[Piece, ...]
+    sees: tuple[tuple[int, ...], ...]
+    """Indices into `keys`: for each piece of queries, those that it meets at this level."""
+
+    def share(self, member: int, num_heads: int, num_kv_heads: int) -> HeadShare:
+        return spread_heads(num_heads, num_kv_heads, len(self.members))[self.members.index(member)]
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlan:
+    """The regions of one request's attention in a step.
+
+    Attributes:
+        queries, keys: of each member, in order of position.
+        near: for each piece of queries, the pieces of keys of its own partition.
+        jobs: level by level.
+    """
+
+    queries: tuple[tuple[Piece, ...], ...]
+    keys: tuple[tuple[Piece, ...], ...]
+    near: Mapping[Piece, tuple[Piece, ...]]
+    jobs: tuple[Job, ...]
+
+
+@lru_cache(maxsize=256)
+def sparse_plan(setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards) -> SparsePlan:
+    """Plans a step; every member finds the same."""
+    queries = tuple(_pieces(setting, member, runs) for member, runs in enumerate(q_runs))
+    keys = tuple(_pieces(setting, member, runs) for member, runs in enumerate(kv_runs))
+    all_queries = [piece for pieces in queries for piece in pieces]
+    all_keys = [piece for pieces in keys for piece in pieces]
+    near = {
+        query: tuple(
+            key
+            for key in all_keys
+            if key.partition == query.partition and key.runs[0].start <= query.runs[-1].positions[-1]
+        )
+        for query in all_queries
+    }
+    jobs: dict[tuple[int, int], list[tuple[Piece, list[Piece]]]] = {}
+    for query in all_queries:
+        met: dict[int, list[Piece]] = {}
+        for key in all_keys:
+            if key.partition < query.partition:
+                met.setdefault(setting.level(query.partition, key.partition), []).append(key)
+        for level, seen in met.items():
+            jobs.setdefault((level, setting.segment(level, query.partition)), []).append((query, seen))
+    order = _Order(setting, [*all_queries, *all_keys])
+    made = tuple(_job(level, jobs[level, segment], order.of(level, segment)) for level, segment in sorted(jobs))
+    return SparsePlan(queries=queries, keys=keys, near=near, jobs=made)
+
+
+class _Order:
+    """Orders the members of segments by the heads that they get, such that a member has heads at each level that it has
+    at the level below: then the least is sent.
+    """
+
+    def __init__(self, setting: SparseSetting, pieces: Sequence[Piece]) -> None:
+        self._segments: list[dict[int, list[int]]] = []
+        found: dict[int, list[int]] = {}
+        for piece in sorted(pieces, key=lambda piece: (piece.partition, piece.member)):
+            found.setdefault(piece.partition, []).append(piece.member)
+        below = found = {partition: list(dict.fromkeys(members)) for partition, members in found.items()}
+        partitions = sorted(found)
+        for level in range(1, setting.num_levels + 1):
+            lower = {
+                setting.segment(level - 1, one) if level > 1 else one: setting.segment(level, one) for one in partitions
+            }
+            joined: dict[int, list[list[int]]] = {}
+            for part, whole in lower.items():
+                joined.setdefault(whole, []).append(below[part])
+            below = {
+                whole: list(
+                    dict.fromkeys(member for row in zip_longest(*lists) for member in row if member is not None)
+                )
+                for whole, lists in joined.items()
+            }
+            self._segments.append(below)
+
+    def of(self, level: int, segment: int) -> list[int]:
+        return self._segments[level - 1][segment]
+
+
+def _job(level: int, pairs: Sequence[tuple[Piece, Sequence[Piece]]], order: Sequence[int]) -> Job:
+    keys = list(dict.fromkeys(key for _, seen in pairs for key in seen))
+    number = {key: index for index, key in enumerate(keys)}
+    taking_part = {piece.member for piece in (*keys, *(query for query, _ in pairs))}
+    return Job(
+        level=level,
+        members=tuple(member for member in order if member in taking_part),
+        queries=tuple(query for query, _ in pairs),
+        keys=tuple(keys),
+        sees=tuple(tuple(number[key] for key in seen) for _, seen in pairs),
+    )
+
+
+def _pieces(setting: SparseSetting, member: int, runs: Sequence[Run]) -> tuple[Piece, ...]:
+    found, offset = [], 0
+    if runs:
+        first, last = runs[0].start // setting.partition, max(run.positions[-1] for run in runs) // setting.partition
+        for partition in range(first, last + 1):
+            own = clip(runs, partition * setting.partition, (partition + 1) * setting.partition)
+            if own:
+                size = num_tokens(own)
+                found.append(Piece(member, partition, offset, size, own))
+                offset += size
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some heads of a piece, of which the same number of tokens is kept."""
+
+    piece: Piece
+    heads: range
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The tokens that go from one member to another before attention.
+
+    Attributes:
+        whole: pieces of keys of whose partition the other one has queries: all heads, in order of position.
+        queries, keys: blocks of query heads and of KV heads, the most important tokens first.
+    """
+
+    whole: tuple[Piece, ...]
+    queries: tuple[Block, ...]
+    keys: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of a layer, as a rank has them; `first` is the number of its first KV head in the whole layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    first: int = 0
+
+
+def num_queries(setting: SparseSetting, piece: Piece, layer: int, kv_head: int, level: int) -> int:
+    """Counts the queries of a piece that attend at a level."""
+    return setting.kept(piece.size, layer, kv_head, level) if setting.mode == "qkv" else piece.size
+
+
+@lru_cache(maxsize=4096)
+def sent(
+    setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards, layer: int, heads: Heads, ends: tuple[int, int]
+) -> Sent:
+    """Returns what the first of two members sends to the second: once, the union of what the levels need."""
+    plan, (source, target) = sparse_plan(setting, q_runs, kv_runs), ends
+    readers = heads.num_heads // heads.num_kv_heads
+    queries: dict[Piece, list[int]] = {}
+    keys: dict[Piece, list[int]] = {}
+    for job in plan.jobs:
+        if target not in job.members:
+            continue
+        share = job.share(target, heads.num_heads, heads.num_kv_heads)
+        for piece in job.queries:
+            for head in share.heads if piece.member == source else ():
+                count = num_queries(setting, piece, layer, heads.first + head // readers, job.level)
+                counts = queries.setdefault(piece, [0] * heads.num_heads)
+                counts[head] = max(counts[head], count)
+        for piece in job.keys:
+            for head in share.kv_heads if piece.member == source else ():
+                counts = keys.setdefault(piece, [0] * heads.num_kv_heads)
+                counts[head] = max(counts[head], setting.kept(piece.size, layer, heads.first + head, job.level))
+    whole = dict.fromkeys(
+        key for query in plan.queries[target] for key in plan.near[query] if key.member == source != target
+    )
+    return Sent(whole=tuple(whole), queries=_blocks(queries), keys=_blocks(keys))
+
+
+def _blocks(counts: Mapping[Piece, Sequence[int]]) -> tuple[Block, ...]:
+    found = []
+    for piece, by_head in counts.items():
+        start = 0
+        for head in range(1, len(by_head) + 1):
+            if head == len(by_head) or by_head[head] != by_head[start]:
+                if by_head[start]:
+                    found.append(Block(piece, range(start, head), by_head[start]))
+                start = head
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWork:
+    """The work of one or more layers: bytes between members, and pairs of a query, of any head, and a key that meet."""
+
+    num_bytes: int
+    num_pairs: int
+
+    def __add__(self, other: SparseWork) -> SparseWork:
+        return SparseWork(self.num_bytes + other.num_bytes, self.num_pairs + other.num_pairs)
+
+
+def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
+    setting: SparseSetting,
+    q_runs: SpanShards,
+    kv_runs: SpanShards,
+    layer: int,
+    num_layers: int,
+    heads: Heads,
+    dim: int,
+    element_bytes: int,
+) -> SparseWork:
+    """Counts what a layer takes, as the exchange does it; a first and a last layer drop nothing."""
+    if layer in (0, num_layers - 1):
+        setting = setting.exact
+    plan, members = sparse_plan(setting, q_runs, kv_runs), range(len(q_runs))
+    readers, vectors, lses, pairs = heads.num_heads // heads.num_kv_heads, 0, 0, 0
+    for source, target in permutations(members, 2):
+        what = sent(setting, q_runs, kv_runs, layer, heads, (source, target))
+        vectors += sum(2 * heads.num_kv_heads * piece.size for piece in what.whole)
+        vectors += sum(len(block.heads) * block.count for block in what.queries)
+        vectors += sum(2 * len(block.heads) * block.count for block in what.keys)
+    for job in plan.jobs:
+        for head in range(heads.num_kv_heads):
+            kept = [setting.kept(piece.size, layer, heads.first + head, job.level) for piece in job.keys]
+            for query, seen in zip(job.queries, job.sees, strict=True):
+                count = num_queries(setting, query, layer, heads.first + head, job.level)
+                pairs += readers * count * sum(kept[index] for index in seen)
+        for member in job.members:
+            for head in job.share(member, heads.num_heads, heads.num_kv_heads).heads:
+                for query in job.queries:
+                    if query.member != member:
+                        lses += num_queries(setting, query, layer, heads.first + head // readers, job.level)
+    for query, near in plan.near.items():
+        pairs += heads.num_heads * sum(_visible_pairs(query, key) for key in near)
+    if layer + 1 < num_layers - 1:
+        sampled = sum(len(sampled_rows(num_tokens(runs), setting.samples)) for runs in q_runs)
+        lses += (len(q_runs) - 1) * heads.num_heads * sampled
+    return SparseWork(element_bytes * dim * (vectors + lses) + 4 * lses, pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Savings:
+    """The savings of a request by sparse attention.
+
+    Attributes:
+        num_levels: the most of any part.
+        mean_drop_ratio: over layers, KV heads and levels from 2 on; layers that drop nothing count.
+        bytes_saved_share, attention_flops_saved_share: of what the same exchange takes without drops, queries that are
+            sampled included.
+    """
+
+    num_levels: int
+    mean_drop_ratio: float
+    bytes_saved_share: float
+    attention_flops_saved_share: float
+
+
+def savings(
+    parts: Sequence[tuple[SparseSetting, SpanShards, SpanShards]],
+    layers: Sequence[tuple[int, int, int]],
+    element_bytes: int,
+) -> Savings:
+    """Sums up the parts of a request, of which there is one at least.
+
+    Args:
+        layers: the query heads, KV heads and head size of each.
+    """
+    taken = full = SparseWork(0, 0)
+    ratios: list[float] = []
+    for setting, q_runs, kv_runs in parts:
+        for layer, (num_heads, num_kv_heads, dim) in enumerate(layers):
+            what = q_runs, kv_runs, layer, len(layers), Heads(num_heads, num_kv_heads), dim, element_bytes
+            taken += work_of_layer(setting, *what)
+            full += work_of_layer(setting.exact, *what)
+            drops = layer not in (0, len(layers) - 1)
+            ratios += [
+                setting.ratio(layer, head, level) if drops else 0.0
+                for head in range(num_kv_heads)
+                for level in range(2, setting.num_levels + 1)
+            ]
+    return Savings(
+        num_levels=max(setting.num_levels for setting, *_ in parts),
+        mean_drop_ratio=sum(ratios) / len(ratios),
+        bytes_saved_share=1 - taken.num_bytes / full.num_bytes if full.num_bytes else 0.0,
+        attention_flops_saved_share=1 - taken.num_pairs / full.num_pairs,
+    )
+
+
+def _visible_pairs(query: Piece, key: Piece) -> int:
+    return sum(_sees(one, other) for one in query.runs for other in key.runs)
+
+
+def _sees(queries: Run, keys: Run) -> int:
+    """Counts the pairs of a query and a key that it sees, of runs without gaps."""
+    before = max(0, min(keys.stop, queries.start) - keys.start)
+    both = range(max(queries.start, keys.start), min(queries.stop, keys.stop))
+    after = max(0, queries.stop - max(queries.start, keys.stop))
+    return len(queries) * before + len(both) * (len(both) + 1) // 2 + after * len(both) if both or before else 0
+
+
+def sampled_rows(size: int, samples: int) -> tuple[int, ...]:
+    """Chooses queries of a piece, evenly apart and the last among them."""
+    return tuple(range(size)) if size <= samples else tuple((i + 1) * size // samples - 1 for i in range(samples))

@@ -1,0 +1,190 @@
+"""CSPS: long prompts by sequence parallelism, with attention that drops unimportant tokens far away (Zhang and Shen).
+
+Prompts are shared as under `context`, each instance with a partition of neighbouring tokens, near ones on near devices,
+and heads travel (`alltoall`, the paper's SP-NTP). What may be dropped is a setting by levels, see `core/sparse.py`; it
+goes with the request, and its KV is found by none with another one. Decodes attend to all that is kept, and queries
+travel (SP decode, §4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from longspan.core.cluster import hosts_of
+from longspan.core.exchange import ALLTOALL, takers
+from longspan.core.sparse import DropMode, SparseSetting
+from longspan.core.sparse_plan import ratios_by_rule, segments_of
+from longspan.errors import ParameterError
+from longspan.policy import PolicySpec
+from longspan.policy.choosing import Facts
+from longspan.policy.context import Context, ContextOptions
+from longspan.policy.group_parts import Shape
+
+_OFF = "off"
+
+Ratios = float | list[float | list[float]]
+"""One ratio, or one for each layer, or for each layer one for each KV head."""
+
+
+class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of sparse attention as files have them.
+
+    Attributes:
+        levels: how many there are; 1 drops nothing.
+        samples: queries of each member by which keys are rated.
+        drop: the ratio of level 2, from which those of further levels follow; or the ratios of levels, by their number,
+            0 for those that are not named.
+    """
+
+    levels: int = 3
+    drop: float | dict[int, Ratios] = {}
+    drop_mode: DropMode = "qkv"
+    samples: int = 32
+
+    def __post_init__(self) -> None:
+        if self.levels < 1:
+            raise ValueError(f"levels must be at least 1, but {self.levels} given")
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, but {self.samples} given")
+        if isinstance(self.drop, dict) and (odd := sorted(set(self.drop) - set(range(2, self.levels + 1)))):
+            raise ValueError(f"drop names level {odd[0]}, but ratios are of levels 2 to {self.levels}")
+        for ratio in _numbers([self.drop] if isinstance(self.drop, float) else [*self.drop.values()]):
+            if not 0 <= ratio <= 1:
+                raise ValueError(f"drop ratios are from 0 to 1, but {ratio:g} given")
+
+    @classmethod
+    def parse(cls, text: str) -> CsaConfig:
+        """Reads JSON; raises ParameterError with what is wrong."""
+        try:
+            return msgspec.json.decode(text.encode(), type=cls)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise ParameterError("csa", f"is {_OFF} or a file of settings: {error}", text[:60]) from error
+
+    def table(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        """Returns the ratios by layer, KV head and level; a single entry is for all layers, or heads."""
+        if isinstance(self.drop, float):
+            return ((ratios_by_rule(self.drop, self.levels),),)
+        by_level = [self.drop.get(level, 0.0) for level in range(2, self.levels + 1)]
+        num_layers = _common("layers", [1 if isinstance(one, float) else len(one) for one in by_level])
+        found = []
+        for layer in range(num_layers):
+            of_layer = [one if isinstance(one, float) else one[layer] for one in by_level]
+            num_heads = _common("KV heads", [1 if isinstance(one, float) else len(one) for one in of_layer])
+            found.append(
+                tuple(
+                    tuple(one if isinstance(one, float) else one[head] for one in of_layer) for head in range(num_heads)
+                )
+            )
+        return tuple(found)
+
+
+def _numbers(ratios: Sequence[float | list[float]] | Sequence[Ratios]) -> list[float]:
+    found: list[float] = []
+    for one in ratios:
+        found += [one] if isinstance(one, float) else _numbers(one)
+    return found
+
+
+def _common(what: str, counts: Sequence[int]) -> int:
+    most = max(counts, default=1)
+    if set(counts) - {1, most}:
+        raise ParameterError("csa", f"has drop ratios of {sorted(set(counts))} {what}: give all levels as many", most)
+    return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class CspsOptions(ContextOptions):
+    """Options of `csps`: those of `context`, and what is dropped.
+
+    Attributes:
+        csa: `off` for exact attention, or the settings of sparse attention as JSON.
+    """
+
+    exchange: str = ALLTOALL.kind
+    layout: Literal["auto", "zigzag", "striped", "contiguous"] = "contiguous"
+    csa: str = _OFF
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.csa == _OFF:
+            return
+        _ = CsaConfig.parse(self.csa).table()
+        if self.exchange != ALLTOALL.kind or self.layout not in {"auto", "contiguous"}:
+            given = self.exchange if self.exchange != ALLTOALL.kind else f"layout {self.layout}"
+            problem = (
+                f"is for exchange {takers('sparse')} and layout contiguous, but {given} given: leave one of them out"
+            )
+            raise ParameterError("csa", problem, _OFF)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The layout of prompts: neighbours are near each other."""
+        shape = super().shape
+        return replace(shape, in_order=shape.layout == "contiguous")
+
+    @cached_property
+    def config(self) -> CsaConfig | None:
+        return None if self.csa == _OFF else CsaConfig.parse(self.csa)
+
+
+class Csps(Context):
+    """Shares long prompts as `context` does, and says how each may be computed sparsely."""
+
+    def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
+        super().__init__(instances, options, facts)
+        self._config, self._shape = options.config, facts.shape
+        self._hosts = hosts_of([facts.location(instance) for instance in instances])
+        self._check(self._config)
+
+    def _check(self, config: CsaConfig | None) -> None:
+        if config is None or self._shape is None:
+            return
+        layers, heads = len(config.table()), {len(by_head) for by_head in config.table()}
+        for what, given, known in (
+            ("layers", layers, self._shape.num_layers),
+            ("KV heads", max(heads), self._shape.num_kv_heads),
+        ):
+            if given not in (1, known):
+                raise ParameterError("csa", f"has drop ratios of {given} {what}, but the model has {known}", given)
+
+    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
+        """Returns the setting of a prompt that is shared: a partition for each member."""
+        members, config = self._num_members(num_prompt_tokens), self._config
+        if config is None or config.levels == 1 or members == 1:
+            return None
+        num_blocks = -(-num_prompt_tokens // block_size)
+        return SparseSetting(
+            partition=-(-num_blocks // members) * block_size,
+            segments=segments_of(members, self._hosts[:members], config.levels),
+            drop=config.table(),
+            mode=config.drop_mode,
+            samples=config.samples,
+        )
+
+    def change(self, options: CspsOptions, changes: Mapping[str, str]) -> CspsOptions:
+        """Takes other settings for requests to come; returns all options then."""
+        changed = replace(options, csa=changes["csa"])
+        self._check(changed.config)
+        self._config = changed.config
+        return changed
+
+
+def _make(instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> Csps:
+    options.check_instances(len(instances), facts.tp)
+    return Csps(instances, options, facts)
+
+
+CSPS = PolicySpec(
+    name="csps",
+    options=CspsOptions,
+    make=_make,
+    whole_prompts=lambda _: True,
+    changeable=("csa",),
+    change=Csps.change,
+    sparse=Csps.sparse,
+)

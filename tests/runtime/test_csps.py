@@ -1,0 +1,129 @@
+"""Policy `csps`: nothing dropped says what Hugging Face says, and no exact request reads what was computed sparsely."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engines import ThreadLLM, num_free_blocks
+from fake_llm import run
+from oracle import Oracle, assert_exact
+from test_exact import GREEDY, prompts_of
+
+from longspan.core.cluster import Cluster
+from longspan.core.sparse_plan import Heads, work_of_layer
+from longspan.errors import ParameterError
+from longspan.policy import make_policy
+
+
+def csa(**settings: object) -> str:
+    return json.dumps({"levels": 3, **settings})
+
+
+def engine(tiny: Path, parallel: str, settings: str, **given: object) -> ThreadLLM:
+    options = {"csa": settings, "threshold": "30"}
+    return ThreadLLM(
+        str(tiny),
+        skip_tokenizer_init=True,
+        parallel=parallel,
+        policy="csps",
+        policy_options=options,
+        block_size=16,
+        **{"num_gpu_blocks_override": 60, **given},  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("parallel", ["2", "3", "4", "2xtp2", "2xpp2"])
+@pytest.mark.parametrize("step_tokens", [None, 48])
+def test_nothing_dropped_is_exact(tiny: Path, oracle: Oracle, parallel: str, step_tokens: int | None) -> None:
+    """Whole prompts, and chunks of them behind others; a prompt that begins like one before; short ones beside."""
+    first, second, short = prompts_of(150, 90, 20)
+    with engine(tiny, parallel, csa(), max_num_batched_tokens=step_tokens) as llm:
+        for prompts in ([first, second, short], [first]):
+            for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+                assert_exact(output, oracle.complete(prompt, 6))
+        assert "alltoall_sparse" in str(output.metrics.exchanges)
+        assert output.metrics.num_cached_tokens >= 128
+        assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
+
+
+@pytest.mark.parametrize("mode", ["qkv", "kv"])
+def test_sparse_kv_is_found_by_the_same_setting_only(tiny: Path, oracle: Oracle, mode: str) -> None:
+    [prompt] = prompts_of(150)
+    with engine(tiny, "4", csa(drop=0.4, drop_mode=mode)) as llm:
+        sparse, again = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
+        assert sparse.metrics.num_cached_tokens == 0
+        assert again.metrics.num_cached_tokens == 144
+        for changed in (csa(drop=0.3, drop_mode=mode), "off"):
+            llm.service.update_policy({"csa": changed})
+            [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+            assert output.metrics.num_cached_tokens == 0
+        assert_exact(output, oracle.complete(prompt, 6))
+        assert llm.sparse_savings(output) is None
+        llm.service.update_policy({"csa": csa(drop=0.4, drop_mode=mode)})
+        [once_more] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert once_more.metrics.num_cached_tokens == 144
+
+
+def test_bytes_are_those_of_the_formula(tiny: Path) -> None:
+    [prompt] = prompts_of(160)
+    with engine(tiny, "4", csa(drop=0.4)) as llm:
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        [(setting, q_runs, kv_runs)] = output.metrics.sparse_parts
+        specs = llm.info.specs
+        work = [
+            work_of_layer(
+                setting, q_runs, kv_runs, layer, len(specs), Heads(one.num_heads, one.num_kv_heads), one.head_dim, 4
+            )
+            for layer, one in enumerate(specs)
+        ]
+        assert llm.bytes_exchanged["alltoall_sparse"] == sum(one.num_bytes for one in work)
+        saved = llm.sparse_savings(output)
+        assert saved is not None and saved.num_levels == 3
+        assert 0 < saved.bytes_saved_share < 1 and 0 < saved.attention_flops_saved_share < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exchange": "ring_kv"}, "csa is for exchange alltoall and layout contiguous, but ring_kv given: leave one"),
+        ({"layout": "zigzag"}, "but layout zigzag given"),
+        ({"csa": "{"}, "csa is off or a file of settings"),
+        ({"csa": csa(levels=0)}, "levels must be at least 1, but 0 given"),
+        ({"csa": csa(drop=1.5)}, "drop ratios are from 0 to 1, but 1.5 given"),
+        ({"csa": csa(drop={"4": 0.1})}, "drop names level 4, but ratios are of levels 2 to 3"),
+        ({"csa": csa(drop={"2": [0.1, 0.2], "3": [0.1, 0.2, 0.3]})}, "give all levels as many"),
+        ({"csa": csa(share=1)}, "unknown field `share`"),
+    ],
+)
+def test_what_is_no_setting_is_refused(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        make_policy("csps", num_instances=4, options={"csa": csa(), **options})
+    assert words in str(error.value)
+
+
+def test_ratios_by_level_layer_and_head() -> None:
+    table = csa(drop={"2": 0.1, "3": [[0.2, 0.3], 0.4]})
+    policy = make_policy("csps", num_instances=4, options={"csa": table, "threshold": "30"})
+    setting = policy.sparse(1000, 16)
+    assert setting is not None
+    assert setting.partition == 256, "16 blocks each, and the last has fewer"
+    assert [[setting.ratio(layer, head, 3) for head in range(2)] for layer in range(2)] == [[0.2, 0.3], [0.4, 0.4]]
+    assert [setting.ratio(layer, 1, 2) for layer in range(2)] == [0.1, 0.1]
+    assert policy.sparse(30, 16) is None, "it stays on one instance"
+    assert Cluster.of("4").num_instances == 4
+
+
+def test_the_command_line_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "csa.yaml"
+    file.write_text("levels: 3\ndrop: {2: 0.2, 3: 0.5}\n")
+    common = ["generate", "--prompt", "a", "--policy", "csps", "--parallel", "2"]
+    assert run(*common, "--csa", str(file), "--exchange", "ring_kv") == 2
+    assert "--csa is for exchange alltoall" in capsys.readouterr().err
+    assert run(*common, "--csa", str(tmp_path / "none.yaml")) == 2
+    assert "none.yaml cannot be read: No such file" in capsys.readouterr().err
+    file.write_text("a: [")
+    assert run(*common, "--csa", str(file)) == 2
+    assert "is no YAML" in capsys.readouterr().err
+    assert run("generate", "--prompt", "a", "--policy", "context", "--csa", str(file), "--parallel", "2") == 2
