@@ -119,7 +119,7 @@ class Service:
 
     @property
     def hint(self) -> str | None:
-        """What users might have forgotten to say of the policy."""
+        """The hint of the policy at what users might have forgotten to say."""
         return self._policy.hint
 
     @property
