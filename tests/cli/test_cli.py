@@ -205,9 +205,9 @@ def test_what_belongs_to_one_call_comes_from_no_variable(tmp_path: Path, monkeyp
 
 
 def test_every_verb_that_starts_an_engine_has_a_file() -> None:
-    verbs = ("generate", "chat", "serve", "batch", "profile", "simulate", "estimate")
+    verbs = ("generate", "chat", "serve", "batch", "profile", "eval", "simulate", "estimate")
     have = [verb for verb in verbs if "--config" in app.app[verb].assemble_argument_collection()]
-    assert have == ["generate", "chat", "serve", "batch", "profile"]
+    assert have == ["generate", "chat", "serve", "batch", "profile", "eval"]
 
 
 def test_instances_with_roles() -> None:

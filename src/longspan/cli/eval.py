@@ -1,0 +1,210 @@
+"""The verb `eval`: whether a model finds pass keys in long prompts, and how well it predicts their tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from longspan import evals
+from longspan.args import EngineArgs
+from longspan.cli.options import ModelArgument, check_writable, start, verb, write_result
+from longspan.core.options import Option, id_list
+from longspan.errors import ParameterError
+from longspan.evals import Recording, Subject
+
+if TYPE_CHECKING:
+    from longspan.core.sampling import SamplingParams
+    from longspan.evals import NeedleResult, ScoredWindow
+    from longspan.llm import LLM
+    from longspan.outputs import RequestOutput
+
+_ENGINE = EngineArgs()
+_LENGTHS = (1024, 2048, 4096, 8192)
+_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def _depth_list(text: str) -> tuple[float, ...]:
+    try:
+        depths = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"must be numbers with commas between, but {text!r} given") from None
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise ValueError(f"must be from 0 to 1, but {depth:g} given")
+    return depths
+
+
+@verb
+def eval(  # noqa: A001 - the verb's name
+    model: ModelArgument = "smollm2-135m",
+    *,
+    task: Annotated[
+        Literal["needle", "perplexity"], Option("needle: find a pass key; perplexity: predict each token.")
+    ] = "needle",
+    lengths: Annotated[
+        tuple[int, ...],
+        Option("Tokens of prompt and answer together.", metavar="N,N,...", default="1024,2048,4096,8192", read=id_list),
+    ] = _LENGTHS,
+    depths: Annotated[
+        tuple[float, ...] | None,
+        Option(
+            "Parts of the text before the pass key.", metavar="F,F,...", default="0,0.25,0.5,0.75,1", read=_depth_list
+        ),
+    ] = None,
+    num_samples: Annotated[
+        int, Option("Pass keys of each length and depth, or windows of each length.", minimum=1)
+    ] = 4,
+    save: Annotated[Path | None, Option("What was measured of each token, for --against.", metavar="FILE.json")] = None,
+    against: Annotated[
+        Path | None, Option("What an exact run has saved, to compare with.", metavar="FILE.json")
+    ] = None,
+    as_json: Annotated[bool, Option("Print one JSON object and no table.", name="json")] = False,
+    seed: Annotated[int, Option("Seed of the pass keys, and of dummy weights.")] = 0,
+    engine: EngineArgs = _ENGINE,
+) -> None:
+    """Measures a model on long prompts, made of the manual that ships with Python.
+
+    The task needle hides pass keys at several depths, and scores whose digits the greedy answer begins with. The task
+    perplexity predicts each token of some windows of the text from those before it.
+
+    To compare a run that is not exact with one that is, save the exact one with --save, and give its file to the other
+    by --against: that adds the ratio of perplexities, and the mean KL divergence of the tokens' distributions.
+    """
+    _check(task, engine, depths, save, against)
+    exact = None if against is None else _read(against)
+    with start(model, engine, seed=seed) as llm:
+        evals.check_lengths(lengths, llm.max_model_len)
+        subject = Subject(model=model, parallel=str(llm.engine.config.cluster), policy=llm.service.policy_settings.name)
+        if task == "needle":
+            result, table = _needle(llm, lengths, depths or _DEPTHS, num_samples, seed)
+        else:
+            num_top = 0 if save is None and against is None else evals.NUM_TOP
+            windows = _score(llm, lengths, num_samples, exact, num_top=num_top)
+            if save is not None:
+                recording = Recording(subject=subject, windows=windows)
+                write_result("--save", save, msgspec.json.encode(recording).decode())
+            result, table = _perplexity(windows, exact)
+    if as_json:
+        print(json.dumps({"task": task, **asdict(subject), "lengths": lengths, **result}))
+    else:
+        print(f"{model}, parallel {subject.parallel}, policy {subject.policy}")
+        Console().print(table)
+
+
+def _check(
+    task: str, engine: EngineArgs, depths: tuple[float, ...] | None, save: Path | None, against: Path | None
+) -> None:
+    """Raises ValueError for flags that do not go together."""
+    other = {"save": save, "against": against} if task == "needle" else {"depths": depths}
+    for name, value in other.items():
+        if value is not None:
+            raise ParameterError(name, f"is not for --task {task}: leave it out", value)
+    if engine.skip_tokenizer_init:
+        raise ParameterError("skip_tokenizer_init", "leaves nothing to make prompts with: leave it out", value=True)
+    if save is not None:
+        check_writable("--save", save)
+
+
+def _needle(
+    llm: LLM, lengths: Sequence[int], depths: Sequence[float], num_samples: int, seed: int
+) -> tuple[dict[str, object], Table]:
+    tokenize = partial(llm.tokenize, add_special_tokens=False)
+    hide = partial(evals.needles, _text(llm), tokenize, depths=depths, num_samples=num_samples, seed=seed)
+    needles = [hide(length) for length in lengths]
+    outputs = _outputs(llm, [[one.prompt for one in group] for group in needles], evals.NEEDLE_PARAMS)
+    found = [
+        (one, one.found_in(output.outputs[0].text))
+        for one, output in zip(chain.from_iterable(needles), outputs, strict=True)
+    ]
+    results = evals.needle_results(found)
+    score = _share(results)
+    table = _table("Pass keys found", "tokens", *(f"depth {depth:g}" for depth in depths), "all")
+    for length in lengths:
+        row = [one for one in results if one.length == length]
+        table.add_row(f"{length:,}", *(f"{one.score:.0%}" for one in row), f"{_share(row):.0%}")
+    if len(lengths) > 1:
+        columns = ([one for one in results if one.depth == depth] for depth in depths)
+        table.add_row("all", *(f"{_share(column):.0%}" for column in columns), f"{score:.0%}")
+    return {"results": [asdict(one) for one in results], "score": score}, table
+
+
+def _share(results: Sequence[NeedleResult]) -> float:
+    return sum(one.num_found for one in results) / sum(one.num_samples for one in results)
+
+
+def _score(
+    llm: LLM, lengths: Sequence[int], num_samples: int, exact: Recording | None, *, num_top: int
+) -> list[ScoredWindow]:
+    cut = partial(evals.perplexity_prompts, _text(llm), num_samples=num_samples)
+    prompts = [cut(length) for length in lengths]
+    if exact is not None:
+        evals.check_same_windows(exact, list(chain.from_iterable(prompts)))
+    outputs = _outputs(llm, prompts, evals.perplexity_params(num_top=num_top))
+    of_each = chain.from_iterable([length] * num_samples for length in lengths)
+    return [evals.scored(length, output) for length, output in zip(of_each, outputs, strict=True)]
+
+
+def _perplexity(windows: Sequence[ScoredWindow], exact: Recording | None) -> tuple[dict[str, object], Table]:
+    lengths = dict.fromkeys(window.length for window in windows)
+    of_each = {length: [window for window in windows if window.length == length] for length in lengths}
+    results = [{"length": length, **_perplexity_of(group, exact)} for length, group in of_each.items()]
+    result = _perplexity_of(windows, exact)
+    compared = {} if exact is None else {"against": asdict(exact.subject)}
+    columns = ("KL, nats", "to exact") if exact is not None else ()
+    table = _table("Perplexity", "tokens", "predicted", "perplexity", *columns)
+    for length, one in [*((f"{one['length']:,}", one) for one in results), *([("all", result)] if results[1:] else [])]:
+        compared_to = (f"{one['kl']:.3g}", f"{one['perplexity_ratio']:.6g}") if exact is not None else ()
+        table.add_row(length, f"{one['num_tokens']:,}", f"{one['perplexity']:.6g}", *compared_to)
+    return {"results": results, **result, **compared}, table
+
+
+def _perplexity_of(windows: Sequence[ScoredWindow], exact: Recording | None) -> dict[str, float]:
+    found = {
+        "num_tokens": sum(len(window.logprobs) for window in windows),
+        "perplexity": evals.perplexity(windows),
+    }
+    return found if exact is None else {**found, **asdict(evals.compare(exact.windows, windows))}
+
+
+# ---------------------------------------------------------------- engine and files
+
+
+def _text(llm: LLM) -> evals.Text:
+    return evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=llm.tokenize(""))
+
+
+def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingParams) -> Iterator[RequestOutput]:
+    """Yields the outputs in order. Prompts of a group run together; a bar on a terminal counts those that are done."""
+    for prompt in chain.from_iterable(groups):
+        llm.check(prompt, params)
+    with tqdm(total=sum(map(len, groups)), desc="prompts", unit="prompt", dynamic_ncols=True, disable=None) as bar:
+        for group in groups:
+            for output in llm.generate_each(group, [params] * len(group), use_tqdm=False):
+                bar.update()
+                yield output
+
+
+def _read(path: Path) -> Recording:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Recording)
+    except OSError as error:
+        raise ValueError(f"--against {str(path)!r} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"--against {str(path)!r} is not what --save writes: {error}") from None
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
