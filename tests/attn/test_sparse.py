@@ -50,7 +50,7 @@ def run_layers(
         found = []
         counters.append(sent := Counter())
         for layer in range(LAYERS):
-            tags = range(layer * 10, layer * 10 + 10)
+            tags = range(layer * 100, layer * 100 + 100)
             group = Group(transport, range(size), rank, tags=tags, name=f"{layer}", sent=sent)
             requests = [of_layer(one, layer) for one in batch]
             call = member_call(ALLTOALL._replace(sparse=setting), group, requests, spec, seed=rank)
@@ -135,8 +135,16 @@ def random_setting(draw: random.Random, tokens: int, size: int, *, drops: bool, 
     if per_head:
         drop = tuple(tuple(tuple(sorted(draw.random() for _ in rule)) for _ in range(per_head)) for _ in range(LAYERS))
     mode: DropMode = draw.choice(("qkv", "kv"))
+    pieces = draw.choice(((), tuple(draw.randint(1, 5) for _ in rule)))
     partition = max(1, draw.choice((-(-tokens // size), 16, 10)))
-    return SparseSetting(partition=partition, segments=segments, drop=drop, mode=mode, samples=draw.choice((4, 16)))
+    return SparseSetting(
+        partition=partition,
+        segments=segments,
+        drop=drop,
+        mode=mode,
+        micro_partitions=pieces,
+        samples=draw.choice((4, 16)),
+    )
 
 
 def whole_prompt(size: int, tokens: int, seed: int) -> Request:
@@ -235,12 +243,18 @@ def bytes_by_hand(setting: SparseSetting, tokens: int, heads: int, dim: int) -> 
     return 4 * (dim * vectors + lses)
 
 
+@pytest.mark.parametrize("pieces", [(), (4, 2)])
 @pytest.mark.parametrize("mode", ["qkv", "kv"])
 @pytest.mark.parametrize("drop", [0.0, 0.2, 0.5])
-def test_bytes_fall_as_the_ratios_say(mode: DropMode, drop: float) -> None:
+def test_bytes_fall_as_the_ratios_say(mode: DropMode, drop: float, pieces: tuple[int, ...]) -> None:
     tokens, heads, samples = 64, 4, 8
     setting = SparseSetting(
-        partition=tokens, segments=(1, 2), drop=((ratios_by_rule(drop, 3),),), mode=mode, samples=samples
+        partition=tokens,
+        segments=(1, 2),
+        drop=((ratios_by_rule(drop, 3),),),
+        mode=mode,
+        micro_partitions=pieces,
+        samples=samples,
     )
     _, sent = run_layers(setting, [whole_prompt(4, 4 * tokens, 3)], spec_of((heads, heads)))
     exact = bytes_by_hand(setting._replace(drop=(((0.0, 0.0),),)), tokens, heads, 16)

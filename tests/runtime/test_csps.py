@@ -35,11 +35,14 @@ def engine(tiny: Path, parallel: str, settings: str, **given: object) -> ThreadL
 
 
 @pytest.mark.parametrize("parallel", ["2", "3", "4", "2xtp2", "2xpp2"])
-@pytest.mark.parametrize("step_tokens", [None, 48])
-def test_nothing_dropped_is_exact(tiny: Path, oracle: Oracle, parallel: str, step_tokens: int | None) -> None:
+@pytest.mark.parametrize(("step_tokens", "pieces"), [(None, 1), (None, {"2": 3, "3": 2}), (48, 1)])
+def test_nothing_dropped_is_exact(
+    tiny: Path, oracle: Oracle, parallel: str, step_tokens: int | None, pieces: object
+) -> None:
     """Whole prompts, and chunks of them behind others; a prompt that begins like one before; short ones beside."""
     first, second, short = prompts_of(150, 90, 20)
-    with engine(tiny, parallel, csa(), max_num_batched_tokens=step_tokens) as llm:
+    settings = csa(micro_partitions=pieces)
+    with engine(tiny, parallel, settings, max_num_batched_tokens=step_tokens) as llm:
         for prompts in ([first, second, short], [first]):
             for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
                 assert_exact(output, oracle.complete(prompt, 6))
@@ -90,10 +93,12 @@ def test_bytes_are_those_of_the_formula(tiny: Path) -> None:
         ({"exchange": "ring_kv"}, "csa is for exchange alltoall and layout contiguous, but ring_kv given: leave one"),
         ({"layout": "zigzag"}, "but layout zigzag given"),
         ({"csa": "{"}, "csa is off or a file of settings"),
-        ({"csa": csa(levels=0)}, "levels must be at least 1, but 0 given"),
+        ({"csa": csa(levels=0)}, "levels are 1 to 4, but 0 given"),
         ({"csa": csa(drop=1.5)}, "drop ratios are from 0 to 1, but 1.5 given"),
         ({"csa": csa(drop={"4": 0.1})}, "drop names level 4, but ratios are of levels 2 to 3"),
         ({"csa": csa(drop={"2": [0.1, 0.2], "3": [0.1, 0.2, 0.3]})}, "give all levels as many"),
+        ({"csa": csa(micro_partitions=17)}, "micro_partitions are 1 to 16, but 17 given"),
+        ({"csa": csa(micro_partitions={"5": 2})}, "micro_partitions name level 5, but have levels 2 to 3"),
         ({"csa": csa(share=1)}, "unknown field `share`"),
     ],
 )

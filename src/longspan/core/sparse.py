@@ -17,6 +17,9 @@ from typing import Literal, NamedTuple
 DropMode = Literal["qkv", "kv"]
 """Drops of unimportant tokens: of all that they have, or of keys and values only."""
 
+MOST_LEVELS, MOST_PIECES = 4, 16
+"""The most levels, and the most micro-partitions of each: every piece has a tag of its own."""
+
 
 class SparseSetting(NamedTuple):
     """The way one request drops tokens.
@@ -26,6 +29,8 @@ class SparseSetting(NamedTuple):
         segments: how many partitions a segment has at each level but the last; the first is 1.
         drop: the drop ratio by layer, KV head and level, from level 2 on. A single entry is for all layers, or heads.
         mode: what is dropped of a token.
+        micro_partitions: into how many pieces is cut what members send that meet at a level, from level 2 on, and so
+            are the results of that level; empty for one each.
         samples: queries of each member by which keys are rated.
     """
 
@@ -33,6 +38,7 @@ class SparseSetting(NamedTuple):
     segments: tuple[int, ...]
     drop: tuple[tuple[tuple[float, ...], ...], ...]
     mode: DropMode = "qkv"
+    micro_partitions: tuple[int, ...] = ()
     samples: int = 32
 
     @property
@@ -66,6 +72,10 @@ class SparseSetting(NamedTuple):
             return 0.0
         by_head = self.drop[min(layer, len(self.drop) - 1)]
         return by_head[min(kv_head, len(by_head) - 1)][level - 2]
+
+    def num_pieces(self, level: int) -> int:
+        """Counts the micro-partitions of a level."""
+        return self.micro_partitions[level - 2] if self.micro_partitions and level > 1 else 1
 
     def kept(self, size: int, layer: int, kv_head: int, level: int) -> int:
         """Counts the tokens of a piece that are kept."""

@@ -86,6 +86,13 @@ class SparsePlan:
     near: Mapping[Piece, tuple[Piece, ...]]
     jobs: tuple[Job, ...]
 
+    def level(self, member: int, other: int) -> int:
+        """Returns the first level at which two members have tokens that meet; 0 if they have none."""
+        pair = {member, other}
+        if any({query.member, key.member} == pair for query, keys in self.near.items() for key in keys):
+            return 1
+        return min((job.level for job in self.jobs if pair <= {*job.members}), default=0)
+
 
 @lru_cache(maxsize=256)
 def sparse_plan(setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards) -> SparsePlan:
@@ -174,11 +181,22 @@ def _pieces(setting: SparseSetting, member: int, runs: Sequence[Run]) -> tuple[P
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some heads of a piece, of which the same number of tokens is kept."""
+    """Some heads of a piece, of which the same number of tokens is kept.
+
+    Attributes:
+        basis: how many of these the level keeps at which both ends meet, which is cut into even pieces.
+    """
 
     piece: Piece
     heads: range
     count: int
+    basis: int
+
+    def cut(self, number: int, num_pieces: int) -> range:
+        """Returns the tokens of a micro-partition."""
+        start = min(self.count, number * self.basis // num_pieces)
+        stop = self.count if number == num_pieces - 1 else min(self.count, (number + 1) * self.basis // num_pieces)
+        return range(start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +206,13 @@ class Sent:
     Attributes:
         whole: pieces of keys of whose partition the other one has queries: all heads, in order of position.
         queries, keys: blocks of query heads and of KV heads, the most important tokens first.
+        level: the first at which both meet; 0 if they do not.
     """
 
     whole: tuple[Piece, ...]
     queries: tuple[Block, ...]
     keys: tuple[Block, ...]
+    level: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,17 +254,22 @@ def sent(
     whole = dict.fromkeys(
         key for query in plan.queries[target] for key in plan.near[query] if key.member == source != target
     )
-    return Sent(whole=tuple(whole), queries=_blocks(queries), keys=_blocks(keys))
+    level = plan.level(source, target)
+    bases = {
+        piece: [setting.kept(piece.size, layer, heads.first + head, level) for head in range(heads.num_kv_heads)]
+        for piece in keys
+    }
+    return Sent(whole=tuple(whole), queries=_blocks(queries, queries), keys=_blocks(keys, bases), level=level)
 
 
-def _blocks(counts: Mapping[Piece, Sequence[int]]) -> tuple[Block, ...]:
+def _blocks(counts: Mapping[Piece, Sequence[int]], bases: Mapping[Piece, Sequence[int]]) -> tuple[Block, ...]:
     found = []
     for piece, by_head in counts.items():
-        start = 0
-        for head in range(1, len(by_head) + 1):
-            if head == len(by_head) or by_head[head] != by_head[start]:
+        alike, start = list(zip(by_head, bases[piece], strict=True)), 0
+        for head in range(1, len(alike) + 1):
+            if head == len(alike) or alike[head] != alike[start]:
                 if by_head[start]:
-                    found.append(Block(piece, range(start, head), by_head[start]))
+                    found.append(Block(piece, range(start, head), *alike[start]))
                 start = head
     return tuple(found)
 

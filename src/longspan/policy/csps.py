@@ -17,7 +17,7 @@ import msgspec
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, takers
-from longspan.core.sparse import DropMode, SparseSetting
+from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
@@ -36,6 +36,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         levels: how many there are; 1 drops nothing.
+        micro_partitions: pieces in which tokens travel, at all levels from 2 on or by level.
         samples: queries of each member by which keys are rated.
         drop: the ratio of level 2, from which those of further levels follow; or the ratios of levels, by their number,
             0 for those that are not named.
@@ -44,11 +45,18 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     levels: int = 3
     drop: float | dict[int, Ratios] = {}
     drop_mode: DropMode = "qkv"
+    micro_partitions: int | dict[int, int] = 1
     samples: int = 32
 
     def __post_init__(self) -> None:
-        if self.levels < 1:
-            raise ValueError(f"levels must be at least 1, but {self.levels} given")
+        if not 1 <= self.levels <= MOST_LEVELS:
+            raise ValueError(f"levels are 1 to {MOST_LEVELS}, but {self.levels} given")
+        pieces = self.micro_partitions if isinstance(self.micro_partitions, dict) else {2: self.micro_partitions}
+        for level, number in pieces.items():
+            if not 1 <= number <= MOST_PIECES:
+                raise ValueError(f"micro_partitions are 1 to {MOST_PIECES}, but {number} given")
+            if isinstance(self.micro_partitions, dict) and not 2 <= level <= self.levels:
+                raise ValueError(f"micro_partitions name level {level}, but have levels 2 to {self.levels}")
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1, but {self.samples} given")
         if isinstance(self.drop, dict) and (odd := sorted(set(self.drop) - set(range(2, self.levels + 1)))):
@@ -64,6 +72,11 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.json.decode(text.encode(), type=cls)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise ParameterError("csa", f"is {_OFF} or a file of settings: {error}", text[:60]) from error
+
+    def pieces(self) -> tuple[int, ...]:
+        """Returns the micro-partitions of each level from 2 on."""
+        given = self.micro_partitions
+        return tuple(given.get(level, 1) if isinstance(given, dict) else given for level in range(2, self.levels + 1))
 
     def table(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
         """Returns the ratios by layer, KV head and level; a single entry is for all layers, or heads."""
@@ -163,6 +176,7 @@ class Csps(Context):
             segments=segments_of(members, self._hosts[:members], config.levels),
             drop=config.table(),
             mode=config.drop_mode,
+            micro_partitions=config.pieces(),
             samples=config.samples,
         )
 

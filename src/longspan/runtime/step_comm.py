@@ -10,6 +10,7 @@ from torch import Tensor
 from longspan.attn.collectives import all_reduce
 from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.gather_hidden import hidden_hops
+from longspan.attn.sparse import SPARSE_HOPS
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Link
 from longspan.runtime.batch import Channel
@@ -33,7 +34,7 @@ class StepComm:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self._transport, self._cluster = transport, cluster
         self._instance, self._stage, self._shard = cluster.at(rank)
-        self._num_layers, self._hops = num_layers, hidden_hops(cluster.num_ranks)
+        self._num_layers, self._hops = num_layers, max(hidden_hops(cluster.num_ranks), SPARSE_HOPS)
         self._num_stages = cluster.pp(self._instance)
         self._num_inside = 0
         per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # inside instances a layer has more than channels

@@ -1,0 +1,206 @@
+"""Measures what sparse attention costs in quality, and what it saves in time, against exact attention.
+
+    python benchmarks/csa.py quality [--drops 0.1 0.3 ...] [--json FILE]     # some half an hour on two cores
+    python benchmarks/csa.py speed [--drop 0.2 --drop-mode kv] [--rounds 3]
+
+`quality`: for both drop modes and each ratio of level 2 (further levels by the rule), pass keys found at five depths of
+each length, perplexity and KL divergence of a window of each length, by 4 instances on two pretended hosts; and the
+largest mean drop ratio with no key lost and perplexity less than 1 % higher.
+
+`speed`: time to the first token of a prompt of 8,000 tokens, sparse and exact in turns, and how much of the time of
+attention is saved, by the part of its products that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from longspan import LLM, SamplingParams, evals
+
+_HOSTS = "2"
+_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_PERPLEXITY_RATIO = 1.01
+_PROMPT = 8000
+
+
+def main() -> int:
+    """Measures one of both, and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("quality", "speed"))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--parallel", default="4")
+    parser.add_argument("--levels", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=(2048, 4096, 8000))
+    parser.add_argument("--drops", type=float, nargs="+", default=(0.1, 0.2, 0.3, 0.5, 0.7, 0.9))
+    parser.add_argument("--drop", type=float, default=0.2)
+    parser.add_argument("--drop-mode", choices=("qkv", "kv"), default="kv")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-samples", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    os.environ["LONGSPAN_HOSTS"] = _HOSTS
+    with LLM(
+        asked.model,
+        dtype=asked.dtype,
+        parallel=asked.parallel,
+        policy="csps",
+        policy_options={"threshold": "512"},
+        threads_per_rank=1,
+        record_times=True,
+        enable_prefix_caching=False,
+    ) as llm:
+        return _quality(llm, asked) if asked.what == "quality" else _speed(llm, asked)
+
+
+def _take(llm: LLM, levels: int, drop: float | dict[int, float], mode: str) -> None:
+    settings = json.dumps({"levels": levels, "drop": drop, "drop_mode": mode})
+    llm.service.update_policy({"csa": settings})
+
+
+# ---------------------------------------------------------------- quality
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """One line of the table; `drop` is of level 2."""
+
+    mode: str
+    drop: float
+    mean_drop_ratio: float
+    attention_flops_saved_share: float
+    bytes_saved_share: float
+    needle: float
+    perplexity_ratio: float
+    kl: float
+
+
+def _quality(llm: LLM, asked: argparse.Namespace) -> int:
+    text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=llm.tokenize(""))
+    hide = partial(
+        evals.needles,
+        text,
+        partial(llm.tokenize, add_special_tokens=False),
+        depths=_DEPTHS,
+        num_samples=asked.num_samples,
+        seed=0,
+    )
+    needles = [needle for length in asked.lengths for needle in hide(length)]
+    cut = partial(evals.perplexity_prompts, text, num_samples=1)
+    windows = [(length, prompt) for length in asked.lengths for prompt in cut(length)]
+    exact = _score(llm, windows)
+    found = [
+        Quality(
+            mode="exact",
+            drop=0.0,
+            mean_drop_ratio=0.0,
+            attention_flops_saved_share=0.0,
+            bytes_saved_share=0.0,
+            needle=_needle(llm, needles),
+            perplexity_ratio=1.0,
+            kl=0.0,
+        )
+    ]
+    settings = [(mode, drop) for mode in ("kv", "qkv") for drop in asked.drops]
+    for mode, drop in track(settings, "measuring", console=Console(stderr=True)):
+        _take(llm, asked.levels, drop, mode)
+        [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        saved = llm.sparse_savings(output)
+        assert saved is not None, "long prompts are shared"
+        compared = evals.compare(exact, _score(llm, windows))
+        found.append(
+            Quality(
+                mode=mode,
+                drop=drop,
+                mean_drop_ratio=saved.mean_drop_ratio,
+                attention_flops_saved_share=saved.attention_flops_saved_share,
+                bytes_saved_share=saved.bytes_saved_share,
+                needle=_needle(llm, needles),
+                perplexity_ratio=compared.perplexity_ratio,
+                kl=compared.kl,
+            )
+        )
+        if asked.json:
+            asked.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+    Console(width=120).print(_table(found))
+    for mode in ("kv", "qkv"):
+        good = [one for one in found if one.mode == mode and one.needle >= found[0].needle]
+        good = [one for one in good if one.perplexity_ratio < _PERPLEXITY_RATIO]
+        best = max(good, key=lambda one: one.mean_drop_ratio, default=None)
+        words = "none" if best is None else f"{best.mean_drop_ratio:.0%} of tokens (level 2: {best.drop:.0%})"
+        print(f"{mode}: the most that loses no key, with perplexity less than 1 % higher: {words}; the paper has 22 %")
+    return 0
+
+
+def _needle(llm: LLM, needles: Sequence[evals.Needle]) -> float:
+    outputs = llm.generate([one.prompt for one in needles], evals.NEEDLE_PARAMS, use_tqdm=False)
+    found = [one.found_in(output.outputs[0].text) for one, output in zip(needles, outputs, strict=True)]
+    return sum(found) / len(found)
+
+
+def _score(llm: LLM, windows: Sequence[tuple[int, list[int]]]) -> list[evals.ScoredWindow]:
+    params = evals.perplexity_params(num_top=evals.NUM_TOP)
+    outputs = llm.generate([prompt for _, prompt in windows], params, use_tqdm=False)
+    return [evals.scored(length, output) for (length, _), output in zip(windows, outputs, strict=True)]
+
+
+def _table(found: Sequence[Quality]) -> Table:
+    table = Table(title="Quality by drop ratio", title_justify="left")
+    for name in ("mode", "level 2", "mean", "products saved", "bytes saved", "keys found", "perplexity", "KL, nats"):
+        table.add_column(name, justify="right")
+    for one in found:
+        shares = (one.mean_drop_ratio, one.attention_flops_saved_share, one.bytes_saved_share, one.needle)
+        row = (one.mode, f"{one.drop:.0%}", *(f"{share:.0%}" for share in shares))
+        table.add_row(*row, f"{one.perplexity_ratio:.4f}", f"{one.kl:.2g}")
+    return table
+
+
+# ---------------------------------------------------------------- speed
+
+
+def _speed(llm: LLM, asked: argparse.Namespace) -> int:
+    text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
+    prompt, params = text.window(_PROMPT, 0, 1), SamplingParams(temperature=0, max_tokens=1)
+    ttft_s: dict[str, list[float]] = {"exact": [], "sparse": []}
+    attention_s: dict[str, list[float]] = {"exact": [], "sparse": []}
+    saved = None
+    for number in track(range(asked.rounds + 1), "measuring", console=Console(stderr=True)):
+        for name in ("exact", "sparse"):
+            drop = asked.drop if name == "sparse" else dict.fromkeys(range(2, asked.levels + 1), 0.0)
+            _take(llm, asked.levels, drop, asked.drop_mode)
+            before = _attention_s(llm)
+            [output] = llm.generate([prompt], params, use_tqdm=False)
+            if number:  # the first of each only warms up
+                assert output.metrics.ttft_s is not None, "it has a token"
+                ttft_s[name].append(output.metrics.ttft_s)
+                attention_s[name].append(_attention_s(llm) - before)
+            saved = llm.sparse_savings(output) if name == "sparse" else saved
+    assert saved is not None, "the prompt is shared"
+    exact, sparse = (statistics.median(attention_s[name]) for name in ("exact", "sparse"))
+    share = (1 - sparse / exact) / saved.attention_flops_saved_share
+    ratio = statistics.median(ttft_s["sparse"]) / statistics.median(ttft_s["exact"])
+    print(f"{_PROMPT} tokens on {asked.parallel}, {asked.drop_mode}, level 2 drops {asked.drop:.0%}: {saved}")
+    print(f"time to the first token: {ratio:.2f} of that with nothing dropped")
+    print(f"attention: {1 - sparse / exact:.0%} of its seconds saved, {share:.2f} of what its products say")
+    return 0
+
+
+def _attention_s(llm: LLM) -> float:
+    """Returns the seconds of attention of all ranks so far, messages not counted."""
+    return sum(times.get("attention", 0.0) for times in llm.worker_times())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
