@@ -20,6 +20,7 @@ from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
+from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
 from longspan.policy import spec_of
 from longspan.sim.experiment import Experiment, computed_experiment, measured_experiment
@@ -67,6 +68,7 @@ def make_experiment(
         ValueError: for unknown names, a model that does not fit the devices, or a profile that cannot be read or is of
             another model.
     """
+    scheduling = replace(scheduling, csa=csa_settings(scheduling.csa))
     if cluster.profile is None:
         sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
         return computed_experiment(sizes, cluster, scheduling, faults)

@@ -24,6 +24,7 @@ from longspan.sim.run import Observers
 from longspan.sim.spec import ServiceLevel
 from longspan.sim.timeline import Timeline
 from longspan.simulation import each_policy, make_experiment, read_architecture
+from longspan.workload.arrivals import Arrival, Workload, text
 from longspan.workload.requests import make_workload
 
 HOST = ("llama-3-8b", "--hardware", "a100-sxm-80g", "--gpus-per-host", "8")
@@ -268,3 +269,17 @@ def test_policies_are_compared_from_python() -> None:
     assert (context.policy, context.all_policy_options()) == ("context", {"exchange": "ring_kv"})
     assert chunked.max_num_batched_tokens == 8192
     assert each_policy(context) == [context]
+
+
+def test_sparse_attention_is_priced_by_what_it_keeps() -> None:
+    """Nothing dropped costs about what `alltoall` does, and half dropped less; bytes are those of the formula."""
+    cluster = ClusterSpec(hardware="a100-sxm-80g", parallel="8", gpus_per_host=4, hosts=2)
+    requests = Workload(arrivals=[Arrival(due_s=0.0, prompt=text(1, 65536), output_len=2)], shares=False)
+    found = {}
+    for csa in ("off", '{"levels": 3}', '{"levels": 3, "drop": 0.5}'):
+        scheduling = SchedulingArgs(policy="csps", csa=csa, max_num_batched_tokens=8192)
+        result = make_experiment("llama-3-8b", cluster, scheduling).run(requests)
+        found[csa] = result.served[0].ttft_s
+    off, kept, half = found.values()
+    assert 0.8 * off < kept < 1.1 * off
+    assert half < 0.9 * kept

@@ -276,13 +276,33 @@ def _blocks(counts: Mapping[Piece, Sequence[int]], bases: Mapping[Piece, Sequenc
 
 @dataclass(frozen=True, slots=True)
 class SparseWork:
-    """The work of one or more layers: bytes between members, and pairs of a query, of any head, and a key that meet."""
+    """The work of one or more layers.
 
-    num_bytes: int
-    num_pairs: int
+    Attributes:
+        sent_bytes, returned_bytes: between members before attention, sampled queries included, and after it.
+        near_pairs, far_pairs: of a query, of any head, and a key that meet at level 1, and at others.
+    """
+
+    sent_bytes: int = 0
+    returned_bytes: int = 0
+    near_pairs: int = 0
+    far_pairs: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.sent_bytes + self.returned_bytes
+
+    @property
+    def num_pairs(self) -> int:
+        return self.near_pairs + self.far_pairs
 
     def __add__(self, other: SparseWork) -> SparseWork:
-        return SparseWork(self.num_bytes + other.num_bytes, self.num_pairs + other.num_pairs)
+        return SparseWork(
+            self.sent_bytes + other.sent_bytes,
+            self.returned_bytes + other.returned_bytes,
+            self.near_pairs + other.near_pairs,
+            self.far_pairs + other.far_pairs,
+        )
 
 
 def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
@@ -298,9 +318,9 @@ def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
     """Counts what a layer takes, as the exchange does it; a first and a last layer drop nothing."""
     if layer in (0, num_layers - 1):
         setting = setting.exact
-    plan, members = sparse_plan(setting, q_runs, kv_runs), range(len(q_runs))
-    readers, vectors, lses, pairs = heads.num_heads // heads.num_kv_heads, 0, 0, 0
-    for source, target in permutations(members, 2):
+    plan, readers = sparse_plan(setting, q_runs, kv_runs), heads.num_heads // heads.num_kv_heads
+    vectors = sampled = results = far = 0
+    for source, target in permutations(range(len(q_runs)), 2):
         what = sent(setting, q_runs, kv_runs, layer, heads, (source, target))
         vectors += sum(2 * heads.num_kv_heads * piece.size for piece in what.whole)
         vectors += sum(len(block.heads) * block.count for block in what.queries)
@@ -310,18 +330,23 @@ def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
             kept = [setting.kept(piece.size, layer, heads.first + head, job.level) for piece in job.keys]
             for query, seen in zip(job.queries, job.sees, strict=True):
                 count = num_queries(setting, query, layer, heads.first + head, job.level)
-                pairs += readers * count * sum(kept[index] for index in seen)
+                far += readers * count * sum(kept[index] for index in seen)
         for member in job.members:
             for head in job.share(member, heads.num_heads, heads.num_kv_heads).heads:
                 for query in job.queries:
                     if query.member != member:
-                        lses += num_queries(setting, query, layer, heads.first + head // readers, job.level)
-    for query, near in plan.near.items():
-        pairs += heads.num_heads * sum(_visible_pairs(query, key) for key in near)
+                        results += num_queries(setting, query, layer, heads.first + head // readers, job.level)
+    near = sum(_visible_pairs(query, key) for query, keys in plan.near.items() for key in keys)
     if layer + 1 < num_layers - 1:
-        sampled = sum(len(sampled_rows(num_tokens(runs), setting.samples)) for runs in q_runs)
-        lses += (len(q_runs) - 1) * heads.num_heads * sampled
-    return SparseWork(element_bytes * dim * (vectors + lses) + 4 * lses, pairs)
+        rows = sum(len(sampled_rows(num_tokens(runs), setting.samples)) for runs in q_runs)
+        sampled = (len(q_runs) - 1) * heads.num_heads * rows
+    with_lse = element_bytes * dim + 4
+    return SparseWork(
+        sent_bytes=element_bytes * dim * vectors + with_lse * sampled,
+        returned_bytes=with_lse * results,
+        near_pairs=heads.num_heads * near,
+        far_pairs=far,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +376,7 @@ def savings(
     Args:
         layers: the query heads, KV heads and head size of each.
     """
-    taken = full = SparseWork(0, 0)
+    taken = full = SparseWork()
     ratios: list[float] = []
     for setting, q_runs, kv_runs in parts:
         for layer, (num_heads, num_kv_heads, dim) in enumerate(layers):

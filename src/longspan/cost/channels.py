@@ -10,10 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange
-from longspan.core.runs import SpanShards
+from longspan.core.runs import Run, SpanShards
+from longspan.core.sparse import SparseSetting
+from longspan.core.sparse_plan import Heads, SparseWork, work_of_layer
+from longspan.cost.architecture import ModelShape
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
 
@@ -257,6 +261,8 @@ def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTim
 
 
 def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    if channel.exchange.sparse is not None:
+        return _sparse_alltoall(layer, topology, channel, channel.exchange.sparse)
     members, shape, shares = len(channel.group), layer.model.attention, channel.shares
     element = layer.bytes_per_element
     outputs = max(shares.queries) * math.ceil(layer.heads / members) * shape.head_dim * element * (members - 1)
@@ -264,6 +270,36 @@ def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime
     keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
     exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
     return ChannelTime(attention_s=_by_heads_s(layer, channel), exposed_s=exposed_s)
+
+
+def _sparse_alltoall(layer: Layer, topology: Topology, channel: Channel, setting: SparseSetting) -> ChannelTime:
+    """Prices what is kept, as a mean over layers. Tokens travel while each member attends its own partition."""
+    exact, kept = _sparse_work(setting, tuple(channel.shares.queries), layer.model.attention, layer.bytes_per_element)
+    attended_s, members = _by_heads_s(layer, channel), len(channel.group)
+    near_s, far_s = (attended_s * pairs / exact.num_pairs for pairs in (kept.near_pairs, kept.far_pairs))
+    shape = layer.model.attention
+    part = layer.heads / shape.num_heads / members / shape.num_layers  # of a rank, in a layer
+    sent_s, returned_s = (topology.alltoall_s(part * n, channel.group) for n in (kept.sent_bytes, kept.returned_bytes))
+    return ChannelTime(attention_s=near_s + far_s, exposed_s=max(0.0, sent_s - near_s) + returned_s)
+
+
+@lru_cache(maxsize=2**10)
+def _sparse_work(
+    setting: SparseSetting, queries: tuple[int, ...], shape: ModelShape, element_bytes: float
+) -> tuple[SparseWork, SparseWork]:
+    """Returns the work of all layers without drops and with them, of a prompt that members compute in order."""
+    ends = list(accumulate(queries, initial=0))
+    runs = tuple((Run(first, last),) if first < last else () for first, last in pairwise(ends))
+    heads, layers = Heads(shape.num_heads, shape.num_kv_heads), shape.num_layers
+    work = (
+        [
+            work_of_layer(one, runs, runs, layer, layers, heads, shape.head_dim, round(element_bytes))
+            for layer in range(layers)
+        ]
+        for one in (setting.exact, setting)
+    )
+    exact, kept = (sum(found, SparseWork()) for found in work)
+    return exact, kept
 
 
 def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
@@ -292,6 +328,10 @@ def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
 
 
 def _alltoall_bytes(layer: Layer, channel: Channel) -> float:
+    if (setting := channel.exchange.sparse) is not None:
+        shape = layer.model.attention
+        _, kept = _sparse_work(setting, tuple(channel.shares.queries), shape, layer.bytes_per_element)
+        return kept.num_bytes / shape.num_layers
     members, shape = len(channel.group), layer.model.attention
     kv_heads = max(shape.num_kv_heads, min(members, shape.num_heads))
     rows = shape.num_heads * sum(channel.shares.queries) + kv_heads * sum(channel.shares.held)
