@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engines import ThreadLLM, num_free_blocks
 from fake_llm import run
@@ -21,8 +22,8 @@ def csa(**settings: object) -> str:
     return json.dumps({"levels": 3, **settings})
 
 
-def engine(tiny: Path, parallel: str, settings: str, **given: object) -> ThreadLLM:
-    options = {"csa": settings, "threshold": "30"}
+def engine(tiny: Path, parallel: str, settings: str, *, exchange: str = "alltoall", **given: object) -> ThreadLLM:
+    options = {"csa": settings, "threshold": "30", "exchange": exchange}
     return ThreadLLM(
         str(tiny),
         skip_tokenizer_init=True,
@@ -35,20 +36,47 @@ def engine(tiny: Path, parallel: str, settings: str, **given: object) -> ThreadL
 
 
 @pytest.mark.parametrize("parallel", ["2", "3", "4", "2xtp2", "2xpp2"])
-@pytest.mark.parametrize(("step_tokens", "pieces"), [(None, 1), (None, {"2": 3, "3": 2}), (48, 1)])
+@pytest.mark.parametrize(
+    ("exchange", "step_tokens", "pieces"),
+    [
+        ("alltoall", None, 1),
+        ("alltoall", None, {"2": 3, "3": 2}),
+        ("alltoall", 48, 1),
+        ("gather_hidden", None, 1),
+        ("gather_hidden", 48, 1),
+    ],
+)
 def test_nothing_dropped_is_exact(
-    tiny: Path, oracle: Oracle, parallel: str, step_tokens: int | None, pieces: object
+    tiny: Path, oracle: Oracle, parallel: str, exchange: str, step_tokens: int | None, pieces: object
 ) -> None:
     """Whole prompts, and chunks of them behind others; a prompt that begins like one before; short ones beside."""
     first, second, short = prompts_of(150, 90, 20)
     settings = csa(micro_partitions=pieces)
-    with engine(tiny, parallel, settings, max_num_batched_tokens=step_tokens) as llm:
+    with engine(tiny, parallel, settings, exchange=exchange, max_num_batched_tokens=step_tokens) as llm:
         for prompts in ([first, second, short], [first]):
             for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
                 assert_exact(output, oracle.complete(prompt, 6))
-        assert "alltoall_sparse" in str(output.metrics.exchanges)
+        assert f"{exchange}_sparse" in str(output.metrics.exchanges)
         assert output.metrics.num_cached_tokens >= 128
         assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
+
+
+@pytest.mark.parametrize("mode", ["qkv", "kv"])
+@pytest.mark.parametrize("parallel", ["2", "3", "3xpp2"])
+def test_whoever_computes_it_the_same_is_dropped(tiny: Path, mode: str, parallel: str) -> None:
+    """Both exchanges rate alike when all queries are in the sample, and members have all readers of a KV head."""
+    [prompt] = prompts_of(150)
+    logits = []
+    for exchange in ("alltoall", "gather_hidden"):
+        with engine(tiny, parallel, csa(drop=0.4, drop_mode=mode, samples=500), exchange=exchange) as llm:
+            [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+            assert output.outputs[0].logits is not None
+            logits.append(output.outputs[0].logits[0])
+            saved = llm.sparse_savings(output)
+            assert saved is not None
+            assert saved.attention_flops_saved_share > 0.05
+            assert (saved.bytes_saved_share > 0) == (exchange == "alltoall"), "hidden states all travel"
+    np.testing.assert_allclose(*logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["qkv", "kv"])
@@ -90,7 +118,10 @@ def test_bytes_are_those_of_the_formula(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"exchange": "ring_kv"}, "csa is for exchange alltoall and layout contiguous, but ring_kv given: leave one"),
+        (
+            {"exchange": "ring_kv"},
+            "csa is for exchange alltoall, gather_hidden and layout contiguous, but ring_kv given: leave one",
+        ),
         ({"layout": "zigzag"}, "but layout zigzag given"),
         ({"csa": "{"}, "csa is off or a file of settings"),
         ({"csa": csa(levels=0)}, "levels are 1 to 4, but 0 given"),

@@ -15,6 +15,7 @@ from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberParts, attend_all, gather_runs
 from longspan.attn.paged import PagedKv
+from longspan.attn.sparse import AlonePart, SparseLayer, attend_alone
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import split_heads
 from longspan.core.runs import Run, num_tokens
@@ -32,10 +33,15 @@ class GatherHidden:
 
     Attributes:
         share: the heads that this member computes.
+
+    Args:
+        sparse: how attention drops tokens; None where it is exact.
     """
 
-    def __init__(self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -> None:
-        self._group, self._parts, self._kv, self._spec = group, parts, kv, spec
+    def __init__(
+        self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec, sparse: SparseLayer | None = None
+    ) -> None:
+        self._group, self._parts, self._kv, self._spec, self._sparse = group, parts, kv, spec, sparse
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self.share = self._shares[group.rank]
         lengths = [[num_tokens(part.q_runs[member]) for part in parts] for member in range(group.size)]
@@ -64,12 +70,18 @@ class GatherHidden:
         keys, values = (torch.cat([coming[member].tensors[kind] for member in members]) for kind in (0, 1))
         out, spec = torch.empty_like(q), self._spec.of_heads(self.share)
         pieces = [tensor.split(self._lengths, dim=1) for tensor in (q, k, v, out)]
+        alone: list[AlonePart] = []
         for index, part in enumerate(self._parts) if self.share.heads else ():
             held = [*(self._cached(holder)[index] for holder in members), *part.q_runs]
             old_k, old_v = ([coming[member].tensors[2 + 2 * index + kind] for member in members] for kind in (0, 1))
             own_q, new_k, new_v, found = (split[index :: len(self._parts)] for split in pieces)
             k_all, v_all = [*old_k, *new_k], [*old_v, *new_v]
+            if self._sparse is not None:
+                alone.append(AlonePart(part.q_runs, own_q, held, k_all, v_all, found))
+                continue
             attend_all(self._parts.backend, part.q_runs, own_q, held, k_all, v_all, spec, found)
+        if self._sparse is not None and alone:
+            attend_alone(self._parts, alone, self._sparse.of_share(self.share), spec)
         return out, keys, values
 
     def scatter(self, partial: Tensor) -> Tensor:

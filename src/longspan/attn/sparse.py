@@ -13,17 +13,21 @@ travels. The first and the last layer of a model, and the first of a pipeline st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspan.attn.backends import Partial, merge_each, nothing_seen
-from longspan.attn.comm import Message, Pending, Shape
+from longspan.attn.comm import ALONE, Message, Pending, Shape
 from longspan.attn.exchanges import Call
-from longspan.attn.member import MemberPart, attend_runs, gather_runs
+from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, gather_runs, row_slices, split_runs
+from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import HeadShare, uniform_pieces
-from longspan.core.runs import Relation, num_tokens, positions
+from longspan.core.exchange import ALLTOALL
+from longspan.core.runs import Relation, Run, SpanShards, coalesce, num_tokens, positions
 from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, SparseSetting
 from longspan.core.sparse_plan import Heads, Job, Piece, Sent, num_queries, sampled_rows, sent, sparse_plan
 
@@ -34,10 +38,14 @@ _TILE = 4096
 """Keys that are rated at a time."""
 
 
-def sparse_alltoall(call: Call) -> None:
+def sparse_alltoall(call: Call, stored: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
     """Computes attention like `alltoall`, without what the setting drops.
 
     What is near is sent, and computed, first; what is farther travels meanwhile, and so do results (CSPS §3.2.5).
+
+    Args:
+        stored: for each part the keys and values `[kv_heads, tokens, head_dim]` of this member, if they are not in the
+            pool.
     """
     setting, memory = call.exchange.sparse, call.parts.memory
     assert setting is not None and call.spec.window is None, "a window drops all that is far"
@@ -45,7 +53,9 @@ def sparse_alltoall(call: Call) -> None:
     found = ratings.of_keys() if isinstance(ratings, _Ratings) else [None] * len(call.parts)
     if ratings is None or call.layer in (0, call.num_layers - 1):
         setting = setting.exact
-    parts = [_Part(call, setting, part, rated) for part, rated in zip(call.parts, found, strict=True)]
+    stored = stored or [_gathered(call, part) for part in call.parts]
+    each = zip(call.parts, stored, found, strict=True)
+    parts = [_Part(call, setting, part, kv, rated) for part, kv, rated in each]
     arriving = _Arriving(call, setting, parts)
     for part in parts:
         part.take(call.group.rank, part.own_tokens(), 0, 1)
@@ -141,10 +151,25 @@ class _Returning:
         return Message(shapes, self._call.q.device)
 
 
+def _gathered(call: Call, part: MemberPart) -> tuple[Tensor, Tensor]:
+    """Returns all keys and values that this member holds of a part."""
+    runs = part.kv_runs[call.group.rank]
+    k, v = call.q.new_empty(2, call.spec.num_kv_heads, num_tokens(runs), call.spec.head_dim)
+    gather_runs(part, runs, call.group.rank, call.kv, k, v)
+    return k, v
+
+
 class _Part:
     """One request's attention in one layer, on one member."""
 
-    def __init__(self, call: Call, setting: SparseSetting, part: MemberPart, ratings: Tensor | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        setting: SparseSetting,
+        part: MemberPart,
+        kv: tuple[Tensor, Tensor],
+        ratings: Tensor | None,
+    ) -> None:
         self.part, self._call, self._setting, self._ratings = part, call, setting, ratings
         self.plan = sparse_plan(setting, part.q_runs, part.kv_runs)
         self._heads = Heads(call.spec.num_heads, call.spec.num_kv_heads, call.first_kv_head)
@@ -162,9 +187,7 @@ class _Part:
         """By job, piece of queries (of any member) and first head: what this member has found, for some of them."""
         self._far: dict[Piece, dict[int, Partial]] = {}
         """By piece of this member's queries and job: the results of all heads."""
-        held = num_tokens(part.kv_runs[self._me])
-        self.k, self.v = call.q.new_empty(2, call.spec.num_kv_heads, held, call.spec.head_dim)
-        gather_runs(part, part.kv_runs[self._me], self._me, call.kv, self.k, self.v)
+        self.k, self.v = kv
 
     # ------------------------------------------------------------ tokens
 
@@ -505,3 +528,72 @@ def _attention_of(q: Tensor, sees: Tensor, k: Tensor, lse: Tensor, spec: AttnSpe
             scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
         found.append(scores.sub_(lses).exp_().masked_fill_(~visible[:, keys], 0.0).sum(dim=1))
     return torch.cat(found, dim=1)
+
+
+# ---------------------------------------------------------------- one member with all tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseLayer:
+    """The setting and the layer of a member that has all tokens of its heads (SP-TP), see `Call`."""
+
+    setting: SparseSetting
+    layer: int
+    num_layers: int
+    layers: range
+    first_kv_head: int
+
+    def of_share(self, share: HeadShare) -> SparseLayer:
+        return replace(self, first_kv_head=self.first_kv_head + share.kv_heads.start)
+
+
+class AlonePart(NamedTuple):
+    """One request: the queries of every member, keys and values of all, and where results go, as of `attend_all`."""
+
+    q_runs: SpanShards
+    q: Sequence[Tensor]
+    held: Sequence[Sequence[Run]]
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    results: Sequence[Tensor]
+
+
+def attend_alone(parts: MemberParts, each: Sequence[AlonePart], at: SparseLayer, spec: AttnSpec) -> None:
+    """Attends sparsely where all tokens have been gathered: nothing travels, and only what is kept is computed.
+
+    Args:
+        parts: remembers, from layer to layer, how keys are rated.
+    """
+    own, stored, queries, row = [], [], [], 0
+    for one in each:
+        runs = coalesce(run for member_runs in one.q_runs for run in member_runs)
+        seen = coalesce(run for member_runs in one.held for run in member_runs)
+        rows = slice(row, row + num_tokens(runs))
+        own.append(MemberPart(rows=rows, q_runs=(runs,), kv_runs=(seen,), blocks=()))
+        stored.append((by_position(one.held, one.k), by_position(one.held, one.v)))
+        queries.append(by_position(one.q_runs, one.q))
+        row = rows.stop
+    q = torch.cat(queries, dim=1)
+    alone = MemberParts(own, parts.backend)
+    alone.memory = parts.memory
+    call = Call(
+        exchange=ALLTOALL._replace(sparse=at.setting),
+        group=ALONE,
+        parts=alone,
+        q=q,
+        k=q,
+        v=q,
+        kv=PagedKv(keys=q[None], values=q[None]),  # not read
+        spec=spec,
+        out=torch.empty_like(q),
+        layer=at.layer,
+        num_layers=at.num_layers,
+        layers=at.layers,
+        first_kv_head=at.first_kv_head,
+    )
+    sparse_alltoall(call, stored)
+    for one, part in zip(each, own, strict=True):
+        of_part = call.out[:, part.rows]
+        for result, runs, places in zip(one.results, one.q_runs, row_slices(one.q_runs), strict=True):
+            for (_, room), place in zip(split_runs(result, runs), places, strict=True):
+                room.copy_(of_part[:, place])

@@ -107,7 +107,9 @@ ALLTOALL = register_traits("alltoall", Traits(parameters=("weights", "sparse")))
 """Each member gets some heads of all tokens (SP-NTP, Ulysses)."""
 GATHER_KV = register_traits("gather_kv", Traits(parameters=("dense",)))
 """Every member gathers all keys and values (the papers' TSP baseline)."""
-GATHER_HIDDEN = register_traits("gather_hidden", Traits(level="layer", stores="after", decodes=False))
+GATHER_HIDDEN = register_traits(
+    "gather_hidden", Traits(level="layer", stores="after", decodes=False, parameters=("sparse",))
+)
 """Hidden states are gathered, and outputs are summed and scattered (SP-TP, Megatron-SP)."""
 CHAIN = register_traits(
     "chain", Traits(layouts=("contiguous",), stores="after", decodes=False, keeps="later", skewed=True)

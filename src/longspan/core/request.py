@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import Literal
 
 from longspan.core.owners import BlockRef, Owners, Rotation, chain_key
-from longspan.core.runs import SpanShards
+from longspan.core.runs import SpanShards, coalesce
 from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
@@ -275,7 +275,10 @@ class Request:
         steps, exchange = self.metrics.exchanges.setdefault(kind, {}), part.exchange.shown
         steps[exchange] = steps.get(exchange, 0) + 1
         if part.exchange.sparse is not None:
-            self.metrics.sparse_parts.append((part.exchange.sparse, part.runs, self.owners.held(part.stop)))
+            queries, keys = part.runs, self.owners.held(part.stop)
+            if part.exchange.is_layerwise:  # every member has all tokens
+                queries, keys = ((coalesce(chain(*runs)),) for runs in (queries, keys))
+            self.metrics.sparse_parts.append((part.exchange.sparse, queries, keys))
 
     def take_token(self, sampled: Sampled, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Adds a token to the output; returns why the request ends with it, if it does."""

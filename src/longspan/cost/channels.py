@@ -307,7 +307,12 @@ def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> Channe
     hidden = most * layer.model.attention.hidden_size * layer.bytes_per_element
     exposed_s = 2 * topology.gather_s(hidden, channel.group)
     exposed_s += topology.alltoall_s(most * layer.kv_bytes * (members - 1) / members, channel.group)
-    return ChannelTime(attention_s=_by_heads_s(layer, channel), exposed_s=exposed_s)
+    attended_s = _by_heads_s(layer, channel)
+    if (setting := channel.exchange.sparse) is not None:
+        shape, queries = layer.model.attention, tuple(channel.shares.queries)
+        exact, kept = _sparse_work(setting, queries, shape, layer.bytes_per_element)
+        attended_s *= kept.num_pairs / exact.num_pairs
+    return ChannelTime(attention_s=attended_s, exposed_s=exposed_s)
 
 
 def _by_heads_s(layer: Layer, channel: Channel) -> float:

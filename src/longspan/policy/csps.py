@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from longspan.core.cluster import hosts_of
-from longspan.core.exchange import ALLTOALL, takers
+from longspan.core.exchange import ALLTOALL, exchange_of, takers
 from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.errors import ParameterError
@@ -127,8 +127,9 @@ class CspsOptions(ContextOptions):
         if self.csa == _OFF:
             return
         _ = CsaConfig.parse(self.csa).table()
-        if self.exchange != ALLTOALL.kind or self.layout not in {"auto", "contiguous"}:
-            given = self.exchange if self.exchange != ALLTOALL.kind else f"layout {self.layout}"
+        is_able = self.exchange != "auto" and "sparse" in exchange_of(self.exchange).traits.parameters
+        if not is_able or self.layout not in {"auto", "contiguous"}:
+            given = f"layout {self.layout}" if is_able else self.exchange
             problem = (
                 f"is for exchange {takers('sparse')} and layout contiguous, but {given} given: leave one of them out"
             )

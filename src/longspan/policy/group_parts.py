@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from longspan.core.exchange import ALLTOALL, RING_Q, Exchange, decoding, exchange_of, exchanges, takers
+from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef, PrefixHit, Rotation
 from longspan.core.runs import Layout, Run, SpanShards
@@ -321,7 +321,7 @@ class GroupParts:
         )
 
     def _of_step(self, exchange: Exchange, request: RequestView, num_tokens: int, members: int) -> Exchange:
-        if request.sparse is not None and exchange == ALLTOALL and num_tokens > 1:
+        if request.sparse is not None and "sparse" in exchange.traits.parameters and num_tokens > 1:
             return exchange._replace(sparse=request.sparse)
         return self.chooser.of_step(exchange, num_tokens, members)
 
@@ -332,7 +332,7 @@ class GroupParts:
         self, exchange: Exchange, request: RequestView, new_tokens: int, cached_tokens: int, members: int
     ) -> Shape:
         """Returns the shape of the next chunk, on so many members."""
-        if request.sparse is not None and exchange == ALLTOALL:
+        if request.sparse is not None and "sparse" in exchange.traits.parameters:
             return _partitions_shape(request, request.sparse.partition, new_tokens, members)
         if not exchange.traits.in_order:
             return self._options.shape

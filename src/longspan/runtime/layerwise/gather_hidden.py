@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspan.attn.gather_hidden import GatherHidden
+from longspan.attn.sparse import SparseLayer
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import StepContext
 
@@ -24,7 +25,7 @@ class HiddenLayers:
         """Gathers, computes this member's heads, and scatters the sums."""
         context = self._context
         group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
-        gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer])
+        gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer], self._sparse(layer, channel))
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with context.watch.during("attention"):
@@ -36,3 +37,15 @@ class HiddenLayers:
             gathered.gather(hidden), self._rotary[channel.number], attend, index=channel.rank, size=group.size
         )
         return gathered.scatter(partial)
+
+    def _sparse(self, layer: int, channel: Channel) -> SparseLayer | None:
+        setting, model = channel.exchange.sparse, self._context.model
+        if setting is None:
+            return None
+        return SparseLayer(
+            setting=setting,
+            layer=layer,
+            num_layers=model.info.num_layers,
+            layers=self._context.pool.layers,
+            first_kv_head=model.first_kv_heads[layer],
+        )
