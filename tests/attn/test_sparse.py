@@ -120,6 +120,8 @@ class Reference:
         got = torch.exp(scores - lse[..., None]).masked_fill(~causal, 0)[:, sampled].sum(dim=1)
         seen_by = causal[sampled].sum(dim=0).clamp_min(1)
         self.ratings = got.view(self.spec.num_kv_heads, self.readers, -1).sum(dim=1) / seen_by
+        if self.setting.rate_by == "layer":
+            self.ratings = self.ratings.sum(dim=0).expand_as(self.ratings)
         return out
 
 
@@ -144,6 +146,7 @@ def random_setting(draw: random.Random, tokens: int, size: int, *, drops: bool, 
         mode=mode,
         micro_partitions=pieces,
         samples=draw.choice((4, 16)),
+        rate_by=draw.choice(("layer", "head")),
     )
 
 

@@ -68,7 +68,9 @@ def test_whoever_computes_it_the_same_is_dropped(tiny: Path, mode: str, parallel
     [prompt] = prompts_of(150)
     logits = []
     for exchange in ("alltoall", "gather_hidden"):
-        with engine(tiny, parallel, csa(drop=0.4, drop_mode=mode, samples=500), exchange=exchange) as llm:
+        with engine(
+            tiny, parallel, csa(drop=0.4, drop_mode=mode, samples=500, rate_by="head"), exchange=exchange
+        ) as llm:
             [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
             assert output.outputs[0].logits is not None
             logits.append(output.outputs[0].logits[0])

@@ -472,7 +472,7 @@ class _Ratings:
     def __init__(self, call: Call, parts: Sequence[_Part], lses: Sequence[Tensor]) -> None:
         self._spec, self._parts, group = call.spec, parts, call.group
         assert call.exchange.sparse is not None, "it rates for that"
-        self._num_samples, self._me = call.exchange.sparse.samples, group.rank
+        self._setting, self._me = call.exchange.sparse, group.rank
         own = self._room(call, group.rank)
         partials = _partials(own)
         for part, lse in zip(parts, lses, strict=True):
@@ -502,7 +502,10 @@ class _Ratings:
                     sees = sampled[:, None] >= own
                     ratings += _attention_of(q, sees, part.k, lse, self._spec)
                     seen_by += sees.sum(dim=0)
-            found.append(ratings / seen_by.clamp_min(1))
+            ratings /= seen_by.clamp_min(1)
+            if self._setting.rate_by == "layer":
+                ratings = ratings.sum(dim=0, keepdim=True).expand_as(ratings)
+            found.append(ratings)
         return found
 
     def _room(self, call: Call, member: int) -> Message:
@@ -512,7 +515,7 @@ class _Ratings:
         return Message(shapes, call.q.device)
 
     def _sampled(self, part: _Part, member: int) -> tuple[int, ...]:
-        return sampled_rows(num_tokens(part.part.q_runs[member]), self._num_samples)
+        return sampled_rows(num_tokens(part.part.q_runs[member]), self._setting.samples)
 
 
 def _attention_of(q: Tensor, sees: Tensor, k: Tensor, lse: Tensor, spec: AttnSpec) -> Tensor:

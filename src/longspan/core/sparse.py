@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 from typing import Literal, NamedTuple
 
+RateBy = Literal["layer", "head"]
+"""The attention by which a token is rated for a KV head: of all heads of the layer before, or of that KV head alone."""
 DropMode = Literal["qkv", "kv"]
 """Drops of unimportant tokens: of all that they have, or of keys and values only."""
 
@@ -32,6 +34,7 @@ class SparseSetting(NamedTuple):
         micro_partitions: into how many pieces is cut what members send that meet at a level, from level 2 on, and so
             are the results of that level; empty for one each.
         samples: queries of each member by which keys are rated.
+        rate_by: whose attention counts.
     """
 
     partition: int
@@ -39,7 +42,8 @@ class SparseSetting(NamedTuple):
     drop: tuple[tuple[tuple[float, ...], ...], ...]
     mode: DropMode = "qkv"
     micro_partitions: tuple[int, ...] = ()
-    samples: int = 32
+    samples: int = 64
+    rate_by: RateBy = "layer"
 
     @property
     def num_levels(self) -> int:

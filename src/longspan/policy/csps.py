@@ -17,7 +17,7 @@ import msgspec
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, exchange_of, takers
-from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, SparseSetting
+from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
@@ -38,6 +38,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         levels: how many there are; 1 drops nothing.
         micro_partitions: pieces in which tokens travel, at all levels from 2 on or by level.
         samples: queries of each member by which keys are rated.
+        rate_by: see `SparseSetting`.
         drop: the ratio of level 2, from which those of further levels follow; or the ratios of levels, by their number,
             0 for those that are not named.
     """
@@ -46,7 +47,8 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drop: float | dict[int, Ratios] = {}
     drop_mode: DropMode = "qkv"
     micro_partitions: int | dict[int, int] = 1
-    samples: int = 32
+    samples: int = 64
+    rate_by: RateBy = "layer"
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= MOST_LEVELS:
@@ -179,6 +181,7 @@ class Csps(Context):
             mode=config.drop_mode,
             micro_partitions=config.pieces(),
             samples=config.samples,
+            rate_by=config.rate_by,
         )
 
     def change(self, options: CspsOptions, changes: Mapping[str, str]) -> CspsOptions:
