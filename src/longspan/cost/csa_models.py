@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Self
 
 import msgspec
@@ -21,6 +21,7 @@ from longspan.core.sparse import DropMode
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group, Loss
 
 _POWERS = (1, 2, 4)
+_MOST_ROUNDS = 5000
 
 
 class LossSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,146 +108,109 @@ def _between(value: float, known: Sequence[float]) -> Iterator[tuple[int, float]
 
 
 def _least_squares(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solves for weights of at least 0 (Lawson and Hanson)."""
-    weights = np.zeros(rows.shape[1])
-    passive = np.zeros(len(weights), dtype=bool)
-    tolerance = 1e-10 * max(1.0, float(np.abs(rows.T @ values).max()))
-    for _ in range(10 * len(weights)):
-        slopes = np.where(passive, -np.inf, rows.T @ (values - rows @ weights))
-        if slopes.max() <= tolerance:
+    """Solves for weights of at least 0, one after another until none changes much."""
+    gram, goal = rows.T @ rows, rows.T @ values
+    weights = np.zeros(len(goal))
+    for _ in range(_MOST_ROUNDS):
+        before = weights.copy()
+        for index in np.flatnonzero(gram.diagonal()):
+            step = (goal[index] - gram[index] @ weights) / gram[index, index]
+            weights[index] = max(0.0, weights[index] + step)
+        if np.abs(weights - before).max() <= 1e-6 * weights.max():
             break
-        passive[slopes.argmax()] = True
-        while passive.any():
-            solved = np.zeros(len(weights))
-            solved[passive] = np.linalg.lstsq(rows[:, passive], values, rcond=None)[0]
-            if solved[passive].min() > 0:
-                weights = solved
-                break
-            falling = passive & (solved <= 0)
-            step = (weights[falling] / np.maximum(weights[falling] - solved[falling], 1e-300)).min()
-            weights += step * (solved - weights)
-            passive &= weights > 1e-14 * max(1.0, float(weights.max()))
-            weights[~passive] = 0
     return weights
 
 
 class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least time to first token of a group, for each number of levels and drop ratio.
+    """The least time to first token of a group by levels and drop ratio, for some lengths and speeds of a link.
 
     Attributes:
         lengths: in tokens, ascending.
         links: speeds of the slowest link, in bytes per second, ascending.
-        drops: ratios of level 2 by number of levels, ascending.
-        ttft_s: by length, link, number of levels and drop.
-        micro_partitions: those that took least, likewise.
-        mean_drop: of each level from 2 on, by number of levels and drop.
-        margin: the largest share by which times in the middle between lengths and links were above those interpolated.
+        options: levels and drop ratios that may be chosen.
+        mean_drop: of each option, by level from 2 on.
+        cells: by length, link and option: seconds, and the micro-partitions that take least.
+        margin: the largest share by which times halfway between lengths and links were above those interpolated.
     """
 
-    levels: list[int]
     lengths: list[int]
     links: list[float]
-    drops: list[list[float]]
-    ttft_s: list[list[list[list[float]]]]
-    micro_partitions: list[list[list[list[tuple[int, ...]]]]]
-    mean_drop: list[list[tuple[float, ...]]]
-    margin: float
+    options: list[Configuration]
+    mean_drop: list[tuple[float, ...]]
+    cells: list[list[list[tuple[float, tuple[int, ...]]]]]
+    margin: float = 0.0
 
     @classmethod
     def train(cls, group: Group, lengths: Sequence[int], links: Sequence[float], grid: Grid) -> Self:
-        """Enumerates micro-partitions at each point, and checks halfway between points."""
-        levels = group.levels()
-        drops = [list(grid.ratios(number)) for number in levels]
-        found = [
-            [
-                [
-                    [grid.quickest(group.with_link(link), length, number, drop) for drop in ratios]
-                    for number, ratios in zip(levels, drops, strict=True)
-                ]
-                for link in links
-            ]
-            for length in lengths
-        ]
-        table = cls(
-            levels=list(levels),
-            lengths=list(lengths),
-            links=list(links),
-            drops=drops,
-            ttft_s=[[[[one[0] for one in c] for c in b] for b in a] for a in found],
-            micro_partitions=[[[[one[1].micro_partitions for one in c] for c in b] for b in a] for a in found],
-            mean_drop=[
-                [group.mean_drop(Configuration(number, drop)) for drop in ratios]
-                for number, ratios in zip(levels, drops, strict=True)
-            ],
-            margin=0.0,
-        )
+        """Makes a table by enumeration, and checks it halfway between its points."""
+        options = [Configuration(levels, drop) for levels in group.levels() for drop in grid.ratios(levels)]
+        cells = []
+        for length in lengths:
+            row = []
+            for there in map(group.with_link, links):
+                best = (grid.quickest(there, length, option.levels, option.drop) for option in options)
+                row.append([(ttft_s, found.micro_partitions) for ttft_s, found in best])
+            cells.append(row)
+        drops = [group.mean_drop(option) for option in options]
+        table = cls(lengths=list(lengths), links=list(links), options=options, mean_drop=drops, cells=cells)
         return msgspec.structs.replace(table, margin=table._worst(group))
 
     def least_ttft(self, num_tokens: int, bytes_per_s: float, loss: Loss, max_loss: float) -> Choice | None:
-        """Chooses by Eq. 8; None if every configuration loses more than `max_loss`.
+        """Chooses by Eq. 8; None if every option loses more than `max_loss`.
 
         Raises:
-            ValueError: for a length or link speed beyond those of the table.
+            ValueError: for a length or speed beyond those of the table.
         """
-        times, best = self._times(num_tokens, bytes_per_s), None
-        for level, ratios in enumerate(self.mean_drop):
-            stop = bisect_right(ratios, max_loss, key=lambda mean_drop: loss(num_tokens, mean_drop))
-            for index in range(stop):
-                if best is None or times[level][index] < times[best[0]][best[1]]:
-                    best = level, index
-        return None if best is None else self._choice(num_tokens, bytes_per_s, loss, best, times)
+        choices = self._choices(num_tokens, bytes_per_s)
+        for ttft_s, configuration, mean_drop in sorted(choices, key=lambda one: one[0]):
+            lost = loss(num_tokens, mean_drop)
+            if lost <= max_loss:
+                return Choice(configuration, ttft_s, lost)
+        return None
 
     def least_loss(self, num_tokens: int, bytes_per_s: float, loss: Loss, max_ttft_s: float) -> Choice | None:
-        """Chooses by Eq. 9, with the table's margin; None if every configuration takes longer than `max_ttft_s`.
+        """Chooses by Eq. 9, and leaves the margin; None if every option takes longer than `max_ttft_s`.
 
         Raises:
-            ValueError: for a length or link speed beyond those of the table.
+            ValueError: for a length or speed beyond those of the table.
         """
-        times, best = self._times(num_tokens, bytes_per_s), None
-        for level, row in enumerate(times):
-            in_time = [index for index, ttft_s in enumerate(row) if ttft_s * (1 + self.margin) <= max_ttft_s]
-            if in_time:
-                lost = loss(num_tokens, self.mean_drop[level][in_time[0]])
-                key = lost, row[in_time[0]]
-                if best is None or key < best[0]:
-                    best = key, (level, in_time[0])
-        return None if best is None else self._choice(num_tokens, bytes_per_s, loss, best[1], times)
+        found = [
+            Choice(configuration, ttft_s, loss(num_tokens, mean_drop))
+            for ttft_s, configuration, mean_drop in self._choices(num_tokens, bytes_per_s)
+            if ttft_s * (1 + self.margin) <= max_ttft_s
+        ]
+        return min(found, key=lambda one: (one.loss, one.ttft_s), default=None)
 
-    def _times(self, num_tokens: int, bytes_per_s: float) -> list[list[float]]:
-        """Interpolates logarithms of times between logarithms of lengths and speeds; by number of levels and drop."""
+    def _choices(self, num_tokens: int, bytes_per_s: float) -> list[tuple[float, Configuration, tuple[float, ...]]]:
+        """Interpolates logarithms of times between logarithms of lengths and speeds; micro-partitions are the nearest.
+
+        Returns:
+            Seconds, configuration and mean drop ratios of each option.
+        """
         for what, value, known in (("tokens", num_tokens, self.lengths), ("bytes/s", bytes_per_s, self.links)):
             if not known[0] <= value <= known[-1]:
                 raise ValueError(f"{value:g} {what}, but the table has {known[0]:g} to {known[-1]:g}: train another")
-        around = list(product(_between(num_tokens, self.lengths), _between(bytes_per_s, self.links)))
-        return [
-            [
-                math.exp(sum(a * b * math.log(self.ttft_s[i][j][level][index]) for (i, a), (j, b) in around))
-                for index in range(len(ratios))
-            ]
-            for level, ratios in enumerate(self.drops)
+        around = [
+            (a * b, self.cells[i][j])
+            for i, a in _between(num_tokens, self.lengths)
+            for j, b in _between(bytes_per_s, self.links)
         ]
-
-    def _choice(
-        self, num_tokens: int, bytes_per_s: float, loss: Loss, at: tuple[int, int], times: list[list[float]]
-    ) -> Choice:
-        level, index = at
-        row, _ = max(_between(num_tokens, self.lengths), key=lambda one: one[1])
-        column, _ = max(_between(bytes_per_s, self.links), key=lambda one: one[1])
-        pieces = self.micro_partitions[row][column][level][index]
-        configuration = Configuration(self.levels[level], self.drops[level][index], pieces)
-        return Choice(configuration, times[level][index], loss(num_tokens, self.mean_drop[level][index]))
+        _, nearest = max(around, key=lambda one: one[0])
+        found = []
+        for index, option in enumerate(self.options):
+            ttft_s = math.exp(sum(share * math.log(cell[index][0]) for share, cell in around))
+            configuration = Configuration(option.levels, option.drop, nearest[index][1])
+            found.append((ttft_s, configuration, self.mean_drop[index]))
+        return found
 
     def _worst(self, group: Group) -> float:
-        """Returns the largest share by which a choice halfway between points takes longer than predicted."""
-        worst = 0.0
-        for length, link in product(_halfway(self.lengths), _halfway(self.links)):
-            times, there = self._times(round(length), link), group.with_link(link)
-            for level, ratios in enumerate(self.drops):
-                for index in range(len(ratios)):
-                    made = self._choice(round(length), link, lambda *_: 0.0, (level, index), times)
-                    worst = max(worst, there.ttft_s(round(length), made.configuration) / made.ttft_s - 1)
-        return worst
-
-
-def _halfway(known: Sequence[float]) -> list[float]:
-    return [math.sqrt(one * other) for one, other in zip(known, known[1:], strict=False)] or list(known)
+        """Returns the largest share by which an option halfway between points takes longer than interpolated."""
+        halfway = product(*([math.sqrt(a * b) for a, b in pairwise(known)] for known in (self.lengths, self.links)))
+        return max(
+            0.0,
+            *(
+                group.with_link(link).ttft_s(int(length), configuration) / ttft_s - 1
+                for length, link in halfway
+                for ttft_s, configuration, _ in self._choices(int(length), link)
+            ),
+        )

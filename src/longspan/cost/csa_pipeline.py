@@ -3,7 +3,8 @@
 The timeline is of one member, and does what `attn/sparse.py` does: all tokens leave after the projections, near members
 first; a level is attended as its pieces come; the last piece of keys is attended in as many parts of the queries, whose
 results travel meanwhile. A member has two links, inside its host and between hosts. On each, messages go one after
-another in the order in which they are handed over, both ways at once. Others are taken to be as far as this member is.
+another in the order in which they are handed over, both ways by themselves. Others are taken to be as far as this
+member is: what comes is there when what leaves with it is gone, too.
 Everything is arithmetic on counts and speeds, which may come from data sheets or from measurements.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +33,7 @@ from longspan.core.sparse_plan import (
 from longspan.cost.architecture import ModelShape
 
 Where = Literal["inside", "between"]
+Key = TypeVar("Key")
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,9 +66,6 @@ class Duplex(NamedTuple):
     coming: float = 0.0
     leaving: float = 0.0
     messages: int = 0
-
-    def last_s(self, speed: LinkSpeed) -> float:
-        return self.messages * speed.message_s + max(self.coming, self.leaving) / speed.bytes_per_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,22 +117,6 @@ class MemberWork:
     samples: Mapping[Where, Duplex]
     rated_pairs: int
 
-    @cached_property
-    def pieces(self) -> dict[tuple[int, int], list[tuple[int, Where, Duplex]]]:
-        """Messages of a level that is cut into so many pieces, as far as somebody has asked: number, link, bytes."""
-        return {}
-
-    def messages(self, level: int, num_pieces: int) -> list[tuple[int, Where, Duplex]]:
-        if (level, num_pieces) not in self.pieces:
-            self.pieces[level, num_pieces] = [
-                (number, where, duplex)
-                for (of, where), traffic in self.tokens.items()
-                for number, duplex in enumerate(traffic.cut(num_pieces))
-                if of == level and duplex.messages
-            ]
-            self.pieces[level, num_pieces].sort(key=lambda one: one[0])
-        return self.pieces[level, num_pieces]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
@@ -168,16 +152,19 @@ def layer_time(
     """
     qkv_s, linear_s = rates.qkv_s * work.num_tokens, rates.linear_s * work.num_tokens
     clock = qkv_s + rated * work.rated_pairs / rates.pairs_per_s
-    free: dict[Where, float] = {"inside": clock, "between": clock}
+    free = dict.fromkeys(product(("inside", "between"), range(2)), clock)
     computed_s = clock + linear_s
 
     def hand_over(where: Where, duplex: Duplex) -> float:
-        free[where] = max(free[where], clock) + duplex.last_s(rates.inside if where == "inside" else rates.between)
-        return free[where]
+        speed = rates.inside if where == "inside" else rates.between
+        for way in range(2):
+            last_s = duplex.messages * speed.message_s + duplex[way] / speed.bytes_per_s
+            free[where, way] = max(free[where, way], clock) + last_s
+        return max(free[where, 0], free[where, 1])
 
     arrivals: dict[tuple[int, int], float] = {}
     for level, num_pieces in enumerate(pieces, 2):
-        for number, where, duplex in work.messages(level, num_pieces):
+        for number, where, duplex in _messages(work, level, num_pieces):
             there_s = hand_over(where, duplex)
             arrivals[level, number] = max(arrivals.get((level, number), 0.0), there_s)
     returned: dict[tuple[int, int], float] = {}
@@ -212,7 +199,7 @@ def member_works(
 ) -> tuple[MemberWork, ...]:
     """Counts the work of each member in a layer, by the ratios of the first; None is `alltoall` without levels."""
     starts = [min(num_tokens, member * partition) for member in range(len(hosts) + 1)]
-    runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in zip(starts, starts[1:], strict=False))
+    runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
     if setting is None:
         return tuple(_exact_work(member, runs, hosts, shape) for member in range(len(hosts)))
     return tuple(_sparse_work(setting, member, runs, hosts, shape) for member in range(len(hosts)))
@@ -229,10 +216,9 @@ def _sparse_work(
     for other, level in levels.items():
         at = level, _where(hosts, me, other)
         both = [sent(setting, runs, runs, 0, heads, ends) for ends in ((other, me), (me, other))]
-        rows = [sum(len(block.heads) * block.count for block in what.queries) for what in both]
-        _add(queries, at, *(vector * count for count in rows))
-        for blocks, what in zip(keys.setdefault(at, ([], [])), both, strict=True):
-            blocks += what.keys
+        _add(queries, at, *(vector * sum(len(block.heads) * block.count for block in what.queries) for what in both))
+        for way, what in enumerate(both):
+            keys.setdefault(at, ([], []))[way].extend(what.keys)
     at_once, by_piece = Counter[int](), Counter[int]()
     results: dict[tuple[int, Where], Duplex] = {}
     answers: dict[tuple[int, int], list[float]] = {}
@@ -253,10 +239,10 @@ def _sparse_work(
     for (level, other), ways in answers.items():
         _add(results, (level, _where(hosts, me, other)), *ways)
     samples: dict[Where, Duplex] = {}
-    rows = [len(sampled_rows(sum(map(len, own)), setting.samples)) for own in runs]
+    sampled = [len(sampled_rows(sum(map(len, own)), setting.samples)) for own in runs]
     for other in levels:
-        ways = (shape.num_heads * (vector + 4) * rows[member] for member in (other, me))
-        _add(samples, _where(hosts, me, other), *ways)
+        coming, leaving = (shape.num_heads * (vector + 4) * sampled[member] for member in (other, me))
+        _add(samples, _where(hosts, me, other), coming, leaving)
     own = sum(map(len, runs[me]))
     return MemberWork(
         num_tokens=own,
@@ -264,11 +250,11 @@ def _sparse_work(
         at_once=at_once,
         by_piece=by_piece,
         tokens={
-            at: Traffic(queries[at], (_alike(come), _alike(leave)), 2 * vector) for at, (come, leave) in keys.items()
+            at: Traffic(queries[at], (tuple(come), tuple(leave)), 2 * vector) for at, (come, leave) in keys.items()
         },
         results=results,
         samples=samples,
-        rated_pairs=shape.num_heads * sum(rows) * own,
+        rated_pairs=shape.num_heads * sum(sampled) * own,
     )
 
 
@@ -299,18 +285,22 @@ def _exact_work(me: int, runs: SpanShards, hosts: tuple[int, ...], shape: ModelS
     )
 
 
+@lru_cache(maxsize=2**14)
+def _messages(work: MemberWork, level: int, num_pieces: int) -> list[tuple[int, Where, Duplex]]:
+    """Lists what travels before attention for a level that is cut into so many pieces: number, link, bytes."""
+    found = [
+        (number, where, duplex)
+        for (of, where), traffic in work.tokens.items()
+        for number, duplex in enumerate(traffic.cut(num_pieces))
+        if of == level and duplex.messages
+    ]
+    return sorted(found, key=lambda one: one[0])
+
+
 def _where(hosts: Sequence[int], me: int, other: int) -> Where:
     return "inside" if hosts[me] == hosts[other] else "between"
 
 
-def _add(found: dict, at: object, coming: float, leaving: float) -> None:  # type: ignore[type-arg]
+def _add(found: dict[Key, Duplex], at: Key, coming: float, leaving: float) -> None:
     old = found.get(at, Duplex())
     found[at] = Duplex(old.coming + coming, old.leaving + leaving, old.messages + 1)
-
-
-def _alike(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """Joins blocks that are cut alike."""
-    heads = Counter[tuple[int, int]]()
-    for block in blocks:
-        heads[block.count, block.basis] += len(block.heads)
-    return tuple(Block(blocks[0].piece, range(many), *sizes) for sizes, many in heads.items())

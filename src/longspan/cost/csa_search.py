@@ -23,7 +23,7 @@ from longspan.cost.csa_pipeline import MemberWork, Rates, layer_time, member_wor
 STEP = 0.02
 """The distance of drop ratios that are tried."""
 _MOST_APART = 0.2
-"""How far the ratio of a layer may be from that of all."""
+"""The most by which the ratio of a layer differs from the mean."""
 
 Loss = Callable[[int, tuple[float, ...]], float]
 """A_d: the loss of accuracy by tokens of the prompt and mean drop ratio of each level from 2 on; none for one level."""
@@ -149,7 +149,7 @@ class Group:
 
 
 @lru_cache(maxsize=2**14)
-def _busiest(  # noqa: PLR0917 - the arguments of `member_works`, and speeds
+def _busiest(
     setting: SparseSetting | None,
     num_tokens: int,
     partition: int,
@@ -165,7 +165,7 @@ def _busiest(  # noqa: PLR0917 - the arguments of `member_works`, and speeds
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The values to try.
+    """The values that enumeration tries.
 
     Attributes:
         drops: ratios of level 2, ascending.
