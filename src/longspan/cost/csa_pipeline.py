@@ -1,0 +1,306 @@
+"""The time of a long prompt with sparse attention, by a simulated pipeline (CSPS §3.2.5 and Eq. 6 and 7).
+
+The timeline is of one member, and does what `attn/sparse.py` does: all tokens leave after the projections, near members
+first; a level is attended as its pieces come; the last piece of keys is attended in as many parts of the queries, whose
+results travel meanwhile. A member has two links, inside its host and between hosts. On each, messages go one after
+another in the order in which they are handed over, both ways by themselves. Others are taken to be as far as this
+member is: what comes is there when what leaves with it is gone, too.
+Everything is arithmetic on counts and speeds, which may come from data sheets or from measurements.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from longspan.core.cluster import spread_heads
+from longspan.core.runs import Run, SpanShards
+from longspan.core.sparse import SparseSetting
+from longspan.core.sparse_plan import (
+    Block,
+    Heads,
+    num_queries,
+    sampled_rows,
+    sent,
+    sparse_plan,
+)
+from longspan.cost.architecture import ModelShape
+
+Where = Literal["inside", "between"]
+Key = TypeVar("Key")
+
+
+class LinkSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The share of one member in a link: bytes per second each way, and seconds that each message takes beside."""
+
+    bytes_per_s: float
+    message_s: float = 0.0
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The speeds of a member.
+
+    Attributes:
+        pairs_per_s: pairs of a query, of any head, and a key that are attended.
+        qkv_s, linear_s: seconds per token and layer of the projections before and after attention.
+        rest_s: R of §3.2.6, seconds per token of the prompt outside of attention, in all layers.
+    """
+
+    inside: LinkSpeed
+    between: LinkSpeed
+    pairs_per_s: float
+    qkv_s: float = 0.0
+    linear_s: float = 0.0
+    rest_s: float = 0.0
+
+
+class Duplex(NamedTuple):
+    """Bytes that come and that leave at the same time, and the number of messages each way."""
+
+    coming: float = 0.0
+    leaving: float = 0.0
+    messages: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """The tokens between a member and those it first meets at a level, over one link.
+
+    Attributes:
+        first: what goes with the first piece: queries.
+        keys: blocks of KV heads that come, and that leave.
+        token_bytes: of a key and a value of one head.
+    """
+
+    first: Duplex
+    keys: tuple[tuple[Block, ...], tuple[Block, ...]]
+    token_bytes: float
+
+    def cut(self, num_pieces: int) -> list[Duplex]:
+        """Returns what travels in each micro-partition."""
+        found = []
+        for number in range(num_pieces):
+            keys = [
+                self.token_bytes * sum(len(block.heads) * len(block.cut(number, num_pieces)) for block in blocks)
+                for blocks in self.keys
+            ]
+            coming, leaving = (self.first[way] * (number == 0) + keys[way] for way in range(2))
+            found.append(Duplex(coming, leaving, self.first.messages if coming or leaving else 0))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class MemberWork:
+    """The work of one member in a layer.
+
+    Attributes:
+        near_pairs: of its own partition.
+        at_once: by level, pairs with keys that are there, or have come at a level before.
+        by_piece: by level, pairs with keys that come in micro-partitions.
+        tokens, results: by level and link.
+        samples: queries for ratings, by link.
+        rated_pairs: of samples and its own keys.
+    """
+
+    num_tokens: int
+    near_pairs: int
+    at_once: Mapping[int, float]
+    by_piece: Mapping[int, float]
+    tokens: Mapping[tuple[int, Where], Traffic]
+    results: Mapping[tuple[int, Where], Duplex]
+    samples: Mapping[Where, Duplex]
+    rated_pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """The timeline of a layer, in seconds from its begin.
+
+    Attributes:
+        computed_s: of projections, ratings and attention, which are never at the same time.
+        arrivals: by level and piece, when its last token is there.
+        returned: by level and part, when the last result is there.
+    """
+
+    total_s: float
+    computed_s: float
+    arrivals: Mapping[tuple[int, int], float]
+    returned: Mapping[tuple[int, int], float]
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which nothing is computed."""
+        return self.total_s - self.computed_s
+
+
+def layer_time(
+    work: MemberWork, pieces: Sequence[int], rates: Rates, *, rated: bool = True, samples: bool = True
+) -> LayerTime:
+    """Simulates a layer.
+
+    Args:
+        pieces: micro-partitions of each level from 2 on.
+        rated: whether tokens are rated before they leave, as in all layers but the first and the last.
+        samples: whether the next layer rates, so that samples follow attention. They travel during the projection
+            behind attention, and delay the end of the layer if they take longer.
+    """
+    qkv_s, linear_s = rates.qkv_s * work.num_tokens, rates.linear_s * work.num_tokens
+    clock = qkv_s + rated * work.rated_pairs / rates.pairs_per_s
+    free = dict.fromkeys(product(("inside", "between"), range(2)), clock)
+    computed_s = clock + linear_s
+
+    def hand_over(where: Where, duplex: Duplex) -> float:
+        speed = rates.inside if where == "inside" else rates.between
+        for way in range(2):
+            last_s = duplex.messages * speed.message_s + duplex[way] / speed.bytes_per_s
+            free[where, way] = max(free[where, way], clock) + last_s
+        return max(free[where, 0], free[where, 1])
+
+    arrivals: dict[tuple[int, int], float] = {}
+    for level, num_pieces in enumerate(pieces, 2):
+        for number, where, duplex in _messages(work, level, num_pieces):
+            there_s = hand_over(where, duplex)
+            arrivals[level, number] = max(arrivals.get((level, number), 0.0), there_s)
+    returned: dict[tuple[int, int], float] = {}
+    near_s = work.near_pairs / rates.pairs_per_s
+    clock, computed_s = clock + near_s, computed_s + near_s
+    for level, num_pieces in enumerate(pieces, 2):
+        at_once_s = work.at_once.get(level, 0.0) / rates.pairs_per_s
+        piece_s = work.by_piece.get(level, 0.0) / rates.pairs_per_s / num_pieces
+        computed_s += at_once_s + piece_s * num_pieces
+        for number in range(num_pieces):
+            clock = max(clock, arrivals.get((level, number), 0.0))
+            if number < num_pieces - 1:
+                clock += piece_s + (at_once_s if number == 0 else 0.0)
+        last_s = piece_s + (at_once_s if num_pieces == 1 else 0.0)
+        for number in range(num_pieces):
+            clock += last_s / num_pieces
+            for (of, where), duplex in work.results.items():
+                if of == level:
+                    part = Duplex(duplex.coming / num_pieces, duplex.leaving / num_pieces, duplex.messages)
+                    there_s = hand_over(where, part)
+                    returned[level, number] = max(returned.get((level, number), 0.0), there_s)
+    clock = max([clock, *returned.values()])
+    total_s = clock + linear_s
+    if samples:
+        total_s = max([total_s, *(hand_over(where, duplex) for where, duplex in work.samples.items())])
+    return LayerTime(total_s=total_s, computed_s=computed_s, arrivals=arrivals, returned=returned)
+
+
+@lru_cache(maxsize=2**12)
+def member_works(
+    setting: SparseSetting | None, num_tokens: int, partition: int, hosts: tuple[int, ...], shape: ModelShape
+) -> tuple[MemberWork, ...]:
+    """Counts the work of each member in a layer, by the ratios of the first; None is `alltoall` without levels."""
+    starts = [min(num_tokens, member * partition) for member in range(len(hosts) + 1)]
+    runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
+    if setting is None:
+        return tuple(_exact_work(member, runs, hosts, shape) for member in range(len(hosts)))
+    return tuple(_sparse_work(setting, member, runs, hosts, shape) for member in range(len(hosts)))
+
+
+def _sparse_work(
+    setting: SparseSetting, me: int, runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape
+) -> MemberWork:
+    plan, heads = sparse_plan(setting, runs, runs), Heads(shape.num_heads, shape.num_kv_heads)
+    vector = shape.head_dim * shape.bytes_per_element
+    levels = {other: plan.level(me, other) for other in range(len(hosts)) if other != me}
+    queries: dict[tuple[int, Where], Duplex] = {}
+    keys: dict[tuple[int, Where], tuple[list[Block], list[Block]]] = {}
+    for other, level in levels.items():
+        at = level, _where(hosts, me, other)
+        both = [sent(setting, runs, runs, 0, heads, ends) for ends in ((other, me), (me, other))]
+        _add(queries, at, *(vector * sum(len(block.heads) * block.count for block in what.queries) for what in both))
+        for way, what in enumerate(both):
+            keys.setdefault(at, ([], []))[way].extend(what.keys)
+    at_once, by_piece = Counter[int](), Counter[int]()
+    results: dict[tuple[int, Where], Duplex] = {}
+    answers: dict[tuple[int, int], list[float]] = {}
+    for job in plan.jobs:
+        counts = {query: num_queries(setting, query, 0, 0, job.level) for query in job.queries}
+        for member in job.members:
+            num_heads = len(job.share(member, shape.num_heads, shape.num_kv_heads).heads)
+            for query, seen in zip(job.queries, job.sees, strict=True):
+                if me in {member, query.member} and member != query.member:
+                    other = query.member if member == me else member
+                    answers.setdefault((job.level, other), [0.0, 0.0])[member == me] += (
+                        (vector + 4) * num_heads * counts[query]
+                    )
+                for index in seen if member == me else ():
+                    key = job.keys[index]
+                    pairs = num_heads * counts[query] * setting.kept(key.size, 0, 0, job.level)
+                    (by_piece if levels.get(key.member) == job.level else at_once)[job.level] += pairs
+    for (level, other), ways in answers.items():
+        _add(results, (level, _where(hosts, me, other)), *ways)
+    samples: dict[Where, Duplex] = {}
+    sampled = [len(sampled_rows(sum(map(len, own)), setting.samples)) for own in runs]
+    for other in levels:
+        coming, leaving = (shape.num_heads * (vector + 4) * sampled[member] for member in (other, me))
+        _add(samples, _where(hosts, me, other), coming, leaving)
+    own = sum(map(len, runs[me]))
+    return MemberWork(
+        num_tokens=own,
+        near_pairs=shape.num_heads * own * (own + 1) // 2,
+        at_once=at_once,
+        by_piece=by_piece,
+        tokens={
+            at: Traffic(queries[at], (tuple(come), tuple(leave)), 2 * vector) for at, (come, leave) in keys.items()
+        },
+        results=results,
+        samples=samples,
+        rated_pairs=shape.num_heads * sum(sampled) * own,
+    )
+
+
+def _exact_work(me: int, runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape) -> MemberWork:
+    """Counts `alltoall`, as a second level that all belongs to: nothing is attended before all is there."""
+    shares = spread_heads(shape.num_heads, shape.num_kv_heads, len(hosts))
+    sizes = [sum(map(len, own)) for own in runs]
+    vector = shape.head_dim * shape.bytes_per_element
+    vectors = [len(share.heads) + 2 * len(share.kv_heads) for share in shares]
+    tokens: dict[tuple[int, Where], Duplex] = {}
+    results: dict[tuple[int, Where], Duplex] = {}
+    for other in range(len(hosts)):
+        if other != me:
+            at = 2, _where(hosts, me, other)
+            _add(tokens, at, vector * vectors[me] * sizes[other], vector * vectors[other] * sizes[me])
+            heads = len(shares[other].heads), len(shares[me].heads)
+            _add(results, at, vector * heads[0] * sizes[me], vector * heads[1] * sizes[other])
+    pairs = len(shares[me].heads) * sum(sizes) * (sum(sizes) + 1) // 2
+    return MemberWork(
+        num_tokens=sizes[me],
+        near_pairs=0,
+        at_once={},
+        by_piece={2: pairs},
+        tokens={at: Traffic(duplex, ((), ()), 2 * vector) for at, duplex in tokens.items()},
+        results=results,
+        samples={},
+        rated_pairs=0,
+    )
+
+
+@lru_cache(maxsize=2**14)
+def _messages(work: MemberWork, level: int, num_pieces: int) -> list[tuple[int, Where, Duplex]]:
+    """Lists what travels before attention for a level that is cut into so many pieces: number, link, bytes."""
+    found = [
+        (number, where, duplex)
+        for (of, where), traffic in work.tokens.items()
+        for number, duplex in enumerate(traffic.cut(num_pieces))
+        if of == level and duplex.messages
+    ]
+    return sorted(found, key=lambda one: one[0])
+
+
+def _where(hosts: Sequence[int], me: int, other: int) -> Where:
+    return "inside" if hosts[me] == hosts[other] else "between"
+
+
+def _add(found: dict[Key, Duplex], at: Key, coming: float, leaving: float) -> None:
+    old = found.get(at, Duplex())
+    found[at] = Duplex(old.coming + coming, old.leaving + leaving, old.messages + 1)

@@ -1,0 +1,282 @@
+"""Laws of the simulated pipeline of sparse attention, and of the enumeration of its configurations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.core.runs import Run
+from longspan.core.sparse import SparseSetting
+from longspan.core.sparse_plan import Heads, ratios_by_rule, segments_of, work_of_layer
+from longspan.cost import csa_search
+from longspan.cost.architecture import ModelShape
+from longspan.cost.csa_pipeline import Duplex, LinkSpeed, MemberWork, Rates, Traffic, layer_time, member_works
+from longspan.cost.csa_search import Configuration, Grid, Group, least_loss, least_ttft
+from longspan.policy.csps import CsaConfig
+
+SHAPE = ModelShape(num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, bytes_per_element=2)
+FREE = LinkSpeed(1e30)
+RATES = Rates(
+    inside=LinkSpeed(100e9), between=LinkSpeed(5e9), pairs_per_s=4e11, qkv_s=2.5e-7, linear_s=1.7e-7, rest_s=1e-6
+)
+GROUP = Group(shape=SHAPE, hosts=(0, 0, 1, 1), rates=RATES)
+SMALL = Grid(drops=(0.0, 0.2, 0.4, 0.6, 0.8), near_pieces=(1, 2, 4), far_pieces=(1, 3))
+
+
+def setting_of(group: Group, num_tokens: int, levels: int, drop: float) -> SparseSetting:
+    return SparseSetting(
+        partition=group.partition(num_tokens),
+        segments=segments_of(len(group.hosts), group.hosts, levels),
+        drop=((ratios_by_rule(drop, levels),),),
+        mode=group.mode,
+    )
+
+
+def works_of(group: Group, num_tokens: int, levels: int, drop: float) -> tuple[SparseSetting, tuple[MemberWork, ...]]:
+    setting = setting_of(group, num_tokens, levels, drop)
+    return setting, member_works(setting, num_tokens, setting.partition, group.hosts, group.shape)
+
+
+def two_members(coming: float, results: float, near: int = 0, at_once: float = 0, by_piece: float = 0) -> MemberWork:
+    """One level above the first, over the link inside; queries and keys in one."""
+    return MemberWork(
+        num_tokens=1,
+        near_pairs=near,
+        at_once={2: at_once},
+        by_piece={2: by_piece},
+        tokens={(2, "inside"): Traffic(Duplex(coming, 0, 1), ((), ()), 0)},
+        results={(2, "inside"): Duplex(results, 0, 1)},
+        samples={},
+        rated_pairs=0,
+    )
+
+
+UNIT = Rates(inside=LinkSpeed(1.0), between=LinkSpeed(1.0), pairs_per_s=1.0, qkv_s=3.0, linear_s=2.0)
+
+
+@pytest.mark.parametrize("mode", ["qkv", "kv"])
+@pytest.mark.parametrize(
+    ("hosts", "num_tokens", "levels"),
+    [((0, 0, 1, 1), 4096, 3), ((0,) * 5, 1001, 4), ((0, 0, 0, 1, 1, 1), 3000, 3), ((0,) * 5, 81, 2)],
+)
+def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, levels) -> None:
+    """The sums are those of `work_of_layer`, which tests compare with what is sent."""
+    group = replace(GROUP, hosts=hosts, mode=mode)
+    setting, works = works_of(group, num_tokens, levels, 0.22)
+    starts = [min(num_tokens, member * setting.partition) for member in range(len(hosts) + 1)]
+    runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
+    layer = work_of_layer(setting, runs, runs, 3, 8, Heads(32, 8), 128, 2)
+    assert sum(work.near_pairs for work in works) == layer.near_pairs
+    assert sum(sum(work.at_once.values()) + sum(work.by_piece.values()) for work in works) == layer.far_pairs
+    for way in range(2):
+        tokens = [duplex for work in works for traffic in work.tokens.values() for duplex in traffic.cut(3)]
+        samples = [duplex for work in works for duplex in work.samples.values()]
+        assert sum(duplex[way] for duplex in tokens + samples) == layer.sent_bytes
+        assert sum(duplex[way] for work in works for duplex in work.results.values()) == layer.returned_bytes
+
+
+def test_nothing_overlaps_without_a_partition_of_its_own() -> None:
+    """One piece, and all of attention waits for it: the sum of the five times of Eq. 7."""
+    found = layer_time(two_members(coming=7, results=5, by_piece=11), (1,), UNIT)
+    assert found.total_s == 3 + 7 + 11 + 5 + 2
+    assert found.exposed_s == 7 + 5
+
+
+def test_exact_attention_of_one_level_overlaps_nothing() -> None:
+    work = member_works(None, 4096, 1024, (0, 0, 0, 0), SHAPE)[0]
+    heads, own = 8, 1024
+    vectors = (heads + 2 * 2) * 3 * own * 256
+    pairs = heads * 4096 * 4097 // 2
+    seconds = [own * RATES.qkv_s, vectors / 100e9, pairs / 4e11, 3 * own * heads * 256 / 100e9, own * RATES.linear_s]
+    assert layer_time(work, (1,), RATES, rated=False, samples=False).total_s == pytest.approx(sum(seconds))
+
+
+def test_what_comes_is_hidden_by_the_own_partition() -> None:
+    found = layer_time(two_members(coming=7, results=0, near=7, at_once=4, by_piece=11), (1,), UNIT)
+    assert found.exposed_s == 0
+    assert layer_time(two_members(coming=8, results=0, near=7, by_piece=11), (1,), UNIT).exposed_s == 1
+
+
+def test_results_travel_while_the_last_piece_is_attended() -> None:
+    """Four parts of 3 s each, whose results take 2 s each: only those of the last are waited for."""
+    found = layer_time(two_members(coming=0, results=8, by_piece=48), (4,), UNIT)
+    assert found.returned == {(2, part): 3 + 36 + 3 * (part + 1) + 2 for part in range(4)}
+    assert found.exposed_s == 2
+    slow = layer_time(two_members(coming=0, results=40, by_piece=48), (4,), UNIT)
+    assert slow.returned == {(2, part): 3 + 36 + 3 + 10 * (part + 1) for part in range(4)}, "one after another"
+
+
+def test_keys_that_are_there_are_attended_with_the_first_piece() -> None:
+    """So results of a level whose keys are all there wait until all is attended, into however many they are cut."""
+    times = [layer_time(two_members(0, 8, at_once=48), (pieces,), UNIT).exposed_s for pieces in (1, 2, 8)]
+    assert times == [8, 8, 8]
+
+
+def test_near_tokens_arrive_first_and_results_in_order() -> None:
+    _, works = works_of(replace(GROUP, hosts=(0,) * 4), 65536, 3, 0.2)
+    for work in works:
+        found = layer_time(work, (4, 3), RATES)
+        order = [(2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2)]
+        assert [*found.arrivals] == [*found.returned] == order
+        assert all(found.arrivals[one] <= found.arrivals[next_] for one, next_ in pairwise(order))
+        assert all(found.returned[one] <= found.returned[next_] for one, next_ in pairwise(order))
+
+
+def test_links_of_hosts_and_between_them_work_at_the_same_time() -> None:
+    _, works = works_of(GROUP, 65536, 3, 0.0)
+    quick, slow = (msg_rates(LinkSpeed(100e9), LinkSpeed(speed)) for speed in (5e9, 1e9))
+    for work in works:
+        one, other = layer_time(work, (2, 1), quick).arrivals, layer_time(work, (2, 1), slow).arrivals
+        assert one[2, 1] == other[2, 1]
+        assert one[3, 0] < other[3, 0]
+
+
+def msg_rates(inside: LinkSpeed, between: LinkSpeed) -> Rates:
+    return Rates(inside=inside, between=between, pairs_per_s=RATES.pairs_per_s, qkv_s=2.5e-7)
+
+
+@given(
+    st.sampled_from([2, 3]), st.sampled_from([0.0, 0.3, 0.7]), st.floats(1e8, 1e12), st.integers(1, 16),
+    st.integers(1, 8),
+)  # fmt: skip
+def test_micro_partitions_are_never_slower_than_none_without_latency(levels, drop, speed, near, far) -> None:
+    """Between two numbers of them that is no law: what is attended last, beside results, is less with more of them."""
+    rates = msg_rates(LinkSpeed(speed), LinkSpeed(speed / 10))
+    for work in works_of(GROUP, 16384, levels, drop)[1]:
+        cut = layer_time(work, (near, far)[: levels - 1], rates).total_s
+        assert cut <= layer_time(work, (1, 1)[: levels - 1], rates).total_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_doubling_micro_partitions_is_never_slower_where_results_weigh_nothing(levels) -> None:
+    for work in works_of(GROUP, 65536, levels, 0.25)[1]:
+        light = replace(work, results={})
+        times = [layer_time(light, (pieces,) * (levels - 1), RATES).total_s for pieces in (1, 2, 4, 8, 16)]
+        assert all(more <= less * (1 + 1e-9) for less, more in pairwise(times))
+
+
+def test_messages_that_take_long_to_start_are_better_few() -> None:
+    group = replace(GROUP, rates=msg_rates(LinkSpeed(100e9, 0.1), LinkSpeed(100e9, 0.1)))
+    assert Grid().quickest(group, 65536, 3, 0.0)[1].micro_partitions == (1, 1)
+
+
+def test_free_links_leave_computation_alone() -> None:
+    for work in works_of(GROUP, 65536, 3, 0.2)[1]:
+        found = layer_time(work, (4, 2), msg_rates(FREE, FREE))
+        assert found.exposed_s == pytest.approx(0, abs=1e-12)
+
+
+def test_ttft_is_that_of_layers_and_the_rest() -> None:
+    """The first and the last layer drop nothing; those between rate; samples follow each that one of these follows."""
+    num_tokens, pieces = 16384, (4, 2)
+    setting, dropped = works_of(GROUP, num_tokens, 3, 0.4)
+    exact = member_works(setting.exact, num_tokens, setting.partition, GROUP.hosts, SHAPE)
+
+    def slowest(works: tuple[MemberWork, ...], **kinds: bool) -> float:
+        return layer_time(
+            max(works, key=lambda work: layer_time(work, (1, 1), RATES).total_s), pieces, RATES, **kinds
+        ).total_s
+
+    layers = [slowest(exact, rated=False, samples=True), *[slowest(dropped)] * 5]
+    layers += [slowest(dropped, samples=False), slowest(exact, rated=False, samples=False)]
+    found = GROUP.ttft_s(num_tokens, Configuration(3, 0.4, pieces))
+    assert found == pytest.approx(sum(layers) + 1e-6 * num_tokens)
+
+
+# -------------------------------------------------------------------- configurations
+
+
+def test_levels_go_by_where_members_are() -> None:
+    assert replace(GROUP, hosts=(0,) * 8).levels() == (1, 2)
+    assert replace(GROUP, hosts=(0,) * 4 + (1,) * 4).levels() == (2, 3)
+    assert replace(GROUP, hosts=(0,) * 4 + (1,) * 4, racks=2).levels() == (3, 4)
+    assert replace(GROUP, hosts=(0, 1)).levels() == (2,), "two members have no third level"
+
+
+def test_ratios_of_layers_follow_deviations() -> None:
+    group = replace(GROUP, deviations=(9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0))
+    ratios = group.layer_ratios(0.2)
+    assert ratios[0] == ratios[-1] == 0
+    assert ratios[1] / ratios[2] == pytest.approx(1.0 / 1.5)
+    assert ratios[4] / ratios[3] == pytest.approx(0.5)
+    far = replace(GROUP, deviations=(1.0, 1.0, 100.0, *(1.0,) * 5)).layer_ratios(0.4)
+    assert max(far) == pytest.approx(0.6)
+    assert min(far[1:-1]) == pytest.approx(0.2)
+    assert all(one <= more for one, more in zip(group.layer_ratios(0.4), group.layer_ratios(0.42), strict=True))
+    with pytest.raises(ValueError, match="3 standard deviations given for 8 layers"):
+        replace(GROUP, deviations=(1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize("deviations", [(), (9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0)])
+def test_settings_are_what_the_policy_reads(deviations) -> None:
+    group, configuration = replace(GROUP, deviations=deviations, mode="kv"), Configuration(3, 0.2, (4, 2))
+    config = CsaConfig.parse(json.dumps(group.settings(configuration)))
+    assert (config.levels, config.pieces(), config.drop_mode) == (3, (4, 2), "kv")
+    table = config.table()
+    for layer, ratio in enumerate(group.layer_ratios(0.2)):
+        if 0 < layer < 7:
+            [by_level] = table[min(layer, len(table) - 1)]
+            assert by_level == pytest.approx(ratios_by_rule(ratio, 3))
+
+
+def invented(num_tokens: int, mean_drop: tuple[float, ...]) -> float:
+    """An invented loss in points: near drops cost more, and long prompts a little more."""
+    weights = (4.0, 2.0, 1.0)[: len(mean_drop)]
+    costs = [weight * (ratio + 8 * ratio**2) for weight, ratio in zip(weights, mean_drop, strict=True)]
+    return sum(costs) * 0.5 * (num_tokens / 65536) ** 0.2
+
+
+def brute_force(group: Group, num_tokens: int, grid: Grid) -> list[tuple[float, float]]:
+    """Lists time and loss of all that the grid has."""
+    found = []
+    for levels in group.levels():
+        pieces = (grid.near_pieces, grid.far_pieces, grid.far_pieces)[: levels - 1]
+        for drop, cut in product(grid.drops if levels > 1 else (0.0,), product(*pieces)):
+            one = Configuration(levels, drop, cut)
+            found.append((group.ttft_s(num_tokens, one), invented(num_tokens, group.mean_drop(one))))
+    return found
+
+
+@pytest.mark.parametrize("hosts", [(0,) * 4, (0, 0, 1, 1)])
+@pytest.mark.parametrize("deviations", [(), (9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0)])
+def test_enumeration_finds_the_best_of_all(hosts, deviations) -> None:
+    group = replace(GROUP, hosts=hosts, deviations=deviations)
+    everything = brute_force(group, 40000, SMALL)
+    for max_loss in (0.0, 1.0, 3.0, 6.0, 100.0):
+        found = least_ttft(group, 40000, invented, max_loss, SMALL)
+        assert found is not None
+        assert found.ttft_s == min(ttft_s for ttft_s, loss in everything if loss <= max_loss)
+        assert found.loss == invented(40000, group.mean_drop(found.configuration)) <= max_loss
+    times = sorted(ttft_s for ttft_s, _ in everything)
+    for max_ttft_s in (times[0], times[len(times) // 3], times[len(times) // 2], times[-1]):
+        found = least_loss(group, 40000, invented, max_ttft_s, SMALL)
+        assert found is not None
+        best = min((loss, ttft_s) for ttft_s, loss in everything if ttft_s <= max_ttft_s)
+        assert (found.loss, found.ttft_s) == best
+        assert found.ttft_s == group.ttft_s(40000, found.configuration) <= max_ttft_s
+
+
+def test_what_no_configuration_meets_is_said() -> None:
+    assert least_loss(GROUP, 40000, invented, 1e-9, SMALL) is None
+    across = replace(GROUP, racks=2, hosts=(0, 0, 1, 1))
+    assert across.levels() == (3,)
+    assert least_ttft(across, 40000, invented, 0.0, SMALL) is None, "by the rule, three levels always drop"
+
+
+def test_a_branch_ends_where_the_constraint_breaks(monkeypatch) -> None:
+    asked = []
+    quickest = Grid.quickest
+
+    def counted(grid: Grid, group: Group, num_tokens: int, levels: int, drop: float):
+        asked.append((levels, drop))
+        return quickest(grid, group, num_tokens, levels, drop)
+
+    monkeypatch.setattr(csa_search.Grid, "quickest", counted)
+    least_ttft(GROUP, 40000, invented, 1.0, SMALL)
+    assert asked == [(2, 0.0), (2, 0.2)]
+    assert invented(40000, GROUP.mean_drop(Configuration(2, 0.4))) > 1.0
