@@ -33,8 +33,7 @@ class SparseSetting(NamedTuple):
         mode: what is dropped of a token.
         micro_partitions: into how many pieces is cut what members send that meet at a level, from level 2 on, and so
             are the results of that level; empty for one each.
-        samples: queries of each member by which keys are rated.
-        rate_by: whose attention counts.
+        samples, rate_by: queries of each member by which keys are rated, and whose attention counts.
     """
 
     partition: int

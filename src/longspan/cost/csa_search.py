@@ -62,7 +62,7 @@ class Group:
     racks: int = 1
     mode: DropMode = "qkv"
     block_size: int = 16
-    samples: int = 32
+    samples: int = 64
     deviations: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
