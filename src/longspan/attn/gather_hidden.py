@@ -15,7 +15,7 @@ from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberParts, attend_all, gather_runs
 from longspan.attn.paged import PagedKv
-from longspan.attn.sparse import AlonePart, SparseLayer, attend_alone
+from longspan.attn.sparse.alone import AlonePart, SparseLayer, attend_alone
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import split_heads
 from longspan.core.runs import Run, num_tokens

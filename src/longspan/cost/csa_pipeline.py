@@ -1,6 +1,6 @@
 """The time of a long prompt with sparse attention, by a simulated pipeline (CSPS §3.2.5 and Eq. 6 and 7).
 
-The timeline is of one member, and does what `attn/sparse.py` does: all tokens leave after the projections, near members
+The timeline is of one member, and does what `attn/sparse` does: all tokens leave after the projections, near members
 first; a level is attended as its pieces come; the last piece of keys is attended in as many parts of the queries, whose
 results travel meanwhile. A member has two links, inside its host and between hosts. On each, messages go one after
 another in the order in which they are handed over, both ways by themselves. Others are taken to be as far as this

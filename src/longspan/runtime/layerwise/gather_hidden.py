@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspan.attn.gather_hidden import GatherHidden
-from longspan.attn.sparse import SparseLayer
+from longspan.attn.sparse.alone import SparseLayer
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import StepContext
 
