@@ -141,7 +141,7 @@ class Case:
         short, long = self.alone[TP], self.alone[CSA]
         pick = [long if length > LONG else short for length in self.input_lens]
         return Times(
-            gpus=[one.gpus[i] for i, one in enumerate(pick)],
+            gpus=[one.gpus[i] for i, one in enumerate(pick) if one.gpus],
             ttft_s=[one.ttft_s[i] for i, one in enumerate(pick)],
             tbt_s=[one.tbt_s[i] for i, one in enumerate(pick)],
             response_s=[one.response_s[i] for i, one in enumerate(pick)],
@@ -339,5 +339,3 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `--serving`."""
     parser.add_argument("--models", nargs="+", default=tuple(MODELS), choices=tuple(MODELS))
     parser.add_argument("--json", type=Path, help="write the figures that claims need to this file")
-
-
