@@ -16,7 +16,7 @@ import csps
 import kv_runahead
 import seesaw
 import tetris
-from verdicts import RULES, Claim, report_claims
+from verdicts import RULES, report_claims
 
 STORED = Path(__file__).with_name("claims.json")
 

@@ -4,18 +4,19 @@
 
 `--json csps_serving.json` keeps the figures by which the claims page goes.
 
-- Lengths are log-normal, through median and P99 of Table 2; the distribution is not given. There are 40 requests of each
-  data set, one for each fortieth of the distribution; input and output are paired at random.
-- Sarathi-Serve is policy `chunked` with TP4 PP2, 8 GPUs: chunks of 256 tokens as in the paper, or tuned, which is the best
-  of several sizes for mean response time. A stage computes a chunk while the other computes the next.
+- Lengths are log-normal, through median and P99 of Table 2; the distribution is not given. There are 40 requests of
+  each data set, one for each fortieth of the distribution; input and output are paired at random.
+- Sarathi-Serve is policy `chunked` with TP4 PP2, 8 GPUs: chunks of 256 tokens as in the paper, or tuned, which is the
+  best of several sizes for mean response time. A stage computes a chunk while the other computes the next.
 - `ntp` is policy `csps` with exchange `alltoall`, on as many instances of one GPU as the prompt has partitions of 64K
   tokens, in one step; `ntp, csa` also drops tokens: 22 % of them in the mean over layers, heads and levels. `tp` is
   `csps` with exchange `gather_hidden` on 8 GPUs. Prompts of up to 100K tokens are for `tp`, longer ones for `ntp`.
 - `alone`: no request meets another. A group of `csps` is all instances of a cluster today, so each number of GPUs is a
   cluster of its own, of hosts that have equally many.
 - `served`: both on 8 GPUs of one host, with an eighth of the requests of 64 GPUs, Poisson. There `ntp` takes steps of
-  8,192 tokens per GPU, `ntp, csa` whole prompts as far as memory allows; decodes wait for them, since the policy does not
-  move requests to other GPUs for decode, as the paper does (4.2).
+  8,192 tokens per GPU, `ntp, csa` of 32,768, which is a whole prompt of up to 256K; of longer ones each step is priced
+  as the first, which drops too little. Decodes wait for these steps, since the policy does not move requests to other
+  GPUs for decode, as the paper does (4.2).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LONG = 100_000
 """Longer prompts are for `ntp` (section 3.2.2)."""
 DROPPED = 0.22
 """Mean drop ratio without loss of accuracy (section 5.3)."""
-RATES = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
+RATES = (0.03, 0.06, 0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
 """Requests per second of 64 GPUs; the paper has 1."""
 SARATHI, TUNED, NTP, CSA, TP = "sarathi 256", "sarathi tuned", "ntp", "ntp, csa", "tp"
 _CHUNKS = (512, 1024, 2048, 4096, 8192)
@@ -80,7 +81,7 @@ DATA_SETS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """What became of each request by one system.
+    """Times of each request by one system.
 
     Attributes:
         gpus: that the request took.
@@ -99,7 +100,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What became of all requests that 8 GPUs served at one rate.
+    """Means over all requests that 8 GPUs served at one rate.
 
     Attributes:
         gpus: of each request.
