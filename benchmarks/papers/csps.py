@@ -291,8 +291,8 @@ def _rate(cases: Sequence[Case]) -> Claim:
     if not ours or len(ours) < len(cases):
         return Claim("5.3, Fig. 17", says, "1.6 to 2.5", _NOT_KEPT)
     why = (
-        "At twice the response time of Sarathi-Serve alone, between simulated rates; the paper gives neither its latency "
-        f"nor its numbers of GPUs. Over Sarathi-Serve with tuned chunks it is {min(tuned):.2f} to {max(tuned):.2f} times."
+        "At twice the response time of Sarathi-Serve alone, between simulated rates; the paper gives neither its "
+        f"latency nor its GPUs. With tuned chunks of Sarathi-Serve it is {min(tuned):.2f} to {max(tuned):.2f} times."
     )
     return Claim("5.3, Fig. 17", says, in_range(1.6, 2.5, ours), why)
 
