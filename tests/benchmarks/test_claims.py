@@ -14,6 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 import claims
 import context_parallelism
+import csps
+import csps_serving
 import kv_runahead
 import seesaw
 import seesaw_serving
@@ -71,7 +73,7 @@ def test_only_required_claims_that_do_not_hold_make_a_script_fail(
         pytest.param("KV-Runahead", kv_runahead.claims, marks=pytest.mark.full),
         ("Tetris", tetris.claims),
         ("Seesaw", seesaw.claims),
-        ("CSPS", claims.csps),
+        ("CSPS", csps.claims),
     ],
 )
 def test_kept_verdicts_are_those_of_today(paper: str, found: Callable[[], list[Claim]]) -> None:
@@ -150,3 +152,73 @@ def test_claims_of_seesaw_go_by_all_points_of_its_figures() -> None:
     without = [replace(point, pairs={}) for point in points]
     verdicts = {claim.says[:20]: claim.verdict for claim in seesaw.claims(without)}
     assert verdicts["It is the best at ev"] == "not modelled" and verdicts["Of single ones, PP8 "] == "holds"
+
+
+def made_case(model: str, data_set: csps_serving.DataSet, *, gpus: list[int]) -> csps_serving.Case:
+    """A short prompt and a long one, of which CSPS is seven times as quick as Sarathi-Serve at all rates."""
+    slow = csps_serving.Times(gpus=[8, 8], ttft_s=[7.0, 70.0], tbt_s=[0.1, 0.1], response_s=[9.0, 90.0])
+    quick = csps_serving.Times(gpus=gpus, ttft_s=[1.0, 10.0], tbt_s=[0.02, 0.02], response_s=[1.0, 10.0])
+    systems = {csps_serving.SARATHI: slow, csps_serving.TUNED: slow}
+    systems |= dict.fromkeys((csps_serving.NTP, csps_serving.CSA, csps_serving.TP), quick)
+
+    def served(name: str, rate: float) -> csps_serving.Means:
+        factor = 1.0 if name in {csps_serving.SARATHI, csps_serving.TUNED} else 1 / 7
+        per_s = 100.0 / factor
+        return csps_serving.Means(
+            gpus=8,
+            ttft_s=100 * rate * factor,
+            tbt_s=0.1 * factor,
+            response_s=100 * rate * factor,
+            prefill_tokens_per_s=per_s,
+            decode_tokens_per_s=per_s,
+        )
+
+    return csps_serving.Case(
+        model=model,
+        data_set=data_set.name,
+        input_lens=[50_000, 200_000],
+        output_lens=[100, 100],
+        tuned=2048,
+        alone=systems,
+        served={rate: {name: served(name, rate) for name in systems} for rate in (0.1, 1.0, 10.0)},
+    )
+
+
+def test_claims_of_csps_go_by_all_cases_that_were_kept() -> None:
+    """As `csps.py --serving --json` keeps them."""
+    cases = [
+        made_case(model, data_set, gpus=[1, 4]) for model in csps_serving.MODELS for data_set in csps_serving.DATA_SETS
+    ]
+    found = {claim.where + claim.says[:10]: claim for claim in csps.claims(cases)}
+    assert "not modelled" not in {claim.verdict for claim in found.values()}
+    ttft, prefill = found["5.3, Fig. 14TTFT of Sa"], found["5.3, Table 4Throughput"]
+    assert ttft.verdict == "holds" and "GLM-4, NeedleBench, alone (2.5 : 8 GPUs) 7" in str(ttft.row()["ours"])
+    assert prefill.row()["paper"] == "4.3 to 5.2", "decode comes last"
+    assert found["5.3, Fig. 171.6 to 2.5"].verdict == "fails", "seven times the rate is more than the paper has"
+    without = {claim.where: claim.verdict for claim in csps.claims([])}
+    assert without["5.3, Fig. 14"] == "not modelled" and without["4.1, Table 3"] == "holds"
+
+
+def test_a_row_of_csps_that_does_not_say_its_gpus_makes_the_script_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    """With different numbers of them the comparison says nothing."""
+    data_set = csps_serving.DATA_SETS[0]
+    good, bad = (made_case("internlm2.5-7b", data_set, gpus=gpus) for gpus in ([1, 4], []))
+    assert csps.rows_are_complete(csps.rows(good))
+    assert {(row.gpus, row.baseline_gpus) for row in csps.rows(good)} == {(2.5, 8.0), (8, 8)}
+    assert not csps.rows_are_complete(csps.rows(replace(bad, alone=bad.alone | {csps_serving.TP: good.alone["tp"]})))
+    assert "does not say how many GPUs a request has: alone: ntp / sarathi 256" in capsys.readouterr().out
+    assert csps.rows_are_complete([row for case in csps_serving.stored() for row in csps.rows(case)])
+
+
+def test_lengths_of_csps_have_the_medians_of_table_2() -> None:
+    for data_set in csps_serving.DATA_SETS:
+        inputs, outputs = csps_serving.lengths(data_set, 1001)
+        assert (inputs[500], sorted(outputs)[500]) == (data_set.input_len[0], data_set.output_len[0])
+        assert inputs[990] == pytest.approx(data_set.input_len[1], rel=0.05) and inputs == sorted(inputs)
+
+
+def test_a_rate_lies_between_those_that_were_simulated() -> None:
+    response_s = {0.5: 10.0, 1.0: 20.0, 2.0: 80.0}
+    assert csps.rate_at(10.0, response_s) == pytest.approx(0.5)
+    assert csps.rate_at(40.0, response_s) == pytest.approx(2**0.5)
+    assert csps.rate_at(100.0, response_s) is csps.rate_at(5.0, response_s) is None

@@ -26,6 +26,7 @@ MODELS = {  # billions of parameters, as their names or papers say
     "falcon-1b": 1.31,
     "falcon-7b": 6.9,
     "glm-4-9b": 9.4,
+    "glm-4-9b-1m": 9.48,
     "internlm2.5-7b": 7.7,
     "smollm2-135m": 0.1345,
 }

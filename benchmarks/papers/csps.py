@@ -1,0 +1,524 @@
+"""CSPS: its sequence parallelism beside the cost model and the simulator, and all its claims.
+
+    python benchmarks/papers/csps.py             # some seconds; figures of serving are those that were kept
+    python benchmarks/papers/csps.py --serving   # simulates section 5 anew, some ten minutes
+
+Exits with 1 when a row that compares CSPS with Sarathi-Serve does not say how many GPUs a request has with each, or
+unless queries travel 100 times as quickly as keys and values (Table 3).
+
+64 A100 of 40 GB on 8 hosts with 400 Gb/s each. What is served, and how, is in `csps_serving.py`. Not tested are slips
+of the paper: the volume of queries, keys and values as 3 N S S, the absolute times of Table 3, and throughputs in
+Table 4 that contradict its TTFT: 113K tokens at 226 per second take 500 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import csps_serving
+from cells import Setting
+from csps_serving import (
+    CSA,
+    DATA_SETS,
+    GPUS_PER_HOST,
+    LONG,
+    MODELS,
+    NTP,
+    NUM_GPUS,
+    PARTITION,
+    SARATHI,
+    TP,
+    TUNED,
+    Case,
+    DataSet,
+    Means,
+    Times,
+)
+from rich.console import Console
+from rich.table import Table
+from verdicts import Check, Claim, bound, in_range, numbers, report_claims
+
+from longspan.core.cluster import Cluster
+from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, Exchange
+from longspan.core.runs import Run
+from longspan.core.sparse_plan import Savings, savings
+from longspan.cost import catalog
+from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.channels import exchanged_bytes
+from longspan.cost.estimate import Estimate, PromptShape
+from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.topology import Devices
+from longspan.workload.arrivals import Arrival, Workload, text
+
+_LENGTHS = {"128K": 2**17, "256K": 2**18, "512K": 2**19, "1M": 2**20}
+_PAPER_RATE = 1.0
+_BLOCK = 256
+_NOT_KEPT = "The stored run did not keep these numbers: run csps.py --serving."
+
+
+def main(cases: Sequence[Case] | None = None) -> bool:
+    """Prints the claims, and what they rest on; returns whether what is required holds."""
+    cases = csps_serving.stored() if cases is None else cases
+    for case in cases:
+        _print_rows(case)
+    passed = rows_are_complete([row for case in cases for row in rows(case)])
+    if cases:
+        _print_response(cases)
+    _print_shares()
+    _print_load()
+    return report_claims("CSPS", claims(cases)) and passed
+
+
+def claims(cases: Sequence[Case] | None = None) -> list[Claim]:
+    """Lists the claims of the paper; those of section 5 go by the cases that were kept."""
+    cases = csps_serving.stored() if cases is None else cases
+    return [
+        Claim(
+            "3.1, Fig. 2",
+            "With chunks of 256 one after the other TTFT grows from 1.6 s at 1K tokens to 213 s at 1M.",
+            _fig_2_ttft(),
+            "Ours are of InternLM2.5 and requests alone, on 8 GPUs; the paper's at 1K wait for others. At 1M ours "
+            "reach less of the peak in chunks of 256 than in chunks of 8,192, which take 171 s.",
+        ),
+        Claim(
+            "3.1, Fig. 2",
+            "TBT of Sarathi-Serve grows from 0.54 s at 1K tokens to 9.6 s at 1M.",
+            _fig_2_tbt(),
+            "Ours is of a token that waits for a chunk of 256 behind as many tokens, which is all that a step computes "
+            "besides decodes; the paper does not say what else its tokens wait for.",
+        ),
+        Claim("3.2.3, Fig. 5", "SP-NTP spends 13 to 34 % of TTFT on messages.", _messages(), _BY_FLOPS),
+        Claim("3.2.3, Fig. 5", "SP-NTP spends 18 to 43 % of TTFT on attention.", _attention(), _BY_FLOPS),
+        Claim(
+            "4.1, Table 3",
+            "Queries of a token travel 100 times as quickly as all keys and values, or more (879 times in Table 3).",
+            bound(_kv_over_q(), least=100),
+            required=True,
+        ),
+        _over_sarathi(cases, "TTFT", "5.3, Fig. 14", "TTFT of Sarathi-Serve is {} times as long.", (6.1, 7.5)),
+        _over_sarathi(cases, "TBT", "5.3, Fig. 15", "TBT of Sarathi-Serve is {} times as long.", (1.6, 1.92)),
+        _ntp_over_tp(cases),
+        Claim(
+            "5.3",
+            "Dropping 22 % of the tokens saves 19 % of the messages' time and 28 % of the computation's.",
+            _dropped(),
+            "Queries, keys and values are dropped alike, so that bytes fall by the drop ratio, and pairs above level "
+            "1 by nearly twice that. By the paper's rule three levels drop 23 % at least, so there are two. How ratios "
+            "differ by layer, head and level in the paper is not given.",
+        ),
+        _over_sarathi(
+            cases, "response", "5.3, Fig. 16", "Response times of Sarathi-Serve are {} times as long.", (8.3, 9.8)
+        ),
+        _over_sarathi(
+            cases, "prefill", "5.3, Table 4", "Throughput of prefill is {} times that of Sarathi-Serve.", (7.1, 8.2)
+        ),
+        _over_sarathi(
+            cases, "decode", "5.3, Table 4", "Throughput of decode is {} times that of Sarathi-Serve.", (4.3, 5.2)
+        ),
+        _rate(cases),
+        Claim(
+            "Supplement A",
+            "SP-NTP with gathered weights sends less than SP-TP from 96K tokens on (three GPUs, model size 16K).",
+            numbers({"": (96 * 1024, crossing(_wide(), 3))}),
+        ),
+    ]
+
+
+_BY_FLOPS = (
+    "Attention grows with the length while a GPU's partition does not: at 1M tokens it has 95 % of the FLOPs. To take "
+    "43 % of the time, with 34 % for messages, it would have to reach ten times the part of the peak that products do. "
+    "csps.py prints the arithmetic."
+)
+_PRODUCTS = (
+    "By 64K tokens a GPU, prompts of 100K to 448K have fewer GPUs than with Sarathi-Serve, and the products are the "
+    "same. With 8 GPUs for each, CSPS gains what chunks of 256 lose, what is dropped, and the queue that follows. At 1 "
+    "request/s NeedleBench needs more than the peak of 64 A100, which csps.py prints."
+)
+_DECODE = (
+    "A decode on few GPUs without TP reads all weights on each of them, where Sarathi-Serve splits them over 8; beside "
+    "prompts our decodes wait for steps of whole prompts, since they are not moved to other GPUs."
+)
+
+
+# ---------------------------------------------------------------- serving
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A system beside another one.
+
+    Attributes:
+        gpus, baseline_gpus: of a request, in the mean; None when that was not kept.
+        ratios: of times the baseline's over ours, of throughput ours over the baseline's: more is better.
+    """
+
+    name: str
+    gpus: float | None
+    baseline_gpus: float | None
+    ratios: Mapping[str, float]
+
+    @property
+    def gpus_text(self) -> str:
+        return " : ".join("?" if one is None else f"{one:.3g}" for one in (self.gpus, self.baseline_gpus))
+
+
+def rows(case: Case) -> list[Row]:
+    """Compares each way of CSPS with both of Sarathi-Serve: alone, and served at the paper's rate."""
+    found = []
+    systems = {"by length": case.chosen(), **{name: case.alone[name] for name in (NTP, CSA, TP)}}
+    for (name, ours), over in product(systems.items(), (SARATHI, TUNED)):
+        baseline = case.alone[over]
+        ratios = {
+            "TTFT": _mean(baseline.ttft_s) / _mean(ours.ttft_s),
+            "TBT": _mean(baseline.tbt_s) / _mean(ours.tbt_s),
+            "response": _mean(baseline.response_s) / _mean(ours.response_s),
+            "prefill": _prefill_rate(case, ours) / _prefill_rate(case, baseline),
+            "decode": _decode_rate(ours) / _decode_rate(baseline),
+        }
+        title = f"alone: {name} / {over}"
+        found.append(Row(name=title, gpus=_gpus(ours), baseline_gpus=_gpus(baseline), ratios=ratios))
+    served = case.served.get(_PAPER_RATE, {})
+    for name, over in product((NTP, CSA), (SARATHI, TUNED)):
+        if name in served and over in served:
+            one, other = served[name], served[over]
+            title = f"served: {name} / {over}"
+            ratios = _ratios(one, other)
+            found.append(Row(name=title, gpus=one.gpus or None, baseline_gpus=other.gpus or None, ratios=ratios))
+    return found
+
+
+def _ratios(one: Means, other: Means) -> dict[str, float]:
+    return {
+        "TTFT": other.ttft_s / one.ttft_s,
+        "TBT": other.tbt_s / one.tbt_s,
+        "response": other.response_s / one.response_s,
+        "prefill": one.prefill_tokens_per_s / other.prefill_tokens_per_s,
+        "decode": one.decode_tokens_per_s / other.decode_tokens_per_s,
+    }
+
+
+def rows_are_complete(found: Sequence[Row]) -> bool:
+    """Prints the rows that lack the GPUs of either system; returns whether there are none."""
+    lacking = [row.name for row in found if row.gpus is None or row.baseline_gpus is None]
+    for name in lacking:
+        print(f"FAIL: a row does not say how many GPUs a request has: {name}")
+    return not lacking
+
+
+def _gpus(times: Times) -> float | None:
+    return times.mean_gpus if times.gpus and all(times.gpus) else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _prefill_rate(case: Case, times: Times) -> float:
+    """Returns tokens per second, in the mean over requests."""
+    return _mean([length / ttft_s for length, ttft_s in zip(case.input_lens, times.ttft_s, strict=True)])
+
+
+def _decode_rate(times: Times) -> float:
+    return _mean([1 / tbt_s for tbt_s in times.tbt_s])
+
+
+def _print_rows(case: Case) -> None:
+    names = "TTFT", "TBT", "response", "prefill", "decode"
+    title = f"{case.name}: Sarathi-Serve's times over CSPS's, CSPS's tokens/s over Sarathi-Serve's"
+    shown = Table("", "GPUs of a request", *names, title=title)
+    for row in rows(case):
+        shown.add_row(row.name, row.gpus_text, *(f"{row.ratios[name]:.2f}" for name in names))
+    Console(width=120).print(shown)
+    seconds = ", ".join(
+        f"{name} {_mean(one.ttft_s):.3g} / {1e3 * _mean(one.tbt_s):.3g} / {_mean(one.response_s):.3g}"
+        for name, one in case.alone.items()
+    )
+    print(f"Alone, mean TTFT (s) / TBT (ms) / response (s): {seconds}; tuned is {case.tuned} tokens a chunk.\n")
+
+
+def _over_sarathi(cases: Sequence[Case], key: str, where: str, says: str, given: tuple[float, float]) -> Claim:
+    """Compares means of requests alone, by the paper's numbers of GPUs, and of those that 8 GPUs of each serve."""
+    paper = f"{given[0]:g} to {given[1]:g}"
+    if not cases:
+        return Claim(where, says.format(paper), paper, _NOT_KEPT)
+    ours = {}
+    for kind, wanted in (("alone", f"alone: by length / {SARATHI}"), ("served", f"served: {CSA} / {SARATHI}")):
+        for case in cases:
+            row = next(row for row in rows(case) if row.name == wanted)
+            ours[f"{case.name}, {kind} ({row.gpus_text} GPUs)"] = row.ratios[key]
+    why = _DECODE if key in {"TBT", "decode"} else _PRODUCTS
+    return Claim(where, says.format(paper), in_range(*given, ours), why)
+
+
+def _ntp_over_tp(cases: Sequence[Case]) -> Claim:
+    """Compares the long prompts, which are for SP-NTP, with the short ones, which are for SP-TP."""
+    says = "SP-NTP has 1.32 to 1.51 times the TTFT of SP-TP, although it is preferred for long prompts."
+    if not cases:
+        return Claim("5.3", says, "1.32 to 1.51", _NOT_KEPT)
+    ours = {}
+    for case in cases:
+        is_long = [length > LONG for length in case.input_lens]
+        ntp, tp = case.alone[CSA], case.alone[TP]
+        pairs = list(zip(is_long, ntp.ttft_s, tp.ttft_s, ntp.gpus, strict=True))
+        gpus = _mean([number for long, _, _, number in pairs if long])
+        ratio = _mean([one for long, one, _, _ in pairs if long]) / _mean(
+            [one for long, _, one, _ in pairs if not long]
+        )
+        ours[f"{case.name} ({gpus:.3g} : {GPUS_PER_HOST} GPUs)"] = ratio
+    why = (
+        f"Longer than {LONG:,} tokens is for SP-NTP, on a GPU for each 64K; the rest is for SP-TP on 8. Their numbers "
+        "of GPUs and lengths differ more than their exchanges do. csps.py has both on the same requests."
+    )
+    return Claim("5.3", says, in_range(1.32, 1.51, ours), why)
+
+
+def _rate(cases: Sequence[Case]) -> Claim:
+    """Compares rates at twice the mean response time that Sarathi-Serve has when requests are alone."""
+    says = "1.6 to 2.5 times the request rate of Sarathi-Serve is served at the same latency."
+    ours, tuned = {}, []
+    for case in cases:
+        found = rates(case)
+        one, other, best = found[CSA], found[SARATHI], found[TUNED]
+        if one is not None and other is not None and best is not None:
+            tuned.append(one / best)
+            ours[f"{case.name} (8 : 8 GPUs)"] = one / other
+    if not ours or len(ours) < len(cases):
+        return Claim("5.3, Fig. 17", says, "1.6 to 2.5", _NOT_KEPT)
+    why = (
+        "At twice the response time of Sarathi-Serve alone, between simulated rates; the paper gives neither its "
+        f"latency nor its GPUs. With tuned chunks of Sarathi-Serve it is {min(tuned):.2f} to {max(tuned):.2f} times."
+    )
+    return Claim("5.3, Fig. 17", says, in_range(1.6, 2.5, ours), why)
+
+
+def rates(case: Case) -> dict[str, float | None]:
+    """Returns requests per second of 64 GPUs by each system, when responses take twice as long as those of
+    Sarathi-Serve do alone.
+    """
+    limit_s = 2 * _mean(case.alone[SARATHI].response_s)
+    return {
+        name: rate_at(limit_s, {rate: by[name].response_s for rate, by in case.served.items()})
+        for name in (SARATHI, TUNED, NTP, CSA)
+    }
+
+
+def rate_at(limit_s: float, response_s: Mapping[float, float]) -> float | None:
+    """Returns the rate at which the response time reaches a limit, straight between logarithms; None if none does."""
+    for (low, low_s), (high, high_s) in pairwise(sorted(response_s.items())):
+        if low_s <= limit_s < high_s:
+            part = math.log(limit_s / low_s) / math.log(high_s / low_s)
+            return low * math.exp(part * math.log(high / low))
+    return None
+
+
+def _print_response(cases: Sequence[Case]) -> None:
+    shown = Table("requests/s of 64 GPUs", *(f"{rate:g}" for rate in cases[0].served), title="Mean response time, s")
+    for case in cases:
+        for name in (SARATHI, TUNED, NTP, CSA):
+            shown.add_row(f"{case.name}: {name}", *(f"{by[name].response_s:.3g}" for by in case.served.values()))
+    Console(width=140).print(shown)
+    for case in cases:
+        found = ", ".join(f"{name} {rate or math.nan:.3g}" for name, rate in rates(case).items())
+        print(f"{case.name}, requests/s at twice Sarathi-Serve's response time alone, 8 GPUs each: {found}")
+    print()
+
+
+# ---------------------------------------------------------------- one prompt
+
+
+def _fig_2_tbt() -> Check:
+    setting = Setting(model="internlm2.5-7b", hardware=csps_serving.HARDWARE)
+    steps_s = (setting.prefill("tp4pp2", "local", length, length - 256).seconds for length in (1000, 1_000_000))
+    short, long = steps_s
+    return numbers({"1K": (0.54, short), "1M": (9.6, long)})
+
+
+def _fig_2_ttft() -> Check:
+    experiment = csps_serving.sarathi("internlm2.5-7b", 256)
+    arrivals = [
+        Arrival(due_s=0.0, prompt=text(3 * number + 2, length), output_len=2)
+        for number, length in enumerate((1000, 1_000_000))
+    ]
+    short, long = experiment.at_light_load(Workload(arrivals=arrivals, shares=False)).ttfts_s.tolist()
+    return numbers({"1K": (1.6, short), "1M": (213, long)})
+
+
+def prefill(model: str, length: int) -> Estimate:
+    """Predicts SP-NTP without drops, a partition of 64K tokens on each GPU."""
+    gpus = -(-length // PARTITION)
+    hosts = -(-gpus // GPUS_PER_HOST)
+    setting = Setting(model=model, hardware=csps_serving.HARDWARE, hosts=hosts, gpus_per_host=gpus // hosts)
+    return setting.prefill(str(gpus), ALLTOALL.kind, length)
+
+
+def _messages() -> Check:
+    return in_range(0.13, 0.34, _shares(lambda one: one.breakdown.exchange_s))
+
+
+def _attention() -> Check:
+    return in_range(0.18, 0.43, _shares(lambda one: one.breakdown.attention_s))
+
+
+def _shares(part_s: Callable[[Estimate], float]) -> dict[str, float]:
+    found = {}
+    for model, (name, length) in product(MODELS, _LENGTHS.items()):
+        estimate = prefill(model, length)
+        found[f"{MODELS[model]} {name}"] = part_s(estimate) / estimate.seconds
+    return found
+
+
+def _print_shares() -> None:
+    """Prints shares of TTFT, and what each GPU computes and sends in a layer."""
+    shown = Table("SP-NTP", "GPUs", "TTFT", "messages", "attention", "of its FLOPs", title="Fig. 5: shares of TTFT")
+    for model, (name, length) in product(MODELS, _LENGTHS.items()):
+        one, gpus = prefill(model, length), length // PARTITION
+        attended, projected = _flops(_architecture(model), length, gpus)
+        shown.add_row(
+            f"{MODELS[model]} {name}",
+            f"{gpus}",
+            f"{one.seconds:.3g} s",
+            f"{one.breakdown.exchange_s / one.seconds:.1%}",
+            f"{one.breakdown.attention_s / one.seconds:.1%}",
+            f"{attended / (attended + projected):.1%}",
+        )
+    Console(width=120).print(shown)
+    for model, (name, length) in product(MODELS, (("128K", 2**17), ("1M", 2**20))):
+        gpus = length // PARTITION
+        attended, projected = _flops(_architecture(model), length, gpus)
+        peak = catalog.device(csps_serving.HARDWARE).flops_per_s
+        num_bytes = prefill(model, length).bytes_exchanged / _architecture(model).attention.num_layers / gpus
+        per_gpu = num_bytes / 300e9 if gpus <= GPUS_PER_HOST else num_bytes * GPUS_PER_HOST / 2 / 50e9
+        print(
+            f"{MODELS[model]}, {name} on {gpus} GPUs, a GPU and layer: 4 d L^2/2 / {gpus} = {attended / 1e12:.0f} "
+            f"TFLOP of attention and 2 P L / {gpus} = {projected / 1e12:.0f} of products, {attended / peak * 1e3:.0f} "
+            f"and {projected / peak * 1e3:.0f} ms at the peak; {num_bytes / 1e9:.2f} GB, {per_gpu * 1e3:.0f} ms over "
+            f"{'300 GB/s of NVLink' if gpus <= GPUS_PER_HOST else 'half of it, with 8 GPUs, over 50 GB/s of the host'}"
+        )
+    print()
+
+
+def _flops(model: Architecture, length: int, gpus: int) -> tuple[float, float]:
+    """Returns the operations of a GPU in a layer: of causal attention, and of products with weights."""
+    shape = model.attention
+    attended = 4 * shape.num_heads * shape.head_dim * length**2 / 2
+    weights = shape.attention_weights + model.ffn_weights
+    return attended / gpus, 2 * weights * length / gpus
+
+
+def _print_load() -> None:
+    """Prints what one request per second needs at least, by the deviations of Table 2."""
+    peak = NUM_GPUS * catalog.device(csps_serving.HARDWARE).flops_per_s
+    for model, data_set in product(MODELS, DATA_SETS):
+        least = attention_flops(model, data_set)
+        print(
+            f"{MODELS[model]}, {data_set.name}: the mean of L^2 is at least {data_set.input_std:,}^2, attention of a "
+            f"request 2 layers d L^2 = {least:.2g} FLOP: at 1 request/s {least / peak:.2f} of the peak "
+            f"of {NUM_GPUS} A100"
+        )
+    print()
+
+
+def attention_flops(model: str, data_set: DataSet) -> float:
+    """Returns the least operations of attention of a mean request: the mean of squares is at least the variance."""
+    shape = _architecture(model).attention
+    return 2 * shape.num_layers * shape.num_heads * shape.head_dim * data_set.input_std**2
+
+
+def _kv_over_q() -> dict[str, float]:
+    """Compares both ways over the NVLink of 8 GPUs: all keys and values of a layer, or the queries of one token."""
+    found = {}
+    for model, (data_set, length) in product(MODELS, (("1M", 2**20), ("406K", 406_000))):
+        line = _line(_architecture(model), GPUS_PER_HOST)
+        shape, group = line.layer.model.attention, tuple(range(GPUS_PER_HOST))
+        query = shape.num_heads * shape.head_dim * shape.bytes_per_element
+        sent_s = line.topology.alltoall_s((GPUS_PER_HOST - 1) * query, group)
+        gathered_s = line.topology.gather_s(length / GPUS_PER_HOST * shape.kv_bytes, group)
+        found[f"{MODELS[model]} {data_set}"] = gathered_s / sent_s
+    return found
+
+
+def _dropped() -> Check:
+    found = dropping("internlm2.5-7b", DATA_SETS[0])
+    return numbers(
+        {
+            "dropped": (0.22, found.mean_drop_ratio),
+            "messages": (0.19, found.bytes_saved_share),
+            "attention": (0.28, found.attention_flops_saved_share),
+        }
+    )
+
+
+def dropping(model: str, data_set: DataSet) -> Savings:
+    """Returns what all long prompts save together, as the policy has them; links take as long as their bytes."""
+    shape, parts = _architecture(model).attention, []
+    for length in csps_serving.lengths(data_set)[0]:
+        if length <= LONG:
+            continue
+        chosen = csps_serving.ntp(model, -(-length // PARTITION), csa=csps_serving.csa(model)).policy()
+        assert chosen.spec.sparse is not None
+        setting = chosen.spec.sparse(chosen.policy, length, _BLOCK)
+        assert setting is not None, f"{length} tokens are shared"
+        cuts = [*range(0, length, setting.partition), length]
+        runs = tuple((Run(start, stop),) for start, stop in pairwise(cuts))
+        parts.append((setting, runs, runs))
+    layers = [(shape.num_heads, shape.num_kv_heads, shape.head_dim)] * shape.num_layers
+    return savings(parts, layers, round(shape.bytes_per_element))
+
+
+# ---------------------------------------------------------------- supplement A
+
+
+def crossing(model: Architecture, members: int) -> float:
+    """Returns the tokens from which SP-NTP with gathered weights sends less in a layer than SP-TP.
+
+    Bytes are those that are counted when it runs, but for the keys and values that `gather_hidden` sends to the owners
+    of their tokens, which the paper leaves with their heads.
+    """
+    layer, length = _line(model, members).layer, 2**14
+    weights = (members - 1) * model.attention.attention_weights * layer.bytes_per_element
+
+    def token_bytes(exchange: Exchange) -> float:
+        shape = PromptShape(exchange=exchange, group=tuple(range(members)), new=length, cached=0, batch=1)
+        return exchanged_bytes(layer, shape.channel(None)) / length
+
+    kept = model.attention.kv_bytes * (members - 1) / members
+    return weights / (token_bytes(GATHER_HIDDEN) - kept - token_bytes(ALLTOALL))
+
+
+def _wide() -> Architecture:
+    """Makes a model of size 16K with a KV head for each query head, as the supplement counts it."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2**14,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "vocab_size": 128256,
+    }
+    return from_config(config, name="model of size 16K")
+
+
+def _architecture(model: str) -> Architecture:
+    return from_config(catalog.model_config(model), name=model)
+
+
+def _line(model: Architecture, gpus: int) -> Roofline:
+    return rooflines(model, Devices(hardware=csps_serving.HARDWARE, gpus_per_host=gpus), Cluster.of(str(gpus)))[0]
+
+
+def _main() -> bool:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serving", action="store_true", help="simulate section 5")
+    csps_serving.options(parser)
+    given = parser.parse_args()
+    return main(csps_serving.run(given) if given.serving else None)
+
+
+if __name__ == "__main__":
+    sys.exit(not _main())
