@@ -3,9 +3,9 @@
     python benchmarks/csa.py quality [--drops 0.1 0.3 ...] [--json FILE]     # some half an hour on two cores
     python benchmarks/csa.py speed [--drop 0.2 --drop-mode kv] [--rounds 3]
 
-`quality`: for both drop modes and each ratio of level 2 (further levels by the rule), pass keys found at five depths of
-each length, perplexity and KL divergence of a window of each length, by 4 instances on two pretended hosts; and the
-largest mean drop ratio with no key lost and perplexity less than 1 % higher.
+`quality`: for both drop modes and each ratio of level 2 (further levels by the rule, or with `--equal` the same), pass
+keys found at five depths of each length, perplexity and KL divergence of a window of each length, by 4 instances on two
+pretended hosts; and the largest mean drop ratio with no key lost and perplexity less than 1 % higher.
 
 `speed`: time to the first token of a prompt of 8,000 tokens, sparse and exact in turns, and how much of the time of
 attention is saved, by the part of its products that is.
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--levels", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=(2048, 4096, 8000))
     parser.add_argument("--drops", type=float, nargs="+", default=(0.1, 0.2, 0.3, 0.5, 0.7, 0.9))
+    parser.add_argument("--equal", action="store_true", help="all levels drop the same")
     parser.add_argument("--drop", type=float, default=0.2)
     parser.add_argument("--drop-mode", choices=("qkv", "kv"), default="kv")
     parser.add_argument("--rounds", type=int, default=3)
@@ -115,7 +116,7 @@ def _quality(llm: LLM, asked: argparse.Namespace) -> int:
     ]
     settings = [(mode, drop) for mode in ("kv", "qkv") for drop in asked.drops]
     for mode, drop in track(settings, "measuring", console=Console(stderr=True)):
-        _take(llm, asked.levels, drop, mode)
+        _take(llm, asked.levels, dict.fromkeys(range(2, asked.levels + 1), drop) if asked.equal else drop, mode)
         [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         saved = llm.sparse_savings(output)
         assert saved is not None, "long prompts are shared"
