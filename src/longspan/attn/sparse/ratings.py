@@ -54,8 +54,8 @@ class Ratings:
                 q, lse = next(partials)
                 asked = positions(part.part.q_runs[member])
                 sampled = torch.tensor([asked[row] for row in self._sampled(part, member)], device=q.device)
-                if len(sampled) and len(own):
-                    sees = sampled[:, None] >= own
+                sees = sampled[:, None] >= own
+                if sees.any():
                     ratings += _attention_of(q, sees, part.k, lse, self._spec)
                     seen_by += sees.sum(dim=0)
             ratings /= seen_by.clamp_min(1)
@@ -75,12 +75,12 @@ class Ratings:
 def _attention_of(q: Tensor, sees: Tensor, k: Tensor, lse: Tensor, spec: AttnSpec) -> Tensor:
     """Sums the attention of queries `[heads, n, dim]`, which see the keys `[kv_heads, tokens, dim]` or not."""
     num_kv_heads, num_keys, dim = k.shape
-    queries = q.float().reshape(num_kv_heads, -1, dim)
+    queries = q.reshape(num_kv_heads, -1, dim)
     lses, found = lse.reshape(num_kv_heads, -1, 1), []
     visible = sees.repeat(spec.num_heads // num_kv_heads, 1)
     for start in range(0, num_keys, _TILE):
         keys = slice(start, start + _TILE)
-        scores = torch.matmul(queries, k[:, keys].float().transpose(1, 2)).mul_(spec.scale)
+        scores = torch.matmul(queries, k[:, keys].transpose(1, 2)).float().mul_(spec.scale)
         if spec.softcap is not None:
             scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
         found.append(scores.sub_(lses).exp_().masked_fill_(~visible[:, keys], 0.0).sum(dim=1))
