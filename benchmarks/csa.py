@@ -71,6 +71,10 @@ def _take(llm: LLM, levels: int, drop: float | dict[int, float], mode: str) -> N
     llm.service.update_policy({"csa": settings})
 
 
+def _ratios(asked: argparse.Namespace, drop: float) -> float | dict[int, float]:
+    return dict.fromkeys(range(2, asked.levels + 1), drop) if asked.equal else drop
+
+
 # ---------------------------------------------------------------- quality
 
 
@@ -116,7 +120,7 @@ def _quality(llm: LLM, asked: argparse.Namespace) -> int:
     ]
     settings = [(mode, drop) for mode in ("kv", "qkv") for drop in asked.drops]
     for mode, drop in track(settings, "measuring", console=Console(stderr=True)):
-        _take(llm, asked.levels, dict.fromkeys(range(2, asked.levels + 1), drop) if asked.equal else drop, mode)
+        _take(llm, asked.levels, _ratios(asked, drop), mode)
         [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         saved = llm.sparse_savings(output)
         assert saved is not None, "long prompts are shared"
@@ -183,7 +187,7 @@ def _speed(llm: LLM, asked: argparse.Namespace) -> int:
             if name == "exact":
                 llm.service.update_policy({"csa": "off"})
             else:
-                _take(llm, asked.levels, asked.drop if name == "sparse" else {}, asked.drop_mode)
+                _take(llm, asked.levels, _ratios(asked, asked.drop) if name == "sparse" else {}, asked.drop_mode)
             before = _attention_s(llm)
             [output] = llm.generate([prompt], params, use_tqdm=False)
             if number:  # the first of each only warms up
