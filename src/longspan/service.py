@@ -134,6 +134,7 @@ class Service:
         Raises:
             ValueError: for an option that it lacks or that may not change, or a bad value; nothing has changed then.
         """
+        _check_windows(self.info, options.get("csa", "off"))
         self._policy.update(options)
 
     def restart(self) -> None:
@@ -438,13 +439,21 @@ def _with_step_tokens(
 
 
 def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: ChosenPolicy) -> None:
-    """Raises ValueError when ranks cannot share the model so."""
+    """Raises ValueError when ranks cannot share the model so, or the policy cannot drop tokens of it."""
+    _check_windows(info, str(policy.settings.options.get("csa", "off")))
     shares_layers = policy.exchange is not None and policy.exchange.traits.level == "layer"
     degrees = sorted({cluster.tp(instance) for instance in cluster.instances})
     for tp in degrees:
         check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
     if shares_layers or max(degrees) > 1:
         check_can_be_split(files, info.specs)
+
+
+def _check_windows(info: ModelInfo, csa: str) -> None:
+    """Raises ParameterError when sparse attention is asked for, but the model has sliding windows."""
+    if csa != "off" and any(spec.window is not None for spec in info.specs):
+        problem = "is for models without sliding windows, which drop all that is far themselves: leave it out"
+        raise ParameterError("csa", problem, csa[:60])
 
 
 def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:

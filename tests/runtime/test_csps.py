@@ -11,6 +11,7 @@ from engines import ThreadLLM, num_free_blocks
 from fake_llm import run
 from oracle import Oracle, assert_exact
 from test_exact import GREEDY, prompts_of
+from tiny_models import make_tiny
 
 from longspan.core.cluster import Cluster
 from longspan.core.sparse_plan import Heads, work_of_layer
@@ -165,3 +166,14 @@ def test_the_command_line_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(*common, "--csa", str(file)) == 2
     assert "is no YAML" in capsys.readouterr().err
     assert run("generate", "--prompt", "a", "--policy", "context", "--csa", str(file), "--parallel", "2") == 2
+
+
+def test_models_with_windows_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny("mistral-window", tmp_path / "model")
+    with pytest.raises(ParameterError, match="csa is for models without sliding windows"):
+        engine(folder, "2", csa())
+    with engine(folder, "2", "off") as llm:
+        with pytest.raises(ParameterError, match="csa is for models without sliding windows"):
+            llm.service.update_policy({"csa": csa()})
+        [output] = llm.generate(prompts_of(60), GREEDY, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 6
