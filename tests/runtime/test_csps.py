@@ -177,3 +177,13 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
             llm.service.update_policy({"csa": csa()})
         [output] = llm.generate(prompts_of(60), GREEDY, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 6
+
+
+@pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
+def test_requests_that_give_way_go_on(tiny: Path, oracle: Oracle, host_kv_gib: float) -> None:
+    """Pools have room for two of these prompts, so that some wait, and outputs make others give up their KV."""
+    prompts = prompts_of(150, 120, 100, 140)
+    with engine(tiny, "3", csa(), num_gpu_blocks_override=6, host_kv_gib=host_kv_gib) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            assert_exact(output, oracle.complete(prompt, 6))
+        assert num_free_blocks(llm) == [6] * 3
