@@ -126,6 +126,8 @@ def test_bytes_are_those_of_the_formula(tiny: Path) -> None:
             "csa is for exchange alltoall, gather_hidden and layout contiguous, but ring_kv given: leave one",
         ),
         ({"layout": "zigzag"}, "but layout zigzag given"),
+        ({"weights": "host"}, "weights and csa exclude each other, but host given"),
+        ({"fractions": "0.4,0.2,0.2,0.2"}, "fractions and csa exclude each other"),
         ({"csa": "{"}, "csa is off or a file of settings"),
         ({"csa": csa(levels=0)}, "levels are 1 to 4, but 0 given"),
         ({"csa": csa(drop=1.5)}, "drop ratios are from 0 to 1, but 1.5 given"),

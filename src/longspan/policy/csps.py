@@ -129,6 +129,10 @@ class CspsOptions(ContextOptions):
         if self.csa == _OFF:
             return
         _ = CsaConfig.parse(self.csa).table()
+        for name, unset in (("weights", "auto"), ("fractions", "")):
+            if (value := getattr(self, name)) != unset:
+                problem = f"and csa exclude each other, but {value} given: leave one of them out"
+                raise ParameterError(name, problem, value)
         is_able = self.exchange != "auto" and "sparse" in exchange_of(self.exchange).traits.parameters
         if not is_able or self.layout not in {"auto", "contiguous"}:
             given = f"layout {self.layout}" if is_able else self.exchange
