@@ -13,7 +13,6 @@ from oracle import Oracle, assert_exact
 from test_exact import GREEDY, prompts_of
 from tiny_models import make_tiny
 
-from longspan.core.cluster import Cluster
 from longspan.core.sparse_plan import Heads, work_of_layer
 from longspan.errors import ParameterError
 from longspan.policy import make_policy
@@ -153,7 +152,6 @@ def test_ratios_by_level_layer_and_head() -> None:
     assert [[setting.ratio(layer, head, 3) for head in range(2)] for layer in range(2)] == [[0.2, 0.3], [0.4, 0.4]]
     assert [setting.ratio(layer, 1, 2) for layer in range(2)] == [0.1, 0.1]
     assert policy.sparse(30, 16) is None, "it stays on one instance"
-    assert Cluster.of("4").num_instances == 4
 
 
 def test_the_command_line_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

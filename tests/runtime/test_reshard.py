@@ -159,9 +159,13 @@ def test_what_takes_turns_cannot_do_without_a_rank(tiny: Path) -> None:
 
 def test_the_memory_of_hosts_is_there_already(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = make_service(tiny, parallel="pp2", policy="chunked", **HOST)
+    before = service.engine.config.cluster.host_blocks
     try:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20, total=2**34))
         service.reshard("tp2")
+        service.engine.step()
+        assert str(service.engine.config.cluster) == "tp2"
+        assert service.engine.config.cluster.host_blocks == before
     finally:
         service.close()
 

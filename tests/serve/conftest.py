@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_server import client_of, make_server
 from server_process import KEY, MAX_MODEL_LEN, MODEL, OTHER_NAME, ServerProcess, running
+from starlette.testclient import TestClient
 from tiny_models import make_speaking
 from tool_models import save_tokenizer
+
+from longspan.serve.server import Server
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +34,17 @@ def tetris_server(calling_model: Path, tmp_path_factory: pytest.TempPathFactory)
         str(calling_model), *policy, *limits, *names, log=log, environment={"LONGSPAN_API_KEY": KEY}
     ) as server:
         yield server
+
+
+@pytest.fixture
+def server() -> Server:
+    """An API server with a key, in front of a fake engine."""
+    return make_server(api_keys=("sesame",))
+
+
+@pytest.fixture
+def client(server: Server) -> TestClient:
+    """Asks it, with the key."""
+    client = client_of(server)
+    client.headers.update({"authorization": "Bearer sesame"})
+    return client

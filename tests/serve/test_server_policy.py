@@ -23,21 +23,6 @@ from test_server_client import engine_request, kill_engine, num_tokens, started,
 from longspan.serve.errors import EngineLostError
 from longspan.serve.server import Server
 
-KEY = {"authorization": "Bearer sesame"}
-
-
-@pytest.fixture
-def server() -> Server:
-    return make_server(api_keys=("sesame",))
-
-
-@pytest.fixture
-def client(server: Server) -> TestClient:
-    client = client_of(server)
-    client.headers.update(KEY)
-    return client
-
-
 # ---------------------------------------------------------------- the API server
 
 

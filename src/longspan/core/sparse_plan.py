@@ -206,13 +206,11 @@ class Sent:
     Attributes:
         whole: pieces of keys of whose partition the other one has queries: all heads, in order of position.
         queries, keys: blocks of query heads and of KV heads, the most important tokens first.
-        level: the first at which both meet; 0 if they do not.
     """
 
     whole: tuple[Piece, ...]
     queries: tuple[Block, ...]
     keys: tuple[Block, ...]
-    level: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +257,7 @@ def sent(
         piece: [setting.kept(piece.size, layer, heads.first + head, level) for head in range(heads.num_kv_heads)]
         for piece in keys
     }
-    return Sent(whole=tuple(whole), queries=_blocks(queries, queries), keys=_blocks(keys, bases), level=level)
+    return Sent(whole=tuple(whole), queries=_blocks(queries, queries), keys=_blocks(keys, bases))
 
 
 def _blocks(counts: Mapping[Piece, Sequence[int]], bases: Mapping[Piece, Sequence[int]]) -> tuple[Block, ...]:

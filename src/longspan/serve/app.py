@@ -264,22 +264,12 @@ def _add_text(app: FastAPI, server: Server) -> None:
 
 
 def _add_admin(app: FastAPI, server: Server) -> None:
-    @app.get(
-        "/admin/policy",
-        tags=["admin"],
-        responses={200: {"model": requests.PolicyInfo}, 401: _ERRORS[401], 503: _ERRORS[503]},
-        response_model=None,
-    )
+    @app.get("/admin/policy", **_told(requests.PolicyInfo))
     async def policy() -> Response:
         """Return the policy that decides, and its options as they are in force."""
         return _json(requests.PolicyInfo.of(server.engine.policy).model_dump())
 
-    @app.get(
-        "/admin/parallel",
-        tags=["admin"],
-        responses={200: {"model": requests.Parallel}, 401: _ERRORS[401], 503: _ERRORS[503]},
-        response_model=None,
-    )
+    @app.get("/admin/parallel", **_told(requests.Parallel))
     async def parallel() -> Response:
         """Return the parallel spec of the instances that serve."""
         return _json({"parallel": server.engine.parallel})
@@ -306,6 +296,12 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         body = await server.parse(request, requests.Parallel)
         server.check_serving()
         return _json((await server.reshard(request, body)).model_dump())
+
+
+def _told(model: type[BaseModel]) -> dict[str, Any]:
+    """Returns what the document says of a route that tells how the engine is set."""
+    responses = {200: {"model": model}, 401: _ERRORS[401], 503: _ERRORS[503]}
+    return {"tags": ["admin"], "responses": responses, "response_model": None}
 
 
 def _json(body: dict[str, Any]) -> Response:
