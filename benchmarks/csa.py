@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=(2048, 4096, 8000))
     parser.add_argument("--drops", type=float, nargs="+", default=(0.1, 0.2, 0.3, 0.5, 0.7, 0.9))
     parser.add_argument("--equal", action="store_true", help="all levels drop the same")
+    parser.add_argument("--rate-by", choices=("layer", "head"), default="layer")
     parser.add_argument("--drop", type=float, default=0.2)
     parser.add_argument("--drop-mode", choices=("qkv", "kv"), default="kv")
     parser.add_argument("--rounds", type=int, default=3)
@@ -66,9 +67,9 @@ def main() -> int:
         return _quality(llm, asked) if asked.what == "quality" else _speed(llm, asked)
 
 
-def _take(llm: LLM, levels: int, drop: float | dict[int, float], mode: str) -> None:
-    settings = json.dumps({"levels": levels, "drop": drop, "drop_mode": mode})
-    llm.service.update_policy({"csa": settings})
+def _take(llm: LLM, asked: argparse.Namespace, drop: float | dict[int, float], mode: str) -> None:
+    settings = {"levels": asked.levels, "drop": drop, "drop_mode": mode, "rate_by": asked.rate_by}
+    llm.service.update_policy({"csa": json.dumps(settings)})
 
 
 def _ratios(asked: argparse.Namespace, drop: float) -> float | dict[int, float]:
@@ -120,7 +121,7 @@ def _quality(llm: LLM, asked: argparse.Namespace) -> int:
     ]
     settings = [(mode, drop) for mode in ("kv", "qkv") for drop in asked.drops]
     for mode, drop in track(settings, "measuring", console=Console(stderr=True)):
-        _take(llm, asked.levels, _ratios(asked, drop), mode)
+        _take(llm, asked, _ratios(asked, drop), mode)
         [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         saved = llm.sparse_savings(output)
         assert saved is not None, "long prompts are shared"
@@ -187,7 +188,7 @@ def _speed(llm: LLM, asked: argparse.Namespace) -> int:
             if name == "exact":
                 llm.service.update_policy({"csa": "off"})
             else:
-                _take(llm, asked.levels, _ratios(asked, asked.drop) if name == "sparse" else {}, asked.drop_mode)
+                _take(llm, asked, _ratios(asked, asked.drop) if name == "sparse" else {}, asked.drop_mode)
             before = _attention_s(llm)
             [output] = llm.generate([prompt], params, use_tqdm=False)
             if number:  # the first of each only warms up
