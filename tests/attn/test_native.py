@@ -18,6 +18,7 @@ from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
 from longspan.attn import native
+from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.native import NativeCpu
 from longspan.attn.paged import PagedKv, Reads
@@ -109,6 +110,52 @@ def test_the_paged_kernel_is_attention(data: st.DataObject, dim: int, block_size
         expected, expected_lse = reference(q[:, t : t + 1], [10**6], k, v, range(k.shape[1]), spec)
         torch.testing.assert_close(out[:, t : t + 1].double(), expected, atol=2e-2, rtol=0)
         torch.testing.assert_close(lse[:, t : t + 1].double(), expected_lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=100)
+@given(specs(), st.integers(1, 40), st.integers(0, 300), st.integers(1, 3), st.integers(0, 9))
+def test_the_kernel_rates_as_pytorch_does(
+    spec: AttnSpec, num_queries: int, num_keys: int, threads: int, seed: int
+) -> None:
+    q, k, _ = random_qkv(spec, num_queries, num_keys, torch.bfloat16, seed)
+    generator = torch.Generator().manual_seed(seed)
+    lse = 3 * torch.randn(spec.num_heads, num_queries, generator=generator)  # of more keys than these, or of fewer
+    seen = torch.randint(0, num_keys + 1, (num_queries,), generator=generator)
+    wanted = TorchCpu().rate(q.float(), lse, seen, k.float(), spec)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = NativeCpu().rate(q, lse, seen, k, spec)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=100)
+@given(specs(), st.integers(0, 60), st.integers(1, 5), st.booleans(), st.integers(0, 9))
+def test_the_kernel_merges_as_pytorch_does(
+    spec: AttnSpec, num_queries: int, num_partials: int, is_sorted: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_partials, spec.num_heads, num_queries)
+    outs, lses = (
+        torch.randn(*shape, spec.head_dim, generator=generator).bfloat16(),
+        4 * torch.randn(shape, generator=generator),
+    )
+    lses[torch.rand(shape, generator=generator) < 0.3] = -torch.inf  # some rows have seen nothing
+    outs[lses.isinf()] = 0.0
+    places = None
+    if is_sorted:
+        places = torch.stack([torch.randperm(num_queries, generator=generator) for _ in range(spec.num_kv_heads)])
+    partials = list(zip(outs, lses, strict=True))
+    room = torch.empty(num_queries, spec.num_heads, spec.head_dim, dtype=torch.bfloat16).transpose(0, 1)
+    lse = NativeCpu().merge_into(room, partials, places)
+    wanted = torch.empty(room.shape)
+    wanted_lse = TorchCpu().merge_into(wanted, [(out.float(), one) for out, one in partials], places)
+    torch.testing.assert_close(room.float(), wanted, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("kernel")

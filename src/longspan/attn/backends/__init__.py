@@ -40,6 +40,24 @@ class AttentionBackend(Protocol):
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Computes attention of single queries `q [H, T, D]`, each over the tokens that the plan says it reads."""
 
+    def merge_into(self, out: Tensor, partials: Sequence[Partial], places: Tensor | None = None) -> Tensor:
+        """Merges partial results of the same queries, as many as `out [H, T, D]` has, into it; returns the lse.
+
+        Args:
+            places: the row `[K, T]` of each query in all partial results but the first, where it is not its own.
+        """
+
+    def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+        """Sums for each key `k [K, S, D]` the attention that it gets from queries whose log-sum-exps are known.
+
+        Args:
+            q, lse: a sample of queries `[H, n, D]`, and what their attention over all keys has found.
+            seen: `[n]`, how many of these keys each of them sees, from the first on.
+
+        Returns:
+            `[K, S]` float32, over all query heads of a KV head.
+        """
+
 
 def backend_of(device: torch.device, *, compiled: bool | None = None) -> AttentionBackend:
     """Returns the backend of a device. On CPUs it is our own `compiled` kernels, by default if they are loaded."""

@@ -27,6 +27,8 @@ _FEW_QUERIES = 16
 """The most queries for which long keys are split into pieces that are computed in parallel and merged."""
 _PIECE = 512
 """Keys per such piece."""
+_RATED_KEYS = 4096
+"""Keys that are rated at a time: bounds the memory of the scores."""
 
 
 class TorchBackend(ABC):
@@ -76,6 +78,29 @@ class TorchBackend(ABC):
         out.index_add_(0, batch.owner, outs * weights[..., None])
         out = out.view(num_queries, num_heads, dim).transpose(0, 1)
         return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
+
+    def merge_into(self, out: Tensor, partials: Sequence[Partial], places: Tensor | None = None) -> Tensor:
+        if places is not None:
+            places = places.long().repeat_interleave(out.shape[0] // len(places), dim=0)
+            rows = places[..., None].expand(out.shape)
+            placed = [(one.gather(1, rows), lse.gather(1, places)) for one, lse in partials[1:]]
+            partials = [partials[0], *placed]
+        merged, lse = merge_each(partials)
+        out.copy_(merged)
+        return lse
+
+    def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+        num_kv_heads, num_keys, dim = k.shape
+        queries, lses, found = q.reshape(num_kv_heads, -1, dim), lse.reshape(num_kv_heads, -1, 1), []
+        limits = seen.repeat(spec.num_heads // num_kv_heads)[:, None]
+        for start in range(0, num_keys, _RATED_KEYS):
+            keys = k[:, start : start + _RATED_KEYS]
+            scores = torch.matmul(queries, keys.transpose(1, 2)).float().mul_(spec.scale)
+            if spec.softcap is not None:
+                scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+            hidden = torch.arange(start, start + keys.shape[1], device=k.device) >= limits
+            found.append(scores.sub_(lses).exp_().masked_fill_(hidden, 0.0).sum(dim=1))
+        return torch.cat(found, dim=1) if found else lse.new_zeros(num_kv_heads, 0)
 
     def _attend_items(self, rows: Tensor, kv: PagedKv, batch: PagedBatch, spec: AttnSpec) -> Partial:
         """Returns `out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""

@@ -25,8 +25,8 @@ from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
 
-_SOURCES = ("flash.cpp", "paged.cpp")
-_HEADERS = ("simd.h",)
+_SOURCES = ("flash.cpp", "paged.cpp", "sparse.cpp")
+_HEADERS = ("simd.h", "strips.h")
 _FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
@@ -62,6 +62,37 @@ class _Paged(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("first_item", "blocks", "low", "high")),
         *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "dim", "block_size", "q_head", "q_row")),
         ("scale", ctypes.c_float),
+    )
+
+
+class _Rating(ctypes.Structure):
+    """`Rating` of sparse.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "lse", "seen", "ratings")),
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "samples", "keys", "dim")),
+        *((name, ctypes.c_long) for name in ("q_head", "k_head", "k_row")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Partial(ctypes.Structure):
+    """`Partial` of sparse.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *((name, ctypes.c_long) for name in ("head", "row", "lse_head")),
+        ("places", ctypes.c_void_p),
+        ("kv_heads", ctypes.c_long),
+    )
+
+
+class _Merge(ctypes.Structure):
+    """`Merge` of sparse.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("partials", "out", "lse")),
+        *((name, ctypes.c_long) for name in ("number", "heads", "queries", "dim", "head", "row")),
     )
 
 
@@ -142,6 +173,44 @@ class NativeCpu(TorchCpu):
         if _loaded().longspan_attend_paged_bf16(ctypes.byref(problem), torch.get_num_threads()):
             raise MemoryError("no memory for partial outputs")
         return out, lse
+
+    def merge_into(self, out: Tensor, partials: Sequence[Partial], places: Tensor | None = None) -> Tensor:
+        if not _is_bf16(out, *(one for one, _ in partials)):
+            return super().merge_into(out, partials, places)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32)
+        each = (_Partial * len(partials))(
+            *(_Partial(one.data_ptr(), found.data_ptr(), *one.stride()[:2], found.stride(0)) for one, found in partials)
+        )
+        if places is not None:
+            places = places.to(torch.int32).contiguous()
+            for one in each[1:]:
+                one.places, one.kv_heads = places.data_ptr(), len(places)
+        problem = _Merge(
+            *(ctypes.addressof(each), out.data_ptr(), lse.data_ptr()),
+            *(len(partials), *out.shape, *out.stride()[:2]),
+        )
+        _loaded().longspan_merge_bf16(ctypes.byref(problem), torch.get_num_threads())
+        return lse
+
+    def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+        if not _applies(q, spec, multiple=2):
+            return super().rate(q, lse, seen, k, spec)
+        q, lse, seen = q.contiguous(), lse.contiguous(), seen.to(torch.int64)
+        k = k if k.stride(-1) == 1 else k.contiguous()
+        ratings = torch.empty(k.shape[:2], dtype=torch.float32)
+        problem = _Rating(
+            *(tensor.data_ptr() for tensor in (q, k, lse, seen, ratings)),
+            *(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], q.stride(0), *k.stride()[:2]),
+            spec.scale,
+        )
+        if _loaded().longspan_rate_bf16(ctypes.byref(problem), torch.get_num_threads()):
+            raise MemoryError("no memory for packed keys")
+        return ratings
+
+
+def _is_bf16(*tensors: Tensor) -> bool:
+    """Tells whether all are bfloat16 on a CPU, with dense rows."""
+    return all(one.device.type == "cpu" and one.dtype == torch.bfloat16 and one.stride(-1) == 1 for one in tensors)
 
 
 def _applies(q: Tensor, spec: AttnSpec, *, multiple: int) -> bool:

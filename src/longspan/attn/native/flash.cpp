@@ -2,13 +2,9 @@
 //
 // FlashAttention (arXiv 2205.14135) in blocks of kRows queries and kKeys keys: scores and sums are float32, and only the
 // weights of the second product are rounded to bfloat16, as in PyTorch's kernel. Keys and values are packed once per call
-// such that both products run the same micro-kernel: C[6][64] += A[6][k] B[k][64], where A's numbers are taken in
-// pairs, broadcast, and B holds the same pair of 16 columns in one register.
+// such that both products run the micro-kernel of strips.h.
 
-#include <cstdlib>
-#include <memory>
-
-#include "simd.h"
+#include "strips.h"
 
 namespace {
 
@@ -16,8 +12,6 @@ using namespace longspan;
 
 constexpr long kRows = 48;      // queries per block
 constexpr long kKeys = 256;     // keys per block
-constexpr long kColumns = 64;   // columns that the micro-kernel computes
-constexpr long kStrip = 6;      // rows that it computes
 constexpr long kMaxDim = 256;   // largest head dimension
 
 struct Problem {
@@ -30,52 +24,6 @@ struct Problem {
     long lower, upper;  // query i sees key j if i + lower <= j <= i + upper
     long dense;         // not 0: compute the scores of all queries with all keys, those that are not seen, too
 };
-
-struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-};
-using Pairs = std::unique_ptr<uint32_t, Free>;
-
-Pairs allocate(long number) {
-    const size_t bytes = (static_cast<size_t>(number) * sizeof(uint32_t) + 63) / 64 * 64;
-    return Pairs(static_cast<uint32_t*>(std::aligned_alloc(64, bytes)));
-}
-
-long round_up(long number, long multiple) { return (number + multiple - 1) / multiple * multiple; }
-
-uint32_t pair(uint16_t low, uint16_t high) { return static_cast<uint32_t>(high) << 16 | low; }
-
-// C[R][64] (+)= A[R][2 * steps] B[2 * steps][64], A and B in pairs.
-template <int R>
-void strip(const uint32_t* a, long lda, const uint32_t* b, long ldb, long steps, float* c, long ldc, bool add) {
-    __m512 sum[R][4];
-    for (int r = 0; r < R; ++r)
-        for (int j = 0; j < 4; ++j) sum[r][j] = add ? _mm512_loadu_ps(c + r * ldc + 16 * j) : _mm512_setzero_ps();
-    for (long p = 0; p < steps; ++p) {
-        __m512bh columns[4];
-        for (int j = 0; j < 4; ++j) columns[j] = (__m512bh)_mm512_loadu_si512(b + p * ldb + 16 * j);
-        for (int r = 0; r < R; ++r) {
-            const __m512bh row = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r * lda + p]));
-            for (int j = 0; j < 4; ++j) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], row, columns[j]);
-        }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int j = 0; j < 4; ++j) _mm512_storeu_ps(c + r * ldc + 16 * j, sum[r][j]);
-}
-
-void strips(long rows, const uint32_t* a, long lda, const uint32_t* b, long ldb, long steps, float* c, long ldc,
-            bool add) {
-    for (; rows >= kStrip; rows -= kStrip, a += kStrip * lda, c += kStrip * ldc)
-        strip<kStrip>(a, lda, b, ldb, steps, c, ldc, add);
-    switch (rows) {
-        case 5: return strip<5>(a, lda, b, ldb, steps, c, ldc, add);
-        case 4: return strip<4>(a, lda, b, ldb, steps, c, ldc, add);
-        case 3: return strip<3>(a, lda, b, ldb, steps, c, ldc, add);
-        case 2: return strip<2>(a, lda, b, ldb, steps, c, ldc, add);
-        case 1: return strip<1>(a, lda, b, ldb, steps, c, ldc, add);
-        default: return;
-    }
-}
 
 struct Row {
     float best = -kInfinity;  // of the scores so far, times scale and log2(e)
@@ -118,12 +66,7 @@ struct Packed {
 void pack(const Problem& p, Packed& packed, long block) {
     const long per_head = packed.padded / kColumns, head = block / per_head, first = block % per_head * kColumns;
     const uint16_t *k = p.k + head * p.k_head, *v = p.v + head * p.v_head;
-    uint32_t* keys = packed.keys.get() + (head * packed.padded + first) * (p.dim / 2);
-    for (long d = 0; d < p.dim / 2; ++d)
-        for (long n = 0; n < kColumns; ++n) {
-            const uint16_t* key = k + (first + n) * p.k_row + 2 * d;
-            keys[d * kColumns + n] = first + n < p.keys ? pair(key[0], key[1]) : 0;
-        }
+    pack_keys(k, p.k_row, first, p.keys, p.dim, packed.keys.get() + (head * packed.padded + first) * (p.dim / 2));
     for (long n = first; n < first + kColumns; n += 2) {
         uint32_t* values = packed.values.get() + (head * packed.padded + n) / 2 * packed.width;
         for (long d = 0; d < packed.width; ++d) {

@@ -69,19 +69,20 @@ class SparsePart:
                 next(tensors).copy_(all_tokens[:, piece.offset : piece.offset + piece.size])
         for block in what.queries if number == 0 else ():
             order = self._query_order(block.piece) if self._setting.mode == "qkv" else None
-            _keep(block.heads, range(block.count), self._rows(block.piece), order, self._readers, next(tensors))
+            _kept(block.heads, range(block.count), self._rows(block.piece), order, self._readers, next(tensors))
         for block in what.keys:
-            piece = block.piece
-            for all_tokens in (self.k, self.v):
-                tokens = all_tokens[:, piece.offset : piece.offset + piece.size]
-                _keep(block.heads, block.cut(number, num_pieces), tokens, self._order(piece), 1, next(tensors))
+            for tokens in self._own(block.piece):
+                _kept(block.heads, block.cut(number, num_pieces), tokens, self._order(block.piece), 1, next(tensors))
 
     def own_tokens(self) -> Iterator[Tensor]:
-        """Returns what this member would send to itself."""
-        shapes = self.shapes(self._me, self._me, 0, 1)
-        tensors = [self._call.q.new_empty(shape) for shape in shapes]
-        self.fill(self._me, iter(tensors), 0, 1)
-        return iter(tensors)
+        """Yields what this member would send to itself; what keeps its order is not copied."""
+        what = self.sent(self._me, self._me)
+        for block in what.queries:
+            order = self._query_order(block.piece) if self._setting.mode == "qkv" else None
+            yield _kept(block.heads, range(block.count), self._rows(block.piece), order, self._readers)
+        for block in what.keys:
+            for tokens in self._own(block.piece):
+                yield _kept(block.heads, range(block.count), tokens, self._order(block.piece), 1)
 
     def take(self, source: int, tensors: Iterator[Tensor], number: int, num_pieces: int) -> None:
         what = self.sent(source, self._me)
@@ -255,38 +256,47 @@ class SparsePart:
                 room.copy_(tensor)
 
     def take_results(self, source: int, partials: Iterator[Partial], level: int, number: int) -> None:
-        """Puts results where their heads and queries are among all; queries that were dropped have found nothing."""
+        """Puts results where their heads are among all; queries are in order, and dropped ones have found nothing."""
         for index, query, heads, rows in self.results(source, self._me, level, number):
             by_job = self._far.setdefault(query, {})
             if index not in by_job:
                 by_job[index] = nothing_seen(self._rows(query))
-            order = self._query_order(query) if self._setting.mode == "qkv" else None
             for all_of, some in zip(by_job[index], next(partials), strict=True):
-                if order is None:
-                    all_of[heads.start : heads.stop, rows.start : rows.stop] = some
-                else:
-                    for head, row in zip(heads, some, strict=True):
-                        all_of[head, order[head // self._readers, rows.start : rows.stop]] = row
+                all_of[heads.start : heads.stop, rows.start : rows.stop] = some
 
     def finish(self) -> Tensor:
         """Merges all levels into the output; returns the log-sum-exp `[heads, queries]`."""
         call, rows, lses = self._call, self.part.rows, []
         for query in self.plan.queries[self._me]:
-            out, lse = merge_each([self._near[query], *self._far.get(query, {}).values()])
             start = rows.start + query.offset
-            call.out[:, start : start + query.size] = out.to(call.q.dtype)
-            lses.append(lse)
+            partials = [self._near[query], *self._far.get(query, {}).values()]
+            out = call.out[:, start : start + query.size]
+            lses.append(call.parts.backend.merge_into(out, partials, self._places(query)))
         return torch.cat(lses, dim=1) if lses else call.q.new_empty(call.spec.num_heads, 0, dtype=torch.float32)
 
+    def _places(self, query: Piece) -> Tensor | None:
+        """Returns where each query is among those sorted by rating; None if they are not sorted."""
+        order = self._query_order(query) if self._setting.mode == "qkv" else None
+        if order is None:
+            return None
+        numbers = torch.arange(query.size, device=order.device).expand_as(order)
+        return torch.empty_like(order).scatter_(1, order, numbers)
 
-def _keep(heads: range, kept: range, tokens: Tensor, order: Tensor | None, readers: int, room: Tensor) -> None:
-    """Copies tokens of some heads, which count from the most important one on; `readers` heads have an order each."""
+
+def _kept(
+    heads: range, kept: range, tokens: Tensor, order: Tensor | None, readers: int, room: Tensor | None = None
+) -> Tensor:
+    """Returns tokens of some heads, which count from the most important one on; `readers` heads have an order each.
+
+    They are copied to the room, if there is one; else only where they are sorted.
+    """
     some, rows = tokens[heads.start : heads.stop], slice(kept.start, kept.stop)
     if order is None:
-        room.copy_(some[:, rows])
-        return
-    ordered = torch.arange(heads.start, heads.stop, device=tokens.device) // readers
-    torch.gather(some, 1, order[ordered, rows, None].expand(-1, -1, tokens.shape[-1]), out=room)
+        return some[:, rows] if room is None else room.copy_(some[:, rows])
+    room = tokens.new_empty(len(heads), len(kept), tokens.shape[-1]) if room is None else room
+    for head, of_head, copied in zip(heads, some, room, strict=True):
+        torch.index_select(of_head, 0, order[head // readers, rows], out=copied)
+    return room
 
 
 def _heads_of(blocks: Sequence[tuple[range, Tensor]], heads: range, rows: range) -> Tensor:

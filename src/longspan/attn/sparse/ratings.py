@@ -11,12 +11,8 @@ from longspan.attn.comm import Message, Pending
 from longspan.attn.exchanges import Call
 from longspan.attn.sparse.messages import SAMPLES_HOP, partial_room, partials_of
 from longspan.attn.sparse.part import SparsePart
-from longspan.attn.spec import AttnSpec
 from longspan.core.runs import num_tokens, positions
 from longspan.core.sparse_plan import sampled_rows
-
-_TILE = 4096
-"""Keys that are rated at a time."""
 
 
 class Ratings:
@@ -27,6 +23,7 @@ class Ratings:
 
     def __init__(self, call: Call, parts: Sequence[SparsePart], lses: Sequence[Tensor]) -> None:
         self._spec, self._parts, group = call.spec, parts, call.group
+        self._backend = call.parts.backend
         assert call.exchange.sparse is not None, "it rates for that"
         self._setting, self._me = call.exchange.sparse, group.rank
         own = self._room(call, group.rank)
@@ -45,24 +42,25 @@ class Ratings:
     def of_keys(self) -> list[Tensor]:
         """Waits for the samples; returns for each part the mean attention `[kv_heads, keys]` of those that see them."""
         self._pending.wait()
-        each = {member: partials_of(message) for member, message in self._coming.items()}
-        found = []
+        each, found = {member: partials_of(message) for member, message in self._coming.items()}, []
         for part in self._parts:
-            ratings, seen_by = torch.zeros(2, *part.k.shape[:2], device=part.k.device)
             own = torch.tensor(positions(part.part.kv_runs[self._me]), device=part.k.device)
-            for member, partials in each.items():
-                q, lse = next(partials)
-                asked = positions(part.part.q_runs[member])
-                sampled = torch.tensor([asked[row] for row in self._sampled(part, member)], device=q.device)
-                sees = sampled[:, None] >= own
-                if sees.any():
-                    ratings += _attention_of(q, sees, part.k, lse, self._spec)
-                    seen_by += sees.sum(dim=0)
-            ratings /= seen_by.clamp_min(1)
+            samples = [(*next(partials), self._positions(part, member)) for member, partials in each.items()]
+            q, lse, asked = (torch.cat(kind, dim=-1 if kind[0].dim() < 3 else 1) for kind in zip(*samples, strict=True))
+            seen = torch.searchsorted(own, asked, right=True)
+            ratings = self._backend.rate(q, lse, seen, part.k, self._spec)
+            keys = torch.arange(len(own), device=own.device)
+            unseen_by = torch.searchsorted(seen.sort().values, keys, right=True)
+            ratings /= (len(seen) - unseen_by).clamp_min(1)
             if self._setting.rate_by == "layer":
                 ratings = ratings.sum(dim=0, keepdim=True).expand_as(ratings)
             found.append(ratings)
         return found
+
+    def _positions(self, part: SparsePart, member: int) -> Tensor:
+        asked = positions(part.part.q_runs[member])
+        found = [asked[row] for row in self._sampled(part, member)]
+        return torch.tensor(found, dtype=torch.int64, device=part.k.device)
 
     def _room(self, call: Call, member: int) -> Message:
         counts = [(call.spec.num_heads, len(self._sampled(part, member))) for part in self._parts]
@@ -70,18 +68,3 @@ class Ratings:
 
     def _sampled(self, part: SparsePart, member: int) -> tuple[int, ...]:
         return sampled_rows(num_tokens(part.part.q_runs[member]), self._setting.samples)
-
-
-def _attention_of(q: Tensor, sees: Tensor, k: Tensor, lse: Tensor, spec: AttnSpec) -> Tensor:
-    """Sums the attention of queries `[heads, n, dim]`, which see the keys `[kv_heads, tokens, dim]` or not."""
-    num_kv_heads, num_keys, dim = k.shape
-    queries = q.reshape(num_kv_heads, -1, dim)
-    lses, found = lse.reshape(num_kv_heads, -1, 1), []
-    visible = sees.repeat(spec.num_heads // num_kv_heads, 1)
-    for start in range(0, num_keys, _TILE):
-        keys = slice(start, start + _TILE)
-        scores = torch.matmul(queries, k[:, keys].transpose(1, 2)).float().mul_(spec.scale)
-        if spec.softcap is not None:
-            scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-        found.append(scores.sub_(lses).exp_().masked_fill_(~visible[:, keys], 0.0).sum(dim=1))
-    return torch.cat(found, dim=1)
