@@ -146,15 +146,22 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
 
 
 class Ticking:
-    """A clock that moves when told to, in place of `time`."""
+    """A clock that moves when told to, in place of `time`, and that of a thread, which stops while it has no core."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
+        self.now_s, self.core_s = 100.0, 7.0
 
     def perf_counter(self) -> float:
         return self.now_s
 
+    def thread_time(self) -> float:
+        return self.core_s
+
     def work(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.core_s += seconds
+
+    def idle(self, seconds: float) -> None:
         self.now_s += seconds
 
     def fail_after(self, seconds: float) -> NoReturn:
@@ -171,14 +178,14 @@ class SlowTransport:
         self._clock = clock
 
     def start(self, *_: object) -> SlowTransport:
-        self._clock.work(1.0)
+        self._clock.idle(1.0)
         return self
 
     def wait(self) -> None:
-        self._clock.work(2.0)
+        self._clock.idle(2.0)
 
     def complete_sends(self) -> None:
-        self._clock.work(4.0)
+        self._clock.idle(4.0)
 
 
 @pytest.fixture
@@ -197,13 +204,14 @@ def test_an_inner_category_stops_the_clock_of_the_outer_one(clock: Ticking) -> N
     with watch.during("attention"):
         clock.work(8.0)
         messages.start([], [], 0).wait()
+        clock.idle(256.0)
         clock.work(8.0)
     with pytest.raises(KeyError), watch.during("attention"):
         clock.fail_after(32.0)
     messages.complete_sends()
     clock.work(64.0)
     watch.switch("controller")
-    clock.work(128.0)
+    clock.idle(128.0)
     assert watch.seconds() == {
         "attention": 48.0,
         "linear": 0.0,

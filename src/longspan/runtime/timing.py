@@ -15,16 +15,21 @@ _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
 """Attention without its messages; linear layers; everything else; waiting for messages; waiting for the controller."""
 
 
+_WAITING = {"messages", "controller"}
+
+
 class Stopwatch:
     """Adds up seconds per category. Does nothing unless `enabled`, since looking at the clock costs time too.
 
-    On CUDA devices it waits for the device at every change of category: the shares are right, the total is not.
+    Waiting is measured by the clock. What computes on a CPU counts the seconds that it had a core, so that ranks that
+    share one do not count each other's work. On CUDA devices it waits for the device at every change of category: the
+    shares are right, the total is not.
     """
 
     def __init__(self, *, enabled: bool, device: torch.device) -> None:
         self._enabled, self._is_cuda = enabled, device.type == "cuda"
         self._seconds = dict.fromkeys(_CATEGORIES, 0.0)
-        self._current, self._since = "controller", time.perf_counter()
+        self._current, self._since = "controller", self._now("controller")
 
     def switch(self, category: str) -> str:
         """Counts time from now on as `category`; returns the one before."""
@@ -32,10 +37,12 @@ class Stopwatch:
         if self._enabled and category != before:
             if self._is_cuda:
                 torch.cuda.synchronize()
-            now = time.perf_counter()
-            self._seconds[before] += now - self._since
-            self._current, self._since = category, now
+            self._seconds[before] += self._now(before) - self._since
+            self._current, self._since = category, self._now(category)
         return before
+
+    def _now(self, category: str) -> float:
+        return time.perf_counter() if self._is_cuda or category in _WAITING else time.thread_time()
 
     @contextmanager
     def during(self, category: str) -> Iterator[None]:
