@@ -1,0 +1,258 @@
+"""Measures what micro-partitions hide of a slow link, with a real engine whose two ranks are in network namespaces.
+
+    python benchmarks/slow_link.py [--gigabits 1] [--pieces 1 2 4 8] [--rounds 3] [--trace FILE] [--require]
+
+Each rank is in a network namespace of its own; a pair of virtual interfaces connects them, both slowed down. That needs
+root on Linux, with `ip` and `tc`: elsewhere it says so and ends with 0. Time to the first token of one prompt, exact and
+sparse in as many micro-partitions as asked for, in turns, is compared with what the pipeline simulator of Eq. 6 and 7
+(`cost/csa_pipeline.py`) predicts. Its speeds are from the exact runs with the link as quick as it is; the slow link is
+taken at its nominal speed. `--trace` writes the last prompt of each kind as a timeline for https://ui.perfetto.dev.
+`--require` ends with 1 when a prediction is off by more than 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from traced_rank import Slice
+
+from longspan import LLM, SamplingParams, evals
+from longspan.cost.architecture import ModelShape
+from longspan.cost.csa_pipeline import LinkSpeed, Rates, member_works
+from longspan.cost.csa_search import Configuration, Group
+from longspan.runtime.executor.forkserver import StartWorker
+from longspan.runtime.executor.processes import ProcessLauncher
+from longspan.service import Service
+
+_LINK = "link0"
+_MOST_OFF = 0.15
+_RANK = Path(__file__).with_name("traced_rank.py")
+
+
+def main() -> int:
+    """Measures, predicts and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--gigabits", type=float, default=1.0)
+    parser.add_argument("--pieces", type=int, nargs="+", default=(1, 2, 4, 8))
+    parser.add_argument("--prompt", type=int, default=8000)
+    parser.add_argument("--drop", type=float, default=0.3)
+    parser.add_argument("--drop-mode", choices=("kv", "qkv"), default="kv")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--require", action="store_true")
+    asked = parser.parse_args()
+    with _namespaces(2) as names:
+        if not names:
+            print("skipped: network namespaces and their links need root on Linux, with ip and tc")
+            return 0
+        return _measure(asked, names)
+
+
+# ---------------------------------------------------------------- namespaces
+
+
+@contextmanager
+def _namespaces(number: int) -> Iterator[list[str]]:
+    """Makes namespaces, the first two of which are connected; yields no names where that is not permitted."""
+    names = [f"longspan-{os.getpid()}-{index}" for index in range(number)]
+    made = shutil.which("ip") is not None and shutil.which("tc") is not None and os.geteuid() == 0
+    try:
+        made = made and all(_run("ip", "netns", "add", name) for name in names)
+        made = made and _run(*f"ip link add {_LINK} netns {names[0]} type veth peer {_LINK} netns {names[1]}".split())
+        for index, name in enumerate(names):
+            commands = (f"addr add 10.99.0.{index + 1}/24 dev {_LINK}", f"link set {_LINK} up", "link set lo up")
+            made = made and all(_run("ip", "-n", name, *command.split()) for command in commands)
+        yield names if made else []
+    finally:
+        for name in names if made else ():
+            _run("ip", "netns", "del", name)
+
+
+def _slow_down(names: Sequence[str], gigabits: float | None) -> None:
+    """Gives both ends of the link a speed, or takes it away."""
+    for name in names:
+        _run("tc", "-n", name, "qdisc", "del", "dev", _LINK, "root")
+        limit = f"tc -n {name} qdisc add dev {_LINK} root tbf rate {gigabits}gbit burst 256kb latency 100ms"
+        if gigabits is not None and not _run(*limit.split()):
+            raise OSError("tc cannot slow the link down")
+
+
+def _run(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+class _Worker:
+    """A rank in its namespace, as the controller sees it."""
+
+    def __init__(self, command: StartWorker, namespace: str) -> None:
+        end, self._lifeline = os.pipe()
+        with command.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                ("ip", "netns", "exec", namespace, sys.executable, str(_RANK), str(end)),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(end,),
+                env={**os.environ, "GLOO_SOCKET_IFNAME": _LINK, "OMP_NUM_THREADS": "1"},
+            )
+        os.close(end)
+        assert self._process.stdin is not None, "asked for a pipe"
+        self._process.stdin.write(msgspec.json.encode(command, enc_hook=os.fspath))
+        self._process.stdin.close()
+        self.pid, self._lock = self._process.pid, threading.Lock()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(str(error)) from error
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def destroy(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class _Launcher(ProcessLauncher):
+    """Starts each rank in a namespace of its own."""
+
+    names: Sequence[str] = ()
+
+    def start(self, rank: int) -> _Worker:  # type: ignore[override]  # not forked, but seen alike
+        return _Worker(StartWorker(self._config, rank, self._run_dir, self._log(rank)), self.names[rank])
+
+
+class _NamespaceLLM(LLM):
+    make_service = partial(Service, launcher=_Launcher)
+
+
+# ---------------------------------------------------------------- measurement
+
+
+def _measure(asked: argparse.Namespace, names: Sequence[str]) -> int:
+    _Launcher.names = names
+    os.environ["LONGSPAN_HOSTS"] = "2"
+    if asked.trace:
+        os.environ["LONGSPAN_TRACE"] = str(asked.trace.absolute())
+    pieces = {f"{number} pieces": number for number in asked.pieces}
+    with _NamespaceLLM(
+        asked.model,
+        dtype="bfloat16",
+        parallel="2",
+        policy="csps",
+        policy_options={"threshold": "512"},
+        threads_per_rank=1,
+        record_times=True,
+        enable_prefix_caching=False,
+    ) as llm:
+        text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
+        prompt = text.window(asked.prompt, 0, 1)
+        ask = partial(_first_token_s, llm, prompt)
+        quick, attention = [], []
+        for number in range(asked.rounds + 1):  # the first only warms up
+            before = _seconds(llm, "attention")
+            quick.append(ask("off"))
+            attention.append([now - then for now, then in zip(_seconds(llm, "attention"), before, strict=True)])
+            del quick[: number == 0], attention[: number == 0]
+        _slow_down(names, asked.gigabits)
+        names_of = ["exact", *pieces]
+        found: dict[str, list[float]] = {name: [] for name in names_of}
+        waits: dict[str, list[float]] = {name: [] for name in names_of}
+        for number in track(range(asked.rounds + 1), "measuring", console=Console(stderr=True)):
+            for name in names_of:
+                before = _seconds(llm, "messages")
+                ttft_s = ask(_settings(asked, pieces[name]) if name in pieces else "off")
+                if number:
+                    found[name].append(ttft_s)
+                    each = zip(_seconds(llm, "messages"), before, strict=True)
+                    waits[name].append(statistics.mean(now - then for now, then in each))
+        shape = llm.info.shape(2)
+        block_size = llm.engine.config.block_size
+    group = _group(shape, block_size, asked, statistics.median(quick), [statistics.median(one) for one in zip(*attention)])
+    table = Table(title=f"{asked.prompt} tokens on 2 ranks, {asked.gigabits:g} Gb/s between them", title_justify="left")
+    for column in ("", "TTFT over exact", "predicted", "off by", "waits, of TTFT"):
+        table.add_column(column, justify="right")
+    exact_s, worst = statistics.median(found["exact"]), 0.0
+    for name in names_of:
+        levels = Configuration(2, asked.drop, (pieces[name],)) if name in pieces else Configuration(1)
+        ttft_s, predicted_s = statistics.median(found[name]), group.ttft_s(asked.prompt, levels)
+        off = predicted_s / ttft_s - 1
+        worst = max(worst, abs(off))
+        waited = statistics.median(waits[name]) / ttft_s
+        table.add_row(name, f"{ttft_s / exact_s:.3f}", f"{predicted_s / exact_s:.3f}", f"{off:+.1%}", f"{waited:.1%}")
+    Console(width=100).print(table)
+    if asked.trace:
+        _join(asked.trace, len(names))
+    return int(asked.require and worst > _MOST_OFF)
+
+
+def _first_token_s(llm: LLM, prompt: list[int], csa: str) -> float:
+    llm.service.update_policy({"csa": csa})
+    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert output.metrics.ttft_s is not None, "it has a token"
+    return output.metrics.ttft_s
+
+
+def _settings(asked: argparse.Namespace, pieces: int) -> str:
+    drop = {"levels": 2, "drop": asked.drop, "drop_mode": asked.drop_mode, "micro_partitions": pieces}
+    return json.dumps(drop)
+
+
+def _seconds(llm: LLM, category: str) -> list[float]:
+    return [times.get(category, 0.0) for times in llm.worker_times()]
+
+
+def _group(
+    shape: ModelShape, block_size: int, asked: argparse.Namespace, ttft_s: float, attention_s: Sequence[float]
+) -> Group:
+    """Takes speeds from an exact prompt over the quick link: pairs by what attention took, and all else as the rest."""
+    hosts, partition = (0, 1), -(-asked.prompt // (2 * block_size)) * block_size
+    works = member_works(None, asked.prompt, partition, hosts, shape)
+    pairs = sum(sum(work.by_piece.values()) for work in works) * shape.num_layers
+    link = LinkSpeed(asked.gigabits * 1e9 / 8, 1e-4)
+    rest_s = (ttft_s - max(attention_s)) / asked.prompt
+    rates = Rates(inside=link, between=link, pairs_per_s=pairs / sum(attention_s), rest_s=rest_s)
+    return Group(shape=shape, hosts=hosts, rates=rates, mode=asked.drop_mode, block_size=block_size)
+
+
+def _join(trace: Path, num_ranks: int) -> None:
+    """Writes the slices of all ranks as one timeline."""
+    events: list[dict[str, object]] = []
+    for rank in range(num_ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        own = Path(f"{trace}.rank{rank}")
+        for number, one in enumerate(msgspec.json.decode(own.read_bytes(), type=list[Slice])):
+            common = {"name": one.name, "cat": one.kind, "pid": rank, "tid": 0, "ts": one.start_s * 1e6}
+            if one.kind == "work":
+                events.append({**common, "ph": "X", "dur": (one.stop_s - one.start_s) * 1e6})
+            else:  # they overlap each other
+                events.append({**common, "ph": "b", "id": number})
+                events.append({**common, "ph": "e", "id": number, "ts": one.stop_s * 1e6})
+        own.unlink()
+    trace.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""A rank of `slow_link.py`: a worker that may write down when it computed, waited, and had messages on their way."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from longspan.attn.comm import Calls, Pending
+from longspan.runtime import rank as rank_module
+from longspan.runtime import worker as worker_module
+from longspan.runtime import worker_process
+from longspan.runtime.executor.forkserver import StartWorker
+from longspan.runtime.timing import Stopwatch, TimedTransport
+
+_MOST = 400_000
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Something that went on: work of the rank, or a transfer from its start to when its receiver had it."""
+
+    name: str
+    kind: str
+    start_s: float
+    stop_s: float
+
+
+_slices: deque[Slice] = deque(maxlen=_MOST)
+
+
+class _Watch(Stopwatch):
+    """Also writes down each stretch of a category."""
+
+    _since_s = 0.0
+
+    def switch(self, category: str) -> str:
+        before, now_s = super().switch(category), time.monotonic()
+        if before != category:
+            _slices.append(Slice(before, "work", self._since_s, now_s))
+            self._since_s = now_s
+        return before
+
+
+class _Transport(TimedTransport):
+    """Also writes down each call, from its start to the end of the wait for it."""
+
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
+        return _Pending(super().start(sends, receives, tag), sum(buffer.nbytes for _, buffer in receives))
+
+
+class _Pending:
+    def __init__(self, inner: Pending, num_bytes: int) -> None:
+        self._inner, self._num_bytes, self._start_s = inner, num_bytes, time.monotonic()
+
+    def wait(self) -> None:
+        self._inner.wait()
+        _slices.append(Slice(f"{self._num_bytes / 1e6:.2f} MB", "transfer", self._start_s, time.monotonic()))
+
+
+def main() -> None:
+    """Runs the worker that standard input names; its one argument is the descriptor of its lifeline."""
+    command = msgspec.json.decode(sys.stdin.buffer.read(), type=StartWorker, dec_hook=lambda kind, text: kind(text))
+    trace = os.environ.get("LONGSPAN_TRACE")
+    if trace:
+        rank_module.Stopwatch = _Watch  # type: ignore[misc]  # what watches a rank is not for users to choose
+        worker_module.TimedTransport = _Transport  # type: ignore[misc]
+    worker_process.main(command.config, command.rank, command.run_dir, int(sys.argv[1]))
+    if trace:
+        Path(f"{trace}.rank{command.rank}").write_bytes(msgspec.json.encode(list(_slices)))
+
+
+if __name__ == "__main__":
+    main()
