@@ -40,6 +40,22 @@ class AttentionBackend(Protocol):
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Computes attention of single queries `q [H, T, D]`, each over the tokens that the plan says it reads."""
 
+    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
+        """Computes attention of all queries `q [H, T, D]` over some keys only.
+
+        Args:
+            k, v: `[K, S, D]`.
+            indices: `[K, n]` int32, for each KV head the keys among `S`; with none, nothing is seen.
+        """
+
+    def combine(self, out: Tensor, lse: Tensor, partial: Partial, rows: Tensor | None) -> None:
+        """Merges a partial result `[H, n, D]` into `out [H, T, D]` and `lse [H, T]`, float32 both, in place.
+
+        Args:
+            rows: `[K, n]` int32, for each KV head the queries of its heads that were asked, none of them twice; None
+                for all queries, in order.
+        """
+
 
 def backend_of(device: torch.device, *, compiled: bool | None = None) -> AttentionBackend:
     """Returns the backend of a device. On CPUs it is our own `compiled` kernels, by default if they are loaded."""
