@@ -72,6 +72,21 @@ def test_nobody_keeps_or_asks() -> None:
     assert out.shape == (6, 0, 16) and lse.shape == (6, 0)
 
 
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("num_kept", [0, 1, 8])
+def test_kept_tokens_are_copied_into_their_room_alone(readers: int, num_kept: int) -> None:
+    num_kv_heads, num_tokens, dim = 2, 11, 16
+    tokens = torch.randn(2, num_tokens, num_kv_heads * readers, dim).transpose(1, 2)
+    whole = torch.full((2, num_kv_heads * readers, num_kept + 3, dim), torch.nan)
+    rooms = whole[:, :, 2 : num_kept + 2]
+    indices = kept_by(num_kv_heads, num_tokens, num_kept, seed=0)
+    BACKEND.select((tokens[0], tokens[1]), indices, (rooms[0], rooms[1]))
+    for all_tokens, room in zip(tokens, whole, strict=True):
+        for head, place in zip(range(num_kv_heads * readers), room, strict=True):
+            assert torch.equal(place[2:-1], all_tokens[head, indices[head // readers].long()])
+            assert place[:2].isnan().all() and place[-1:].isnan().all()
+
+
 @settings(max_examples=150)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.sampled_from(list(TOLERANCE)), st.integers(0, 999))
 def test_results_of_some_queries_are_merged_into_theirs(

@@ -9,7 +9,9 @@ equation 4).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
+
+_log = logging.getLogger("longspan")
 
 Partial = tuple[Tensor, Tensor]
 """`out [H, T, D]` and `lse [H, T]` float32; a query that sees no key has output 0 and lse -inf."""
@@ -48,6 +52,15 @@ class AttentionBackend(Protocol):
             indices: `[K, n]` int32, for each KV head the keys among `S`; with none, nothing is seen.
         """
 
+    def select(self, tokens: Sequence[Tensor], indices: Tensor, rooms: Sequence[Tensor]) -> None:
+        """Copies some tokens of each head into the room for them, say in a message.
+
+        Args:
+            tokens: one tensor `[H, S, D]`, or keys and values.
+            indices: `[K, n]` int32, for each H / K heads the tokens among `S`.
+            rooms: for each of the tensors one `[H, n, D]`.
+        """
+
     def combine(self, out: Tensor, lse: Tensor, partial: Partial, rows: Tensor | None) -> None:
         """Merges a partial result `[H, n, D]` into `out [H, T, D]` and `lse [H, T]`, float32 both, in place.
 
@@ -63,7 +76,12 @@ def backend_of(device: torch.device, *, compiled: bool | None = None) -> Attenti
     from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415
 
     if device.type == "cuda":
-        return TorchCuda()
+        if find_spec("triton") is None:
+            _log.warning("Triton is not installed: sparse attention copies the tokens that it keeps")
+            return TorchCuda()
+        from longspan.attn.backends.triton import TritonCuda  # noqa: PLC0415 - not where there is no such device
+
+        return TritonCuda()
     return native.NativeCpu() if (native.is_loaded() if compiled is None else compiled) else TorchCpu()
 
 
