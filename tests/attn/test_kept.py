@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.attn.backends import merge, nothing_seen
+from longspan.attn.backends import merge, nothing_seen, pytorch
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
@@ -131,3 +131,51 @@ def test_regions_of_kept_keys_add_up_to_full_attention() -> None:
     wanted, wanted_lse = reference(q, [50] * 21, k, v, range(50), spec)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-6)
+
+
+def rated_by_key(q: Tensor, lse: Tensor, asked: Tensor, k: Tensor, held: Tensor, spec: AttnSpec) -> Tensor:
+    """Sums pair by pair, in float64."""
+    readers, found = spec.num_heads // spec.num_kv_heads, torch.zeros(k.shape[:2], dtype=torch.float64)
+    for head in range(spec.num_heads):
+        for row, position in enumerate(asked.tolist()):
+            for key, other in enumerate(held.tolist()):
+                if other <= position:
+                    score = q[head, row].double() @ k[head // readers, key].double() * spec.scale
+                    score = score if spec.softcap is None else spec.softcap * torch.tanh(score / spec.softcap)
+                    found[head // readers, key] += torch.exp(score - lse[head, row].double())
+    return found
+
+
+def rating_case(
+    spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, AttnSpec]:
+    """Draws what `rate` gets; some queries are before all keys."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, _ = random_qkv(spec, num_queries, num_keys, dtype, seed)
+    asked = torch.randperm(num_queries + num_keys, generator=generator)[:num_queries].sort().values
+    held = 2 + torch.randperm(2 * num_keys, generator=generator)[:num_keys].sort().values
+    return q, 1 + torch.rand(spec.num_heads, num_queries, generator=generator), asked, k, held, spec
+
+
+@settings(max_examples=60)
+@given(specs(), st.integers(1, 7), st.integers(1, 12), st.sampled_from(list(TOLERANCE)), st.integers(0, 9))
+def test_keys_are_rated_by_who_sees_them(
+    spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
+) -> None:
+    case = rating_case(spec, num_queries, num_keys, dtype, seed)
+    # PyTorch rounds products of bfloat16 to that type, before they become exponents.
+    torch.testing.assert_close(
+        BACKEND.rate(*case).double(),
+        rated_by_key(*case),
+        atol=1e-5,
+        rtol={torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype],
+    )
+
+
+def test_more_keys_than_are_rated_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
+    case = rating_case(spec, 9, 100, torch.float32, 0)
+    whole = BACKEND.rate(*case)
+    monkeypatch.setattr(pytorch, "_RATED", 32)
+    torch.testing.assert_close(BACKEND.rate(*case), whole, atol=1e-5, rtol=1e-5)
+    assert whole[:, :2].any() and not BACKEND.rate(*case[:2], case[2] - 1000, *case[3:]).any()

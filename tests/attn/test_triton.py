@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kept import TOLERANCE, kept_by, specs
+from test_kept import TOLERANCE, kept_by, rating_case, specs
 from torch import Tensor
 
 from longspan.attn import backends
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 Run = Callable[..., None]
 SHARED_MEMORY = 99 * 1024
 """Bytes that a block of an RTX 30 or 40 may have, which has the least of all that compute in bfloat16."""
-_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 TORCH = TorchCpu()
 
 
@@ -154,6 +154,40 @@ def test_nan_is_not_hidden_where_it_is_kept(interpreted: Run, softcap: float | N
     interpreted(compare_nan, softcap)
 
 
+# ---------------------------------------------------------------- rating
+
+
+def compare_rating(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> None:
+    """Compares with PyTorch's rating of the same numbers in float32: it rounds scores to bfloat16, Triton does not."""
+    q, lse, asked, k, held, _ = rating_case(spec, num_queries, num_keys, dtype, seed)
+    whole = torch.full((spec.num_heads, num_queries + 3), torch.nan)
+    whole[:, 1:-2] = lse
+    found = _triton().rate(q, whole[:, 1:-2], asked, k, held, spec)
+    wanted = TORCH.rate(q.float(), lse, asked, k.float(), held, spec)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=60)
+@given(
+    specs(head_dims=(16, 40, 64, 80)),
+    st.integers(0, 80),
+    st.integers(1, 150),
+    st.sampled_from(list(TOLERANCE)),
+    st.integers(0, 9),
+)
+def test_keys_are_rated_as_by_pytorch(
+    interpreted: Run, spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
+) -> None:
+    interpreted(compare_rating, spec, num_queries, num_keys, dtype, seed)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 272])
+def test_large_heads_are_rated(interpreted: Run, head_dim: int) -> None:
+    for dtype in TOLERANCE if head_dim <= 256 else (torch.float32,):
+        interpreted(compare_rating, _spec((9, 3), head_dim), 21, 70, dtype, 0)
+
+
 # ---------------------------------------------------------------- selection and combination
 
 
@@ -256,7 +290,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("dtype", _TYPES, ids=str)
 @pytest.mark.parametrize("arch", [80, 90])
-def test_attention_compiles_and_fits_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
+def test_attention_and_rating_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
     from longspan.attn.backends import triton as ours
 
     for dim, has_softcap in ((40, True), (128, False), (256, False)):
@@ -271,7 +305,9 @@ def test_attention_compiles_and_fits_into_shared_memory(arch: int, dtype: torch.
         }
         types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype])
         types |= {"indices": "*i32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
-        assert 0 < compiled(ours.attend_kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
+        types |= {"asked": "*i64", "held": "*i64", "found": "*fp32"}
+        for kernel in (ours.attend_kernel, ours.rate_kernel) if dim == 128 else (ours.attend_kernel,):
+            assert 0 < compiled(kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
 
 
 @pytest.mark.usefixtures("empty_cache")

@@ -69,6 +69,15 @@ class AttentionBackend(Protocol):
                 for all queries, in order.
         """
 
+    def rate(self, q: Tensor, lse: Tensor, asked: Tensor, k: Tensor, held: Tensor, spec: AttnSpec) -> Tensor:
+        """Sums, for each key, the attention of those queries of its KV head that see it: `[K, S]` float32.
+
+        Args:
+            q, lse: queries `[H, n, D]`, and the log-sum-exps `[H, n]` of all that they attend to, float32.
+            asked: their positions `[n]`.
+            k, held: keys `[K, S, D]`, and their positions `[S]`; a query sees those that are not after it.
+        """
+
 
 def backend_of(device: torch.device, *, compiled: bool | None = None) -> AttentionBackend:
     """Returns the backend of a device. On CPUs it is our own `compiled` kernels, by default if they are loaded."""

@@ -23,6 +23,8 @@ _TILE = 256
 """Queries per tile where a mask is needed."""
 _EAGER_KEYS = 8192
 """Keys per tile where no fused kernel applies (softcap): bounds the memory of the scores."""
+_RATED = 4096
+"""Keys that are rated at a time."""
 _FEW_QUERIES = 16
 """The most queries for which long keys are split into pieces that are computed in parallel and merged."""
 _PIECE = 512
@@ -101,6 +103,18 @@ class TorchBackend(ABC):
         for head, head_rows in enumerate(rows.repeat_interleave(len(out) // len(rows), dim=0)):
             before = out[head, head_rows], lse[head, head_rows]
             out[head, head_rows], lse[head, head_rows] = merge_each([before, (partial[0][head], partial[1][head])])
+
+    def rate(self, q: Tensor, lse: Tensor, asked: Tensor, k: Tensor, held: Tensor, spec: AttnSpec) -> Tensor:
+        """Keeps the scores of all queries and some keys at a time."""
+        num_kv_heads, num_keys, dim = k.shape
+        rows, lses = q.reshape(num_kv_heads, -1, dim), lse.reshape(num_kv_heads, -1, 1)
+        asked = asked.repeat(len(q) // num_kv_heads)[:, None]
+        found = k.new_empty(num_kv_heads, num_keys, dtype=torch.float32)
+        for start in range(0, num_keys, _RATED):
+            keys = slice(start, start + _RATED)
+            scores = _scores(rows, k[:, keys], spec).sub_(lses).exp_()
+            torch.sum(scores.masked_fill_(asked < held[keys], 0.0), dim=1, out=found[:, keys])
+        return found
 
     def _attend_items(self, rows: Tensor, kv: PagedKv, batch: PagedBatch, spec: AttnSpec) -> Partial:
         """Returns `out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""
@@ -237,14 +251,17 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mas
 def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor | None) -> Partial:
     batch, num_heads, num_queries, dim = q.shape
     folded = q.reshape(batch, k.shape[1], -1, dim)
-    scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, num_heads, num_queries, -1)
-    if spec.softcap is None:
-        scores.mul_(spec.scale)
-    else:
-        scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+    scores = _scores(folded, k, spec).view(batch, num_heads, num_queries, -1)
     if mask is not None:
         scores.masked_fill_(mask == -torch.inf, -torch.inf)  # a sum would let hidden keys that are not numbers through
     lse = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_().to(v.dtype)
     out = torch.matmul(weights.view(batch, k.shape[1], -1, k.shape[2]), v)
     return out.view(batch, num_heads, num_queries, dim), lse
+
+
+def _scores(rows: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+    scores = torch.matmul(rows, k.transpose(-1, -2)).float()
+    if spec.softcap is None:
+        return scores.mul_(spec.scale)
+    return scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)

@@ -1,4 +1,4 @@
-"""Triton kernels for sparse attention on CUDA devices: selection of kept tokens, attention to them, combination.
+"""Triton kernels for sparse attention on CUDA: selection of kept tokens, attention to them, combination, rating.
 
 A kernel addresses elements of the last dimension as neighbours; strides of the others are arguments. Offsets are
 64-bit, since keys of a long prompt have more elements than 32 bits count. This module alone imports triton.
@@ -46,8 +46,8 @@ class TritonCuda(TorchCuda):
                 *(q, k, v, indices, out, lse),
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), indices.stride(0)),
                 *(num_queries, num_kept, readers),
-                spec.scale if spec.softcap is None else spec.scale / spec.softcap,
-                spec.softcap or 0.0,
+                spec.scale,
+                spec.softcap or 1.0,
                 has_softcap=spec.softcap is not None,
                 widen=_must_widen(q),
                 dim=dim,
@@ -99,6 +99,34 @@ class TritonCuda(TorchCuda):
                 width=padded(dim),
                 tile=COPIED,
             )
+
+    def rate(self, q: Tensor, lse: Tensor, asked: Tensor, k: Tensor, held: Tensor, spec: AttnSpec) -> Tensor:
+        """Keeps the scores of a tile; PyTorch's products rate where heads are very large."""
+        (num_kv_heads, num_keys, dim), num_queries = k.shape, q.shape[1]
+        if dim > MAX_DIM:
+            return super().rate(q, lse, asked, k, held, spec)
+        found = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=k.device)
+        if not num_keys or not num_queries:
+            return found
+        q, lse, asked, k, held = (_dense_rows(tensor) for tensor in (q, lse, asked, k, held))
+        tile_rows, tile_keys = attention_tile(dim, q.dtype)
+        with torch.cuda.device_of(q):
+            rate_kernel[triton.cdiv(num_keys, tile_keys), num_kv_heads](
+                *(q, lse, asked, k, held, found),
+                *(q.stride(0), q.stride(1), lse.stride(0), k.stride(0), k.stride(1)),
+                *(num_queries, num_keys, len(q) // num_kv_heads),
+                spec.scale,
+                spec.softcap or 1.0,
+                has_softcap=spec.softcap is not None,
+                widen=_must_widen(q),
+                dim=dim,
+                width=padded(dim),
+                tile_rows=tile_rows,
+                tile_keys=tile_keys,
+                num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
+            )
+        return found
 
 
 def attention_tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -168,9 +196,7 @@ def attend_kernel(
         token = tl.load(indices + kv_head * indices_head + place, mask=kept, other=0).to(tl.int64)
         key_at = kv_head * k_head + token * k_row
         keys = tl.load(k + key_at[None, :] + column[:, None], mask=in_dim[:, None] & kept[None, :], other=0.0)
-        scores = product(queries, keys, widen) * scale
-        if has_softcap:
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0))  # softcap * tanh(scores)
+        scores = scores_of(queries, keys, scale, softcap, has_softcap, widen)
         scores = tl.where(kept[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
@@ -191,6 +217,70 @@ def product(left: tl.tensor, right: tl.tensor, widen: tl.constexpr) -> tl.tensor
     if widen:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def scores_of(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+) -> tl.tensor:
+    scores = product(queries, keys, widen) * scale
+    if has_softcap:
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))  # softcap * tanh(scores / softcap)
+    return scores
+
+
+@triton.jit
+def rate_kernel(
+    q: tl.tensor,
+    lse: tl.tensor,
+    asked: tl.tensor,
+    k: tl.tensor,
+    held: tl.tensor,
+    found: tl.tensor,
+    q_head: tl.tensor,
+    q_row: tl.tensor,
+    lse_head: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    num_queries: tl.tensor,
+    num_keys: tl.tensor,
+    readers: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> None:
+    """Sums the attention that keys of one KV head get from the queries of all its readers, tile by tile."""
+    kv_head = tl.program_id(1).to(tl.int64)
+    key = tl.program_id(0).to(tl.int64) * tile_keys + tl.arange(0, tile_keys)
+    in_keys = key < num_keys
+    column = tl.arange(0, width)
+    in_dim = column < dim
+    key_at = kv_head * k_head + key * k_row
+    keys = tl.load(k + key_at[None, :] + column[:, None], mask=in_dim[:, None] & in_keys[None, :], other=0.0)
+    key_position = tl.load(held + key, mask=in_keys, other=0)
+    total = tl.zeros((tile_keys,), tl.float32)
+    for start in range(0, readers * num_queries, tile_rows):
+        folded = start + tl.arange(0, tile_rows)
+        in_rows = folded < readers * num_queries
+        head, row = kv_head * readers + folded // num_queries, folded % num_queries
+        row_at = head * q_head + row * q_row
+        queries = tl.load(q + row_at[:, None] + column[None, :], mask=in_rows[:, None] & in_dim[None, :], other=0.0)
+        position = tl.load(asked + row, mask=in_rows, other=-1)
+        sums = tl.load(lse + head * lse_head + row, mask=in_rows, other=0.0)
+        scores = scores_of(queries, keys, scale, softcap, has_softcap, widen)
+        sees = in_rows[:, None] & (position[:, None] >= key_position[None, :])
+        total += tl.sum(tl.where(sees, tl.exp(scores - sums[:, None]), 0.0), 0)
+    tl.store(found + kv_head * num_keys + key, total, mask=in_keys)
 
 
 @triton.jit
