@@ -287,39 +287,56 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
 
 
+def _attention_constants(dim: int, dtype: torch.dtype, *, has_softcap: bool) -> dict[str, object]:
+    from longspan.attn.backends import triton as ours
+
+    tile_rows, tile_keys = ours.attention_tile(dim, dtype)
+    return {
+        "has_softcap": has_softcap,
+        "widen": False,
+        "dim": dim,
+        "width": ours.padded(dim),
+        "tile_rows": tile_rows,
+        "tile_keys": tile_keys,
+    }
+
+
+def _attention_types(dtype: torch.dtype) -> dict[str, str]:
+    types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype]) | dict.fromkeys(("lse", "found"), "*fp32")
+    return types | {"indices": "*i32", "asked": "*i64", "held": "*i64", "scale": "fp32", "softcap": "fp32"}
+
+
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("dtype", _TYPES, ids=str)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_attention_and_rating_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
-    from longspan.attn.backends import triton as ours
+    from longspan.attn.backends.triton import attend_kernel, rate_kernel
 
     for dim, has_softcap in ((40, True), (128, False), (256, False)):
-        tile_rows, tile_keys = ours.attention_tile(dim, dtype)
-        constants: dict[str, object] = {
-            "has_softcap": has_softcap,
-            "widen": False,
-            "dim": dim,
-            "width": ours.padded(dim),
-            "tile_rows": tile_rows,
-            "tile_keys": tile_keys,
-        }
-        types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype])
-        types |= {"indices": "*i32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
-        types |= {"asked": "*i64", "held": "*i64", "found": "*fp32"}
-        for kernel in (ours.attend_kernel, ours.rate_kernel) if dim == 128 else (ours.attend_kernel,):
+        constants, types = _attention_constants(dim, dtype, has_softcap=has_softcap), _attention_types(dtype)
+        for kernel in (attend_kernel, rate_kernel) if dim == 128 else (attend_kernel,):
             assert 0 < compiled(kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_selection_and_combination_compile() -> None:
+@pytest.mark.parametrize("ones", [(), ("num_queries", "num_kept", "num_keys", "readers")], ids=["many", "one"])
+def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> None:
+    """Triton makes constants of arguments that are 1."""
     from longspan.attn.backends import triton as ours
 
+    def compiles(kernel: Any, types: dict[str, str], constants: dict[str, object]) -> bool:
+        constants = constants | {name: 1 for name in ones if name in kernel.arg_names}
+        return bool(compiled(kernel, types, constants, 80).asm["cubin"])
+
+    attention = _attention_constants(64, torch.bfloat16, has_softcap=True)
+    assert compiles(ours.attend_kernel, _attention_types(torch.bfloat16), attention)
+    assert compiles(ours.rate_kernel, _attention_types(torch.bfloat16), attention)
     sizes: dict[str, object] = {"dim": 80, "width": 128, "tile": ours.COPIED}
     types = dict.fromkeys(("first", "second", "room", "second_room"), "*bf16") | {"indices": "*i32"}
-    assert compiled(ours.select_kernel, types, sizes, 80).asm["cubin"]
+    assert compiles(ours.select_kernel, types, sizes)
     types = {"out": "*fp32", "lse": "*fp32", "some": "*bf16", "some_lse": "*fp32"}
-    assert compiled(ours.combine_kernel, types | {"rows": "*i32"}, sizes, 80).asm["cubin"]
-    assert compiled(ours.combine_kernel, types, sizes | {"rows": None}, 80).asm["cubin"]
+    assert compiles(ours.combine_kernel, types | {"rows": "*i32"}, sizes)
+    assert compiles(ours.combine_kernel, types, sizes | {"rows": None})
 
 
 # ---------------------------------------------------------------- who uses it

@@ -275,10 +275,10 @@ def rate_kernel(
         head, row = kv_head * readers + folded // num_queries, folded % num_queries
         row_at = head * q_head + row * q_row
         queries = tl.load(q + row_at[:, None] + column[None, :], mask=in_rows[:, None] & in_dim[None, :], other=0.0)
-        position = tl.load(asked + row, mask=in_rows, other=-1)
+        position = tl.load(asked + row, mask=in_rows, other=-1)  # rows beyond the last see nothing
         sums = tl.load(lse + head * lse_head + row, mask=in_rows, other=0.0)
         scores = scores_of(queries, keys, scale, softcap, has_softcap, widen)
-        sees = in_rows[:, None] & (position[:, None] >= key_position[None, :])
+        sees = position[:, None] >= key_position[None, :]
         total += tl.sum(tl.where(sees, tl.exp(scores - sums[:, None]), 0.0), 0)
     tl.store(found + kv_head * num_keys + key, total, mask=in_keys)
 
