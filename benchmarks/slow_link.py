@@ -3,10 +3,10 @@
     python benchmarks/slow_link.py [--gigabits 1] [--pieces 1 2 4 8] [--rounds 3] [--trace FILE] [--require]
 
 Each rank is in a network namespace of its own; a pair of virtual interfaces connects them, both slowed down. That needs
-root on Linux, with `ip` and `tc`: elsewhere it says so and ends with 0. Time to the first token of one prompt, exact and
-sparse in as many micro-partitions as asked for, in turns, is compared with what the pipeline simulator of Eq. 6 and 7
-(`cost/csa_pipeline.py`) predicts. Its speeds are from the exact runs with the link as quick as it is; the slow link is
-taken at its nominal speed. `--trace` writes the last prompt of each kind as a timeline for https://ui.perfetto.dev.
+root on Linux, with `ip` and `tc`: elsewhere it says so and ends with 0. Time to the first token of one prompt, exact
+and sparse in as many micro-partitions as asked for, in turns, is compared with what the pipeline simulator of Eq. 6 and
+7 (`cost/csa_pipeline.py`) predicts. Its speeds are from the exact runs with the link as quick as it is; the slow link
+is taken at its nominal speed. `--trace` writes the last prompt of each kind as a timeline for https://ui.perfetto.dev.
 `--require` ends with 1 when a prediction is off by more than 15 %.
 """
 
@@ -39,6 +39,7 @@ from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.service import Service
 
+_IP = shutil.which("ip") or ""
 _LINK = "link0"
 _MOST_OFF = 0.15
 _RANK = Path(__file__).with_name("traced_rank.py")
@@ -71,7 +72,7 @@ def main() -> int:
 def _namespaces(number: int) -> Iterator[list[str]]:
     """Makes namespaces, the first two of which are connected; yields no names where that is not permitted."""
     names = [f"longspan-{os.getpid()}-{index}" for index in range(number)]
-    made = shutil.which("ip") is not None and shutil.which("tc") is not None and os.geteuid() == 0
+    made = bool(_IP) and shutil.which("tc") is not None and os.geteuid() == 0
     try:
         made = made and all(_run("ip", "netns", "add", name) for name in names)
         made = made and _run(*f"ip link add {_LINK} netns {names[0]} type veth peer {_LINK} netns {names[1]}".split())
@@ -104,7 +105,7 @@ class _Worker:
         end, self._lifeline = os.pipe()
         with command.log.open("wb") as log:
             self._process = subprocess.Popen(
-                ("ip", "netns", "exec", namespace, sys.executable, str(_RANK), str(end)),
+                (_IP, "netns", "exec", namespace, sys.executable, str(_RANK), str(end)),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -190,7 +191,8 @@ def _measure(asked: argparse.Namespace, names: Sequence[str]) -> int:
                     waits[name].append(statistics.mean(now - then for now, then in each))
         shape = llm.info.shape(2)
         block_size = llm.engine.config.block_size
-    group = _group(shape, block_size, asked, statistics.median(quick), [statistics.median(one) for one in zip(*attention)])
+    attention_s = [statistics.median(one) for one in zip(*attention, strict=True)]
+    group = _group(shape, block_size, asked, statistics.median(quick), attention_s)
     table = Table(title=f"{asked.prompt} tokens on 2 ranks, {asked.gigabits:g} Gb/s between them", title_justify="left")
     for column in ("", "TTFT over exact", "predicted", "off by", "waits, of TTFT"):
         table.add_column(column, justify="right")

@@ -66,8 +66,8 @@ def main() -> None:
     command = msgspec.json.decode(sys.stdin.buffer.read(), type=StartWorker, dec_hook=lambda kind, text: kind(text))
     trace = os.environ.get("LONGSPAN_TRACE")
     if trace:
-        rank_module.Stopwatch = _Watch  # type: ignore[misc]  # what watches a rank is not for users to choose
-        worker_module.TimedTransport = _Transport  # type: ignore[misc]
+        rank_module.Stopwatch = _Watch  # type: ignore[attr-defined]  # what watches a rank is not for users to choose
+        worker_module.TimedTransport = _Transport  # type: ignore[attr-defined]
     worker_process.main(command.config, command.rank, command.run_dir, int(sys.argv[1]))
     if trace:
         Path(f"{trace}.rank{command.rank}").write_bytes(msgspec.json.encode(list(_slices)))

@@ -14,6 +14,7 @@ from engines import ThreadLLM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Oracle
+from test_kept import kept_by
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
@@ -114,6 +115,21 @@ def test_the_paged_kernel_is_attention(data: st.DataObject, dim: int, block_size
 
 @pytest.mark.usefixtures("kernel")
 @settings(deadline=None, max_examples=100)
+@given(specs(), st.integers(1, 90), st.integers(1, 400), st.data(), st.integers(0, 9))
+def test_the_kernel_attends_to_kept_keys(
+    spec: AttnSpec, num_queries: int, num_keys: int, data: st.DataObject, seed: int
+) -> None:
+    q, k, v = random_qkv(spec, num_queries, num_keys, torch.bfloat16, seed)
+    indices = kept_by(spec.num_kv_heads, num_keys, data.draw(st.integers(0, num_keys)), seed)
+    out, lse = NativeCpu().attend_kept(q, k, v, indices, spec)
+    wanted, wanted_lse = TorchCpu().attend_kept(q.float(), k.float(), v.float(), indices, spec)
+    assert torch.equal(lse.isinf(), wanted_lse.isinf())
+    torch.testing.assert_close(out.float(), wanted, atol=3e-2, rtol=0)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=100)
 @given(specs(), st.integers(1, 40), st.integers(0, 300), st.integers(1, 3), st.integers(0, 9))
 def test_the_kernel_rates_as_pytorch_does(
     spec: AttnSpec, num_queries: int, num_keys: int, threads: int, seed: int
@@ -146,14 +162,14 @@ def test_the_kernel_merges_as_pytorch_does(
     )
     lses[torch.rand(shape, generator=generator) < 0.3] = -torch.inf  # some rows have seen nothing
     outs[lses.isinf()] = 0.0
-    places = None
+    partials, order = list(zip(outs, lses, strict=True)), None
     if is_sorted:
-        places = torch.stack([torch.randperm(num_queries, generator=generator) for _ in range(spec.num_kv_heads)])
-    partials = list(zip(outs, lses, strict=True))
+        order = torch.stack([torch.randperm(num_queries, generator=generator) for _ in range(spec.num_kv_heads)]).int()
+        partials[1:] = [(out[:, : num_queries // 2], lse[:, : num_queries // 2]) for out, lse in partials[1:]]
     room = torch.empty(num_queries, spec.num_heads, spec.head_dim, dtype=torch.bfloat16).transpose(0, 1)
-    lse = NativeCpu().merge_into(room, partials, places)
+    lse = NativeCpu().merge_into(room, partials, order)
     wanted = torch.empty(room.shape)
-    wanted_lse = TorchCpu().merge_into(wanted, [(out.float(), one) for out, one in partials], places)
+    wanted_lse = TorchCpu().merge_into(wanted, [(out.float(), one) for out, one in partials], order)
     torch.testing.assert_close(room.float(), wanted, atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(lse, wanted_lse, atol=1e-5, rtol=1e-5)
 

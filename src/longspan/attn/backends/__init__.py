@@ -9,7 +9,9 @@ equation 4).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
+
+_log = logging.getLogger("longspan")
 
 Partial = tuple[Tensor, Tensor]
 """`out [H, T, D]` and `lse [H, T]` float32; a query that sees no key has output 0 and lse -inf."""
@@ -40,22 +44,39 @@ class AttentionBackend(Protocol):
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Computes attention of single queries `q [H, T, D]`, each over the tokens that the plan says it reads."""
 
-    def merge_into(self, out: Tensor, partials: Sequence[Partial], places: Tensor | None = None) -> Tensor:
-        """Merges partial results of the same queries, as many as `out [H, T, D]` has, into it; returns the lse.
+    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
+        """Computes attention of all queries `q [H, T, D]` over some keys only.
 
         Args:
-            places: the row `[K, T]` of each query in all partial results but the first, where it is not its own.
+            k, v: `[K, S, D]`.
+            indices: `[K, n]` int32, for each KV head the keys among `S`; with none, nothing is seen.
+        """
+
+    def select(self, tokens: Sequence[Tensor], indices: Tensor, rooms: Sequence[Tensor]) -> None:
+        """Copies some tokens of each head into the room for them, say in a message.
+
+        Args:
+            tokens: one tensor `[H, S, D]`, or keys and values.
+            indices: `[K, n]` int32, for each H / K heads the tokens among `S`.
+            rooms: for each of the tensors one `[H, n, D]`.
+        """
+
+    def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
+        """Merges partial results of the same queries into `out [H, T, D]`, and returns their lse `[H, T]`.
+
+        Args:
+            partials: the first is of all queries, in order of position; the others `[H, n, D]` and `[H, n]`.
+            order: `[K, T]` int32, for each KV head the queries in the order of the others, none of them twice; None
+                where they are all in order of position.
         """
 
     def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
-        """Sums for each key `k [K, S, D]` the attention that it gets from queries whose log-sum-exps are known.
+        """Sums, for each key, the attention of those queries of its KV head that see it: `[K, S]` float32.
 
         Args:
-            q, lse: a sample of queries `[H, n, D]`, and what their attention over all keys has found.
-            seen: `[n]`, how many of these keys each of them sees, from the first on.
-
-        Returns:
-            `[K, S]` float32, over all query heads of a KV head.
+            q, lse: queries `[H, n, D]`, and the log-sum-exps `[H, n]` of all that they attend to, float32.
+            seen: `[n]` int64, how many keys each of them sees, from the first on.
+            k: `[K, S, D]`.
         """
 
 
@@ -65,7 +86,12 @@ def backend_of(device: torch.device, *, compiled: bool | None = None) -> Attenti
     from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415
 
     if device.type == "cuda":
-        return TorchCuda()
+        if find_spec("triton") is None:
+            _log.warning("Triton is not installed: sparse attention copies the tokens that it keeps")
+            return TorchCuda()
+        from longspan.attn.backends.triton import TritonCuda  # noqa: PLC0415 - not where there is no such device
+
+        return TritonCuda()
     return native.NativeCpu() if (native.is_loaded() if compiled is None else compiled) else TorchCpu()
 
 

@@ -23,12 +23,12 @@ _TILE = 256
 """Queries per tile where a mask is needed."""
 _EAGER_KEYS = 8192
 """Keys per tile where no fused kernel applies (softcap): bounds the memory of the scores."""
+_RATED = 4096
+"""Keys that are rated at a time."""
 _FEW_QUERIES = 16
 """The most queries for which long keys are split into pieces that are computed in parallel and merged."""
 _PIECE = 512
 """Keys per such piece."""
-_RATED_KEYS = 4096
-"""Keys that are rated at a time: bounds the memory of the scores."""
 
 
 class TorchBackend(ABC):
@@ -79,28 +79,47 @@ class TorchBackend(ABC):
         out = out.view(num_queries, num_heads, dim).transpose(0, 1)
         return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
 
-    def merge_into(self, out: Tensor, partials: Sequence[Partial], places: Tensor | None = None) -> Tensor:
-        if places is not None:
-            places = places.long().repeat_interleave(out.shape[0] // len(places), dim=0)
-            rows = places[..., None].expand(out.shape)
-            placed = [(one.gather(1, rows), lse.gather(1, places)) for one, lse in partials[1:]]
-            partials = [partials[0], *placed]
-        merged, lse = merge_each(partials)
+    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
+        """Copies the keys, and attends to all of the copy."""
+        num_kept = indices.shape[1]
+        if not q.shape[1] or not num_kept:
+            return nothing_seen(q)
+        kept_k, kept_v = k.new_empty(2, len(k), num_kept, k.shape[2])
+        self.select((k, v), indices, (kept_k, kept_v))
+        return self.attend(q, kept_k, kept_v, Relation("full", -q.shape[1], num_kept), spec)
+
+    def select(self, tokens: Sequence[Tensor], indices: Tensor, rooms: Sequence[Tensor]) -> None:
+        by_head = indices.repeat_interleave(len(rooms[0]) // len(indices), dim=0)
+        for all_tokens, room in zip(tokens, rooms, strict=True):
+            for head, kept, place in zip(all_tokens, by_head, room, strict=True):  # much quicker than `torch.gather`
+                torch.index_select(head, 0, kept, out=place)
+
+    def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
+        if order is None:
+            merged, lse = merge_each(partials)
+            out.copy_(merged)
+            return lse
+        merged, lse = partials[0][0].to(torch.float32, copy=True), partials[0][1].clone()
+        for some, some_lse in partials[1:]:
+            by_head = order[:, : some.shape[1]].repeat_interleave(len(out) // len(order), dim=0)
+            for head, rows in enumerate(by_head):
+                pair = [(merged[head, rows], lse[head, rows]), (some[head], some_lse[head])]
+                merged[head, rows], lse[head, rows] = merge_each(pair)
         out.copy_(merged)
         return lse
 
     def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+        """Keeps the scores of all queries and some keys at a time."""
         num_kv_heads, num_keys, dim = k.shape
-        queries, lses, found = q.reshape(num_kv_heads, -1, dim), lse.reshape(num_kv_heads, -1, 1), []
-        limits = seen.repeat(spec.num_heads // num_kv_heads)[:, None]
-        for start in range(0, num_keys, _RATED_KEYS):
-            keys = k[:, start : start + _RATED_KEYS]
-            scores = torch.matmul(queries, keys.transpose(1, 2)).float().mul_(spec.scale)
-            if spec.softcap is not None:
-                scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-            hidden = torch.arange(start, start + keys.shape[1], device=k.device) >= limits
-            found.append(scores.sub_(lses).exp_().masked_fill_(hidden, 0.0).sum(dim=1))
-        return torch.cat(found, dim=1) if found else lse.new_zeros(num_kv_heads, 0)
+        rows, lses = q.reshape(num_kv_heads, -1, dim), lse.reshape(num_kv_heads, -1, 1)
+        seen = seen.repeat(len(q) // num_kv_heads)[:, None]
+        found = k.new_empty(num_kv_heads, num_keys, dtype=torch.float32)
+        for start in range(0, num_keys, _RATED):
+            stop = min(start + _RATED, num_keys)
+            scores = _scores(rows, k[:, start:stop], spec).sub_(lses).exp_()
+            hidden = torch.arange(start, stop, device=k.device) >= seen
+            torch.sum(scores.masked_fill_(hidden, 0.0), dim=1, out=found[:, start:stop])
+        return found
 
     def _attend_items(self, rows: Tensor, kv: PagedKv, batch: PagedBatch, spec: AttnSpec) -> Partial:
         """Returns `out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""
@@ -237,14 +256,17 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mas
 def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor | None) -> Partial:
     batch, num_heads, num_queries, dim = q.shape
     folded = q.reshape(batch, k.shape[1], -1, dim)
-    scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, num_heads, num_queries, -1)
-    if spec.softcap is None:
-        scores.mul_(spec.scale)
-    else:
-        scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+    scores = _scores(folded, k, spec).view(batch, num_heads, num_queries, -1)
     if mask is not None:
         scores.masked_fill_(mask == -torch.inf, -torch.inf)  # a sum would let hidden keys that are not numbers through
     lse = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_().to(v.dtype)
     out = torch.matmul(weights.view(batch, k.shape[1], -1, k.shape[2]), v)
     return out.view(batch, num_heads, num_queries, dim), lse
+
+
+def _scores(rows: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+    scores = torch.matmul(rows, k.transpose(-1, -2)).float()
+    if spec.softcap is None:
+        return scores.mul_(spec.scale)
+    return scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)

@@ -51,6 +51,7 @@ class _Flash(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_long) for name in ("lower", "upper", "dense")),
+        ("kept", ctypes.c_void_p),
     )
 
 
@@ -81,7 +82,7 @@ class _Partial(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "lse")),
-        *((name, ctypes.c_long) for name in ("head", "row", "lse_head")),
+        *((name, ctypes.c_long) for name in ("rows", "head", "row", "lse_head")),
         ("places", ctypes.c_void_p),
         ("kv_heads", ctypes.c_long),
     )
@@ -142,20 +143,14 @@ class NativeCpu(TorchCpu):
         if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec, multiple=2):
             return super().attend(q, k, v, relation, spec, dense=dense)
         is_full = relation.kind == "full"  # maybe of several runs of keys, of which the relation is that of the last
-        q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-        out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
-        problem = _Flash(
-            *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
-            *(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2]),
-            *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
-            spec.scale,
-            -_FAR if is_full else relation.lower,
-            _FAR if is_full else relation.upper,
-            dense,
-        )
-        if _loaded().longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
-            raise MemoryError("no memory for packed keys and values")
-        return out, lse
+        band = (-_FAR, _FAR) if is_full else (relation.lower, relation.upper)
+        return _attended(q, k, v, spec, band=band, dense=dense)
+
+    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
+        """Packs the kept keys from where they are."""
+        if q.shape[1] < _FEWEST_QUERIES or not indices.shape[1] or not _applies(q, spec, multiple=2):
+            return super().attend_kept(q, k, v, indices, spec)
+        return _attended(q, k, v, spec, kept=indices)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Uses our own kernel for a dense pool, and PyTorch's otherwise."""
@@ -174,15 +169,19 @@ class NativeCpu(TorchCpu):
             raise MemoryError("no memory for partial outputs")
         return out, lse
 
-    def merge_into(self, out: Tensor, partials: Sequence[Partial], places: Tensor | None = None) -> Tensor:
+    def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
         if not _is_bf16(out, *(one for one, _ in partials)):
-            return super().merge_into(out, partials, places)
+            return super().merge_into(out, partials, order)
         lse = torch.empty(out.shape[:2], dtype=torch.float32)
         each = (_Partial * len(partials))(
-            *(_Partial(one.data_ptr(), found.data_ptr(), *one.stride()[:2], found.stride(0)) for one, found in partials)
+            *(
+                _Partial(one.data_ptr(), found.data_ptr(), one.shape[1], *one.stride()[:2], found.stride(0))
+                for one, found in partials
+            )
         )
-        if places is not None:
-            places = places.to(torch.int32).contiguous()
+        if order is not None:
+            numbers = torch.arange(order.shape[1], dtype=torch.int32).expand_as(order)
+            places = torch.empty(order.shape, dtype=torch.int32).scatter_(1, order.long(), numbers)
             for one in each[1:]:
                 one.places, one.kv_heads = places.data_ptr(), len(places)
         problem = _Merge(
@@ -206,6 +205,34 @@ class NativeCpu(TorchCpu):
         if _loaded().longspan_rate_bf16(ctypes.byref(problem), torch.get_num_threads()):
             raise MemoryError("no memory for packed keys")
         return ratings
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttnSpec,
+    *,
+    band: tuple[int, int] = (-_FAR, _FAR),
+    dense: bool = False,
+    kept: Tensor | None = None,
+) -> Partial:
+    """Calls the kernel for queries that see a band of the keys, or of those that are kept for each KV head."""
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    kept = None if kept is None else kept.to(torch.int32).contiguous()
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
+    problem = _Flash(
+        *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
+        *(q.shape[0], k.shape[0], q.shape[1], k.shape[1] if kept is None else kept.shape[1], q.shape[2]),
+        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
+        spec.scale,
+        *band,
+        dense,
+        None if kept is None else kept.data_ptr(),
+    )
+    if _loaded().longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
+        raise MemoryError("no memory for packed keys and values")
+    return out, lse
 
 
 def _is_bf16(*tensors: Tensor) -> bool:

@@ -23,6 +23,7 @@ struct Problem {
     float scale;
     long lower, upper;  // query i sees key j if i + lower <= j <= i + upper
     long dense;         // not 0: compute the scores of all queries with all keys, those that are not seen, too
+    const int* kept;    // [kv_heads][keys]: which keys are meant, of more; null for all
 };
 
 struct Row {
@@ -66,14 +67,15 @@ struct Packed {
 void pack(const Problem& p, Packed& packed, long block) {
     const long per_head = packed.padded / kColumns, head = block / per_head, first = block % per_head * kColumns;
     const uint16_t *k = p.k + head * p.k_head, *v = p.v + head * p.v_head;
-    pack_keys(k, p.k_row, first, p.keys, p.dim, packed.keys.get() + (head * packed.padded + first) * (p.dim / 2));
+    const int* rows = p.kept ? p.kept + head * p.keys : nullptr;
+    pack_keys(k, p.k_row, rows, first, p.keys, p.dim, packed.keys.get() + (head * packed.padded + first) * (p.dim / 2));
     for (long n = first; n < first + kColumns; n += 2) {
         uint32_t* values = packed.values.get() + (head * packed.padded + n) / 2 * packed.width;
+        const uint16_t* one = n < p.keys ? v + place(rows, n) * p.v_row : nullptr;
+        const uint16_t* other = n + 1 < p.keys ? v + place(rows, n + 1) * p.v_row : nullptr;
         for (long d = 0; d < packed.width; ++d) {
             const bool inside = d < p.dim;
-            const uint16_t low = inside && n < p.keys ? v[n * p.v_row + d] : 0;
-            const uint16_t high = inside && n + 1 < p.keys ? v[(n + 1) * p.v_row + d] : 0;
-            values[d] = pair(low, high);
+            values[d] = pair(inside && one ? one[d] : 0, inside && other ? other[d] : 0);
         }
     }
 }

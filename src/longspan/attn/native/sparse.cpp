@@ -21,8 +21,9 @@ struct Rating {
 struct Partial {
     const uint16_t* out;
     const float* lse;
+    long rows;                 // queries that it has results of
     long head, row, lse_head;  // strides in numbers
-    const int* places;         // [kv_heads][queries]: the row of each query, or null for the same
+    const int* places;         // [kv_heads][queries]: the row of each query, which may be none of these; null: its own
     long kv_heads;
 };
 
@@ -37,7 +38,7 @@ struct Merge {
 // The attention that 64 keys of a KV head get from all samples of its query heads.
 void rate_block(const Rating& p, long group, long first, uint32_t* packed) {
     const long readers = p.heads / p.kv_heads;
-    pack_keys(p.k + group * p.k_head, p.k_row, first, p.keys, p.dim, packed);
+    pack_keys(p.k + group * p.k_head, p.k_row, nullptr, first, p.keys, p.dim, packed);
     __m512 sums[4] = {};
     alignas(64) float scores[kStrip * kColumns];
     const __m512 factor = _mm512_set1_ps(p.scale * kLog2E);
@@ -67,7 +68,7 @@ void merge_row(const Merge& p, long head, long query, float* weights, const uint
         const Partial& one = p.partials[i];
         const long group = one.places ? head / (p.heads / one.kv_heads) : 0;
         const long place = one.places ? one.places[group * p.queries + query] : query;
-        weights[i] = one.lse[head * one.lse_head + place];
+        weights[i] = place < one.rows ? one.lse[head * one.lse_head + place] : -kInfinity;
         rows[i] = one.out + head * one.head + place * one.row;
         most = std::max(most, weights[i]);
     }

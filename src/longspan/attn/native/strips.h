@@ -59,13 +59,16 @@ inline void strips(long rows, const uint32_t* a, long lda, const uint32_t* b, lo
     }
 }
 
+// The place of a key among those in memory: `rows` says which are meant, if not all.
+inline long place(const int* rows, long n) { return rows ? rows[n] : n; }
+
 // Keys [first, first + 64), of each numbers d and d + 1 as [dim / 2][64]; those from `keys` on are zeros.
-inline void pack_keys(const uint16_t* k, long row, long first, long keys, long dim, uint32_t* packed) {
+inline void pack_keys(const uint16_t* k, long row, const int* rows, long first, long keys, long dim, uint32_t* packed) {
+    const uint16_t* each[kColumns];
+    for (long n = 0; n < kColumns; ++n) each[n] = first + n < keys ? k + place(rows, first + n) * row : nullptr;
     for (long d = 0; d < dim / 2; ++d)
-        for (long n = 0; n < kColumns; ++n) {
-            const uint16_t* key = k + (first + n) * row + 2 * d;
-            packed[d * kColumns + n] = first + n < keys ? pair(key[0], key[1]) : 0;
-        }
+        for (long n = 0; n < kColumns; ++n)
+            packed[d * kColumns + n] = each[n] ? pair(each[n][2 * d], each[n][2 * d + 1]) : 0;
 }
 
 }  // namespace longspan

@@ -36,7 +36,7 @@ def sparse_alltoall(call: Call, stored: Sequence[tuple[Tensor, Tensor]] | None =
     parts = [SparsePart(call, setting, part, kv, rated) for part, kv, rated in each]
     arriving = _Arriving(call, setting, parts)
     for part in parts:
-        part.take(call.group.rank, part.own_tokens(), 0, 1)
+        part.take_own()
         part.attend_near(waits=False)
     arriving.take(1, 0)
     for part in parts:

@@ -13,7 +13,10 @@ from longspan.attn.member import MemberPart, attend_runs
 from longspan.core.cluster import HeadShare, uniform_pieces
 from longspan.core.runs import Relation, positions
 from longspan.core.sparse import SparseSetting
-from longspan.core.sparse_plan import Heads, Job, Piece, Sent, num_queries, sent, sparse_plan
+from longspan.core.sparse_plan import Block, Heads, Job, Piece, Sent, num_queries, sent, sparse_plan
+
+_Keys = tuple[Tensor, Tensor, Tensor | None]
+"""Keys and values `[kv_heads, tokens, head_dim]`, and the indices of those that are meant, if not all."""
 
 
 class SparsePart:
@@ -65,24 +68,17 @@ class SparsePart:
     def fill(self, target: int, tensors: Iterator[Tensor], number: int, num_pieces: int) -> None:
         what = self.sent(self._me, target)
         for piece in what.whole if number == 0 else ():
-            for all_tokens in (self.k, self.v):
-                next(tensors).copy_(all_tokens[:, piece.offset : piece.offset + piece.size])
+            for tokens in self._own(piece):
+                next(tensors).copy_(tokens)
         for block in what.queries if number == 0 else ():
-            order = self._query_order(block.piece) if self._setting.mode == "qkv" else None
-            _kept(block.heads, range(block.count), self._rows(block.piece), order, self._readers, next(tensors))
+            next(tensors).copy_(self._kept_queries(block))
         for block in what.keys:
-            for tokens in self._own(block.piece):
-                _kept(block.heads, block.cut(number, num_pieces), tokens, self._order(block.piece), 1, next(tensors))
+            self._select_keys(block.piece, block.heads, block.cut(number, num_pieces), (next(tensors), next(tensors)))
 
-    def own_tokens(self) -> Iterator[Tensor]:
-        """Yields what this member would send to itself; what keeps its order is not copied."""
-        what = self.sent(self._me, self._me)
-        for block in what.queries:
-            order = self._query_order(block.piece) if self._setting.mode == "qkv" else None
-            yield _kept(block.heads, range(block.count), self._rows(block.piece), order, self._readers)
-        for block in what.keys:
-            for tokens in self._own(block.piece):
-                yield _kept(block.heads, range(block.count), tokens, self._order(block.piece), 1)
+    def take_own(self) -> None:
+        """Takes the queries that this member would send to itself; its keys stay where they are."""
+        for block in self.sent(self._me, self._me).queries:
+            self._queries.setdefault(block.piece, []).append((block.heads, self._kept_queries(block)))
 
     def take(self, source: int, tensors: Iterator[Tensor], number: int, num_pieces: int) -> None:
         what = self.sent(source, self._me)
@@ -94,6 +90,28 @@ class SparsePart:
             came = block.heads, block.cut(number, num_pieces), (next(tensors), next(tensors))
             self._keys.setdefault(block.piece, []).append(came)
 
+    def _kept_queries(self, block: Block) -> Tensor:
+        """Returns queries of some heads, the most important first; those in order of position are not copied."""
+        piece, heads = block.piece, block.heads
+        queries = self._rows(piece)[heads.start : heads.stop]
+        order = self._query_order(piece) if self._setting.mode == "qkv" else None
+        if order is None:
+            return queries[:, : block.count]
+        of_head = torch.arange(heads.start, heads.stop, device=queries.device) // self._readers
+        found = queries.new_empty(len(heads), block.count, queries.shape[2])
+        self._call.parts.backend.select((queries,), order[of_head, : block.count], (found,))
+        return found
+
+    def _select_keys(self, piece: Piece, heads: range, tokens: range, rooms: tuple[Tensor, Tensor]) -> None:
+        """Copies own keys and values, which count from the most important one on."""
+        own, order = [kind[heads.start : heads.stop] for kind in self._own(piece)], self._order(piece)
+        if order is None:
+            for kind, room in zip(own, rooms, strict=True):
+                room.copy_(kind[:, tokens.start : tokens.stop])
+        else:
+            indices = order[heads.start : heads.stop, tokens.start : tokens.stop]
+            self._call.parts.backend.select(own, indices, rooms)
+
     def _rows(self, piece: Piece) -> Tensor:
         return self._call.q[:, self.part.rows][:, piece.offset : piece.offset + piece.size]
 
@@ -103,7 +121,7 @@ class SparsePart:
             return None
         if piece not in self._orders:
             rated = self._ratings[:, piece.offset : piece.offset + piece.size]
-            self._orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices
+            self._orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices.to(torch.int32)
         return self._orders[piece]
 
     def _query_order(self, piece: Piece) -> Tensor | None:
@@ -115,7 +133,7 @@ class SparsePart:
             assert positions(keys.runs)[-piece.size :] == positions(piece.runs), "who computes a token has its key"
             last = keys.offset + keys.size
             rated = self._ratings[:, last - piece.size : last]
-            self._query_orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices
+            self._query_orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices.to(torch.int32)
         return self._query_orders[piece]
 
     # ------------------------------------------------------------ attention
@@ -143,7 +161,7 @@ class SparsePart:
             count = self._num_queries(query, level, kv_heads.start)
             tokens = self._tokens(level, keys, kv_heads, number, num_pieces, sources)
             if count and tokens is not None:
-                found = self._attend(_heads_of(self._queries[query], heads, range(count)), *tokens, heads, kv_heads)
+                found = self._attend(_heads_of(self._queries[query], heads, range(count)), tokens, heads, kv_heads)
                 self._begun.setdefault(key, []).append(found)
 
     def finish_far(self, level: int, number: int, num_pieces: int, sources: Sequence[int]) -> None:
@@ -160,7 +178,7 @@ class SparsePart:
             ]
             tokens = self._tokens(level, keys, kv_heads, num_pieces - 1, num_pieces, sources)
             if tokens is not None:
-                partials.append(self._attend(q, *tokens, heads, kv_heads))
+                partials.append(self._attend(q, tokens, heads, kv_heads))
             self._found[key] = (
                 merge_each(partials) if len(partials) > 1 else partials[0] if partials else nothing_seen(q)
             )
@@ -177,11 +195,11 @@ class SparsePart:
 
     def _tokens(
         self, level: int, pieces: Sequence[Piece], kv_heads: range, number: int, num_pieces: int, sources: Sequence[int]
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> _Keys | None:
         """Returns the keys and values of a level that came with a micro-partition; those of whom this member has met at
-        a level before count to the first.
+        a level before, and its own, count to the first.
         """
-        found = []
+        wanted = []
         for piece in pieces:
             kept = self._kept(piece, level, kv_heads.start)
             if piece.member in sources:
@@ -189,24 +207,43 @@ class SparsePart:
             else:
                 tokens = range(kept) if number == 0 else range(0)
             if tokens:
-                found.append(tuple(self._cut(piece, kind, kv_heads, tokens) for kind in range(2)))
-        if not found:
+                wanted.append((piece, tokens))
+        if not wanted:
             return None
-        k, v = zip(*found, strict=True)
-        return (k[0], v[0]) if len(found) == 1 else (torch.cat(k, dim=1), torch.cat(v, dim=1))
+        if all(piece.member == self._me for piece, _ in wanted):
+            return self._own_keys(wanted, kv_heads)
+        k, v = zip(*(self._cut(piece, kv_heads, tokens) for piece, tokens in wanted), strict=True)
+        return (k[0], v[0], None) if len(wanted) == 1 else (torch.cat(k, dim=1), torch.cat(v, dim=1), None)
 
-    def _cut(self, piece: Piece, kind: int, kv_heads: range, tokens: range) -> Tensor:
-        """Returns some tokens of some heads out of all that has come of a piece."""
-        by_heads: dict[range, list[Tensor]] = {}
+    def _own_keys(self, wanted: Sequence[tuple[Piece, range]], kv_heads: range) -> _Keys:
+        """Returns some of this member's own keys, by their indices where these are sorted."""
+        k, v = (kind[kv_heads.start : kv_heads.stop] for kind in (self.k, self.v))
+        found = []
+        for piece, tokens in wanted:
+            order = self._order(piece)
+            if order is None:
+                order = torch.arange(piece.size, dtype=torch.int32, device=k.device).expand(len(self.k), -1)
+            found.append(order[kv_heads.start : kv_heads.stop, tokens.start : tokens.stop] + piece.offset)
+        return k, v, torch.cat(found, dim=1)
+
+    def _cut(self, piece: Piece, kv_heads: range, tokens: range) -> tuple[Tensor, Tensor]:
+        """Returns some tokens of some heads out of all that has come of a piece, or that this member has."""
+        if piece.member == self._me:
+            k, v = self.k.new_empty(2, len(kv_heads), len(tokens), self.k.shape[2])
+            self._select_keys(piece, kv_heads, tokens, (k, v))
+            return k, v
+        by_heads: dict[range, list[tuple[Tensor, Tensor]]] = {}
         for heads, have, tensors in self._keys[piece]:
-            tensor = tensors[kind]
             first, last = max(heads.start, kv_heads.start), min(heads.stop, kv_heads.stop)
             start, stop = max(have.start, tokens.start), min(have.stop, tokens.stop)
             if first < last and start < stop:
-                some = tensor[first - heads.start : last - heads.start, start - have.start : stop - have.start]
-                by_heads.setdefault(heads, []).append(some)
-        rows = [some[0] if len(some) == 1 else torch.cat(some, dim=1) for some in by_heads.values()]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+                place = slice(first - heads.start, last - heads.start), slice(start - have.start, stop - have.start)
+                by_heads.setdefault(heads, []).append((tensors[0][place], tensors[1][place]))
+        found = []
+        for kind in range(2):
+            rows = [_joined([some[kind] for some in of_heads], 1) for of_heads in by_heads.values()]
+            found.append(_joined(rows, 0))
+        return found[0], found[1]
 
     def _alike(self, job: Job, share: HeadShare) -> Iterator[tuple[range, range]]:
         """Cuts a share into query heads and their KV heads that keep equally many tokens."""
@@ -232,10 +269,12 @@ class SparsePart:
     def _num_queries(self, piece: Piece, level: int, kv_head: int) -> int:
         return num_queries(self._setting, piece, self._call.layer, self._heads.first + kv_head, level)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, heads: range, kv_heads: range) -> Partial:
+    def _attend(self, q: Tensor, keys: _Keys, heads: range, kv_heads: range) -> Partial:
+        (k, v, indices), backend = keys, self._call.parts.backend
         spec = self._call.spec.of_heads(HeadShare(heads, kv_heads))
-        everything = Relation("full", -q.shape[1], k.shape[1])
-        return self._call.parts.backend.attend(q, k, v, everything, spec)
+        if indices is not None:
+            return backend.attend_kept(q, k, v, indices, spec)
+        return backend.attend(q, k, v, Relation("full", -q.shape[1], k.shape[1]), spec)
 
     # ------------------------------------------------------------ results
 
@@ -271,32 +310,13 @@ class SparsePart:
             start = rows.start + query.offset
             partials = [self._near[query], *self._far.get(query, {}).values()]
             out = call.out[:, start : start + query.size]
-            lses.append(call.parts.backend.merge_into(out, partials, self._places(query)))
+            order = self._query_order(query) if self._setting.mode == "qkv" else None
+            lses.append(call.parts.backend.merge_into(out, partials, order))
         return torch.cat(lses, dim=1) if lses else call.q.new_empty(call.spec.num_heads, 0, dtype=torch.float32)
 
-    def _places(self, query: Piece) -> Tensor | None:
-        """Returns where each query is among those sorted by rating; None if they are not sorted."""
-        order = self._query_order(query) if self._setting.mode == "qkv" else None
-        if order is None:
-            return None
-        numbers = torch.arange(query.size, device=order.device).expand_as(order)
-        return torch.empty_like(order).scatter_(1, order, numbers)
 
-
-def _kept(
-    heads: range, kept: range, tokens: Tensor, order: Tensor | None, readers: int, room: Tensor | None = None
-) -> Tensor:
-    """Returns tokens of some heads, which count from the most important one on; `readers` heads have an order each.
-
-    They are copied to the room, if there is one; else only where they are sorted.
-    """
-    some, rows = tokens[heads.start : heads.stop], slice(kept.start, kept.stop)
-    if order is None:
-        return some[:, rows] if room is None else room.copy_(some[:, rows])
-    room = tokens.new_empty(len(heads), len(kept), tokens.shape[-1]) if room is None else room
-    for head, of_head, copied in zip(heads, some, room, strict=True):
-        torch.index_select(of_head, 0, order[head // readers, rows], out=copied)
-    return room
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
 
 
 def _heads_of(blocks: Sequence[tuple[range, Tensor]], heads: range, rows: range) -> Tensor:
@@ -306,7 +326,7 @@ def _heads_of(blocks: Sequence[tuple[range, Tensor]], heads: range, rows: range)
         start, stop = max(have.start, heads.start), min(have.stop, heads.stop)
         if start < stop:
             found.append(tensor[start - have.start : stop - have.start, rows.start : rows.stop])
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return _joined(found, 0)
 
 
 def _piece_of(count: int, number: int, num_pieces: int) -> range:

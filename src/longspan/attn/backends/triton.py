@@ -1,0 +1,373 @@
+"""Triton kernels for sparse attention on CUDA: selection of kept tokens, attention to them, combination, rating.
+
+A kernel addresses elements of the last dimension as neighbours; strides of the others are arguments. Offsets are
+64-bit, since keys of a long prompt have more elements than 32 bits count. This module alone imports triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.attn.backends import Partial, nothing_seen
+from longspan.attn.backends.pytorch import TorchCuda
+from longspan.attn.spec import AttnSpec
+
+MAX_DIM = 256
+"""The largest head for whose sums a program has registers."""
+NUM_WARPS, NUM_STAGES = 8, 2
+COPIED = 64
+"""Rows that a program copies, or merges."""
+
+
+class TritonCuda(TorchCuda):
+    """Kernels of this module where sparse attention needs them, and PyTorch's for everything else."""
+
+    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
+        """Reads the keys where they are; PyTorch's kernels attend to a copy of them where heads are very large."""
+        num_heads, num_queries, dim = q.shape
+        num_kv_heads, num_kept = indices.shape
+        if not num_queries or not num_kept:
+            return nothing_seen(q)
+        if dim > MAX_DIM:
+            return super().attend_kept(q, k, v, indices, spec)
+        q, k, v, indices = (_dense_rows(tensor) for tensor in (q, k, v, indices))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
+        readers = num_heads // num_kv_heads
+        tile_rows, tile_keys = attention_tile(dim, q.dtype)
+        grid = (triton.cdiv(readers * num_queries, tile_rows), num_kv_heads)
+        with torch.cuda.device_of(q):
+            attend_kernel[grid](
+                *(q, k, v, indices, out, lse),
+                *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), indices.stride(0)),
+                *(num_queries, num_kept, readers),
+                spec.scale,
+                spec.softcap or 1.0,
+                has_softcap=spec.softcap is not None,
+                widen=_must_widen(q),
+                dim=dim,
+                width=padded(dim),
+                tile_rows=tile_rows,
+                tile_keys=tile_keys,
+                num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
+            )
+        return out, lse
+
+    def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
+        """Merges one after the other, in float32."""
+        (first, first_lse), *others = partials
+        merged = first.new_empty(out.shape, dtype=torch.float32).copy_(first)
+        lse = first_lse.clone(memory_format=torch.contiguous_format)
+        for partial in others:
+            combine(merged, lse, partial, order)
+        out.copy_(merged)
+        return lse
+
+    def select(self, tokens: Sequence[Tensor], indices: Tensor, rooms: Sequence[Tensor]) -> None:
+        """Copies keys and values in one launch."""
+        num_heads, num_kept, dim = rooms[0].shape
+        assert len(tokens) == len(rooms) <= 2, "keys and values, or queries"
+        assert all(room.stride(2) == 1 for room in rooms), "elements of a row are neighbours"
+        if not num_kept or not num_heads:
+            return
+        dense, indices = [_dense_rows(tensor) for tensor in tokens], _dense_rows(indices)
+        first, second, room, second_room = dense[0], dense[-1], rooms[0], rooms[-1]
+        grid = (triton.cdiv(num_kept, COPIED), num_heads, len(rooms))
+        with torch.cuda.device_of(first):
+            select_kernel[grid](
+                *(first, second, indices, room, second_room),
+                *(first.stride(0), first.stride(1), second.stride(0), second.stride(1), indices.stride(0)),
+                *(room.stride(0), room.stride(1), second_room.stride(0), second_room.stride(1)),
+                *(num_heads // len(indices), num_kept),
+                dim=dim,
+                width=padded(dim),
+                tile=COPIED,
+            )
+
+    def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+        """Keeps the scores of a tile; PyTorch's products rate where heads are very large."""
+        (num_kv_heads, num_keys, dim), num_queries = k.shape, q.shape[1]
+        if dim > MAX_DIM:
+            return super().rate(q, lse, seen, k, spec)
+        found = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=k.device)
+        if not num_keys or not num_queries:
+            return found
+        q, lse, seen, k = (_dense_rows(tensor) for tensor in (q, lse, seen, k))
+        tile_rows, tile_keys = attention_tile(dim, q.dtype)
+        with torch.cuda.device_of(q):
+            rate_kernel[triton.cdiv(num_keys, tile_keys), num_kv_heads](
+                *(q, lse, seen, k, found),
+                *(q.stride(0), q.stride(1), lse.stride(0), k.stride(0), k.stride(1)),
+                *(num_queries, num_keys, len(q) // num_kv_heads),
+                spec.scale,
+                spec.softcap or 1.0,
+                has_softcap=spec.softcap is not None,
+                widen=_must_widen(q),
+                dim=dim,
+                width=padded(dim),
+                tile_rows=tile_rows,
+                tile_keys=tile_keys,
+                num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
+            )
+        return found
+
+
+def combine(out: Tensor, lse: Tensor, partial: Partial, rows: Tensor | None) -> None:
+    """Merges a partial result `[H, n, D]` into `out [H, T, D]` and `lse [H, T]`, float32 both, in place."""
+    some, some_lse = (_dense_rows(tensor) for tensor in partial)
+    num_heads, num_queries, dim = some.shape
+    assert out.stride(2) == 1 and lse.stride(1) == 1, "elements of a row, and sums of a head, are neighbours"
+    if not num_queries:
+        return
+    rows = None if rows is None else _dense_rows(rows)
+    grid = (triton.cdiv(num_queries, COPIED), num_heads)
+    with torch.cuda.device_of(out):
+        combine_kernel[grid](
+            *(out, lse, some, some_lse, rows),
+            *(out.stride(0), out.stride(1), lse.stride(0), some.stride(0), some.stride(1), some_lse.stride(0)),
+            0 if rows is None else rows.stride(0),
+            1 if rows is None else num_heads // len(rows),
+            num_queries,
+            dim=dim,
+            width=padded(dim),
+            tile=COPIED,
+        )
+
+
+def attention_tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Returns the rows and keys of a tile, such that 99 KB of shared memory and the registers of 8 warps suffice."""
+    width = padded(dim)
+    if dtype == torch.float32:
+        return (64, 32) if width <= 64 else (32, 32) if width <= 128 else (32, 16)
+    return (128, 64) if width <= 64 else (64, 64) if width <= 128 else (64, 32)
+
+
+def padded(dim: int) -> int:
+    """Returns the power of two, at least 16, that rows of a tile have for `dim` elements."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _must_widen(tensor: Tensor) -> bool:
+    """Tells whether products need float32: Triton's interpreter multiplies the bits of bfloat16 as whole numbers."""
+    return bool(triton.knobs.runtime.interpret) and tensor.dtype == torch.bfloat16
+
+
+@triton.jit
+def attend_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    indices: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    q_head: tl.tensor,
+    q_row: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    v_head: tl.tensor,
+    v_row: tl.tensor,
+    indices_head: tl.tensor,
+    num_queries: tl.tensor,
+    num_kept: tl.tensor,
+    readers: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> None:
+    """Attends rows of one KV head, which are the queries of all its readers, to its kept keys, tile by tile."""
+    kv_head = tl.program_id(1).to(tl.int64)
+    folded = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    in_rows = folded < readers * num_queries
+    head, row = kv_head * readers + folded // num_queries, folded % num_queries
+    column = tl.arange(0, width)
+    in_dim = column < dim
+    whole_rows = in_rows[:, None] & in_dim[None, :]
+    queries = tl.load(q + (head * q_head + row * q_row)[:, None] + column[None, :], mask=whole_rows, other=0.0)
+    highest = tl.full((tile_rows,), float("-inf"), tl.float32)
+    total = tl.zeros((tile_rows,), tl.float32)
+    found = tl.zeros((tile_rows, width), tl.float32)
+    for start in range(0, num_kept, tile_keys):
+        place = start + tl.arange(0, tile_keys)
+        kept = place < num_kept
+        token = tl.load(indices + kv_head * indices_head + place, mask=kept, other=0).to(tl.int64)
+        key_at = kv_head * k_head + token * k_row
+        keys = tl.load(k + key_at[None, :] + column[:, None], mask=in_dim[:, None] & kept[None, :], other=0.0)
+        scores = scores_of(queries, keys, scale, softcap, has_softcap, widen)
+        scores = tl.where(kept[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(highest - higher)
+        value_at = kv_head * v_head + token * v_row
+        values = tl.load(v + value_at[:, None] + column[None, :], mask=kept[:, None] & in_dim[None, :], other=0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        found = found * shrink[:, None] + product(weights.to(values.dtype), values, widen)
+        highest = higher
+    found_at = (head * num_queries + row)[:, None] * dim + column[None, :]
+    tl.store(out + found_at, (found / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
+    tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)
+
+
+@triton.jit
+def product(left: tl.tensor, right: tl.tensor, widen: tl.constexpr) -> tl.tensor:
+    """Multiplies matrices, and adds in float32; float32 itself is not rounded to TF32."""
+    if widen:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def scores_of(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+) -> tl.tensor:
+    scores = product(queries, keys, widen) * scale
+    if has_softcap:
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))  # softcap * tanh(scores / softcap)
+    return scores
+
+
+@triton.jit
+def rate_kernel(
+    q: tl.tensor,
+    lse: tl.tensor,
+    seen: tl.tensor,
+    k: tl.tensor,
+    found: tl.tensor,
+    q_head: tl.tensor,
+    q_row: tl.tensor,
+    lse_head: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    num_queries: tl.tensor,
+    num_keys: tl.tensor,
+    readers: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> None:
+    """Sums the attention that keys of one KV head get from the queries of all its readers, tile by tile."""
+    kv_head = tl.program_id(1).to(tl.int64)
+    key = tl.program_id(0).to(tl.int64) * tile_keys + tl.arange(0, tile_keys)
+    in_keys = key < num_keys
+    column = tl.arange(0, width)
+    in_dim = column < dim
+    key_at = kv_head * k_head + key * k_row
+    keys = tl.load(k + key_at[None, :] + column[:, None], mask=in_dim[:, None] & in_keys[None, :], other=0.0)
+    total = tl.zeros((tile_keys,), tl.float32)
+    for start in range(0, readers * num_queries, tile_rows):
+        folded = start + tl.arange(0, tile_rows)
+        in_rows = folded < readers * num_queries
+        head, row = kv_head * readers + folded // num_queries, folded % num_queries
+        row_at = head * q_head + row * q_row
+        queries = tl.load(q + row_at[:, None] + column[None, :], mask=in_rows[:, None] & in_dim[None, :], other=0.0)
+        limit = tl.load(seen + row, mask=in_rows, other=0)  # rows beyond the last see nothing
+        sums = tl.load(lse + head * lse_head + row, mask=in_rows, other=0.0)
+        scores = scores_of(queries, keys, scale, softcap, has_softcap, widen)
+        sees = limit[:, None] > key[None, :]
+        total += tl.sum(tl.where(sees, tl.exp(scores - sums[:, None]), 0.0), 0)
+    tl.store(found + kv_head * num_keys + key, total, mask=in_keys)
+
+
+@triton.jit
+def combine_kernel(
+    out: tl.tensor,
+    lse: tl.tensor,
+    some: tl.tensor,
+    some_lse: tl.tensor,
+    rows: tl.tensor | None,
+    out_head: tl.tensor,
+    out_row: tl.tensor,
+    lse_head: tl.tensor,
+    some_head: tl.tensor,
+    some_row: tl.tensor,
+    some_lse_head: tl.tensor,
+    rows_head: tl.tensor,
+    readers: tl.tensor,
+    num_queries: tl.tensor,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Merges results of some queries of one head into theirs among all, weighted by log-sum-exps (CSPS Eq. 5)."""
+    head = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    asked = place < num_queries
+    row = place
+    if rows is not None:
+        row = tl.load(rows + head // readers * rows_head + place, mask=asked, other=0).to(tl.int64)
+    lse_at = lse + head * lse_head + row
+    before = tl.load(lse_at, mask=asked, other=0.0)
+    new = tl.load(some_lse + head * some_lse_head + place, mask=asked, other=0.0)
+    weight = tl.where(before == new, 0.5, 1.0 / (1.0 + tl.exp(before - new)))  # also where neither saw a key
+    higher = tl.maximum(before, new, propagate_nan=tl.PropagateNan.ALL)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    tl.store(lse_at, finite + tl.log(tl.exp(before - finite) + tl.exp(new - finite)), mask=asked)
+    column = tl.arange(0, width)
+    whole = asked[:, None] & (column < dim)[None, :]
+    out_at = out + (head * out_head + row * out_row)[:, None] + column[None, :]
+    old = tl.load(out_at, mask=whole, other=0.0)
+    other = tl.load(some + (head * some_head + place * some_row)[:, None] + column[None, :], mask=whole, other=0.0)
+    tl.store(out_at, old + (other.to(tl.float32) - old) * weight[:, None], mask=whole)
+
+
+@triton.jit
+def select_kernel(
+    first: tl.tensor,
+    second: tl.tensor,
+    indices: tl.tensor,
+    room: tl.tensor,
+    second_room: tl.tensor,
+    first_head: tl.tensor,
+    first_row: tl.tensor,
+    second_head: tl.tensor,
+    second_row: tl.tensor,
+    indices_head: tl.tensor,
+    room_head: tl.tensor,
+    room_row: tl.tensor,
+    second_room_head: tl.tensor,
+    second_room_row: tl.tensor,
+    readers: tl.tensor,
+    num_kept: tl.tensor,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Copies kept tokens of one head out of the first, or the second, of two tensors."""
+    head = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    kept = place < num_kept
+    token = tl.load(indices + head // readers * indices_head + place, mask=kept, other=0).to(tl.int64)
+    column = tl.arange(0, width)
+    whole = kept[:, None] & (column < dim)[None, :]
+    if tl.program_id(2) == 0:
+        tokens = tl.load(first + (head * first_head + token * first_row)[:, None] + column[None, :], mask=whole)
+        tl.store(room + (head * room_head + place * room_row)[:, None] + column[None, :], tokens, mask=whole)
+    else:
+        tokens = tl.load(second + (head * second_head + token * second_row)[:, None] + column[None, :], mask=whole)
+        there = second_room + (head * second_room_head + place * second_room_row)[:, None] + column[None, :]
+        tl.store(there, tokens, mask=whole)

@@ -1,0 +1,362 @@
+"""Triton's kernels against PyTorch's, in Triton's interpreter, and what its compiler says of them; no GPU is needed.
+
+Whether Triton interprets is decided when it is imported, so a process of its own does that, and runs `compare_...`.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kept import TOLERANCE, kept_by, rating_case, specs
+from torch import Tensor
+
+from longspan.attn import backends
+from longspan.attn.backends import backend_of, nothing_seen
+from longspan.attn.backends.pytorch import TorchCpu, TorchCuda
+from longspan.attn.check import random_qkv
+from longspan.attn.spec import AttnSpec
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+Run = Callable[..., None]
+SHARED_MEMORY = 99 * 1024
+"""Bytes that a block of an RTX 30 or 40 may have, which has the least of all that compute in bfloat16."""
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+TORCH = TorchCpu()
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Run]:
+    """Runs a function in a process where Triton interprets; what it raises is raised here."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_interpret) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def _triton() -> TorchCuda:
+    from longspan.attn.backends.triton import TritonCuda
+
+    return TritonCuda()
+
+
+def _spec(heads: tuple[int, int], head_dim: int, softcap: float | None = None) -> AttnSpec:
+    return AttnSpec(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=None,
+        softcap=softcap,
+    )
+
+
+# ---------------------------------------------------------------- attention
+
+
+def compare_attention(
+    spec: AttnSpec, num_queries: int, num_keys: int, kept: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    q, k, v = random_qkv(spec, num_queries, num_keys, dtype, seed)
+    v = v.contiguous()  # laid out otherwise than the keys
+    indices = kept_by(spec.num_kv_heads, num_keys, num_keys, seed)[:, slice(*kept)]
+    out, lse = _triton().attend_kept(q, k, v, indices, spec)
+    wanted, wanted_lse = TORCH.attend_kept(q, k, v, indices, spec)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(lse, wanted_lse, atol=TOLERANCE[dtype], rtol=1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    spec=specs(head_dims=(16, 40, 64, 80)),
+    num_queries=st.integers(1, 150),
+    num_keys=st.integers(1, 200),
+    data=st.data(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 9),
+)
+def test_attention_to_kept_keys_is_that_of_pytorch(
+    interpreted: Run,
+    spec: AttnSpec,
+    *,
+    num_queries: int,
+    num_keys: int,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    start = data.draw(st.integers(0, num_keys - 1))
+    kept = start, data.draw(st.integers(start + 1, num_keys))
+    interpreted(compare_attention, spec, num_queries, num_keys, kept, dtype, seed)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 72, 128, 192, 256])
+def test_every_tile(interpreted: Run, head_dim: int, dtype: torch.dtype) -> None:
+    for softcap in (None, 20.0):
+        interpreted(compare_attention, _spec((9, 3), head_dim, softcap), 47, 130, (1, 121), dtype, 0)
+
+
+def compare_large_head() -> None:
+    with mock.patch.object(TorchCuda, "_kernel", TorchCpu._kernel):  # its own needs a GPU
+        compare_attention(_spec((9, 3), 272), 5, 30, (1, 21), torch.float32, 0)
+
+
+def test_heads_too_large_for_a_tile_are_for_pytorch(interpreted: Run) -> None:
+    interpreted(compare_large_head)
+
+
+def compare_empty() -> None:
+    q, k, v = random_qkv(_spec((6, 2), 16), 3, 5, torch.float32, 0)
+    for queries, num_kept in ((q, 0), (q[:, :0], 1)):
+        indices = torch.zeros(2, num_kept, dtype=torch.int32)
+        for found, wanted in zip(
+            _triton().attend_kept(queries, k, v, indices, _spec((6, 2), 16)), nothing_seen(queries), strict=True
+        ):
+            assert torch.equal(found, wanted)
+
+
+def test_nobody_keeps_or_asks(interpreted: Run) -> None:
+    interpreted(compare_empty)
+
+
+def compare_nan(softcap: float | None) -> None:
+    spec = _spec((2, 2), 16, softcap)
+    q, k, v = random_qkv(spec, 4, 4, torch.float32, 0)
+    k[0, 2] = torch.nan
+    everything = kept_by(2, 4, 4, seed=0)
+    out, _ = _triton().attend_kept(q, k, v, everything, spec)
+    assert out[0].isnan().all() and not out[1].isnan().any()
+    out, _ = _triton().attend_kept(q, k, v, torch.tensor([[0, 1, 3]] * 2, dtype=torch.int32), spec)
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_nan_is_not_hidden_where_it_is_kept(interpreted: Run, softcap: float | None) -> None:
+    interpreted(compare_nan, softcap)
+
+
+# ---------------------------------------------------------------- rating
+
+
+def compare_rating(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> None:
+    """Compares with PyTorch's rating of the same numbers in float32: it rounds scores to bfloat16, Triton does not."""
+    q, lse, seen, k, _ = rating_case(spec, num_queries, num_keys, dtype, seed)
+    whole = torch.full((spec.num_heads, num_queries + 3), torch.nan)
+    whole[:, 1:-2] = lse
+    found = _triton().rate(q, whole[:, 1:-2], seen, k, spec)
+    wanted = TORCH.rate(q.float(), lse, seen, k.float(), spec)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=60)
+@given(
+    specs(head_dims=(16, 40, 64, 80)),
+    st.integers(0, 80),
+    st.integers(1, 150),
+    st.sampled_from(list(TOLERANCE)),
+    st.integers(0, 9),
+)
+def test_keys_are_rated_as_by_pytorch(
+    interpreted: Run, spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
+) -> None:
+    interpreted(compare_rating, spec, num_queries, num_keys, dtype, seed)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 272])
+def test_large_heads_are_rated(interpreted: Run, head_dim: int) -> None:
+    for dtype in TOLERANCE if head_dim <= 256 else (torch.float32,):
+        interpreted(compare_rating, _spec((9, 3), head_dim), 21, 70, dtype, 0)
+
+
+# ---------------------------------------------------------------- selection and combination
+
+
+def compare_selection(num_heads: tuple[int, int], dim: int, kept: tuple[int, int], dtype: torch.dtype) -> None:
+    """Queries alone, and keys with values that lie otherwise in memory; nothing is written beside their rooms."""
+    num_tokens = 150
+    indices = kept_by(num_heads[1], num_tokens, num_tokens, seed=0)[:, slice(*kept)]
+    num_kept = indices.shape[1]
+    k = torch.randn(num_tokens, num_heads[0], dim).to(dtype).transpose(0, 1)
+    v = torch.randn(num_heads[0], num_tokens, dim).to(dtype)
+    found, wanted = [], []
+    for backend, whole in ((_triton(), found), (TORCH, wanted)):
+        whole.append(torch.full((num_heads[0], num_kept + 5, dim), torch.nan, dtype=dtype))
+        whole.append(torch.full((num_kept + 5, num_heads[0], dim), torch.nan, dtype=dtype).transpose(0, 1))
+        backend.select((k, v), indices, [room[:, 2 : num_kept + 2] for room in whole])
+    alone = torch.full_like(found[0], torch.nan)
+    _triton().select([k], indices, [alone[:, 2 : num_kept + 2]])
+    torch.testing.assert_close([*found, alone], [*wanted, wanted[0]], atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kept", [(0, 1), (7, 71), (3, 140), (5, 5)])
+def test_tokens_are_selected_as_by_pytorch(interpreted: Run, kept: tuple[int, int], dtype: torch.dtype) -> None:
+    interpreted(compare_selection, (3, 3), 64, kept, dtype)
+    interpreted(compare_selection, (9, 3), 40, kept, dtype)
+
+
+def compare_combination(
+    num_heads: tuple[int, int], num_queries: int, count: int, share: float, dtype: torch.dtype, seed: int
+) -> None:
+    """Some see nothing before, in the new result, or in both."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_partial(size: int) -> tuple[Tensor, Tensor]:
+        out = torch.randn(num_heads[0], size, 24, generator=generator)
+        lse = 5 * torch.randn(num_heads[0], size, generator=generator)
+        nothing = torch.rand(num_heads[0], size, generator=generator) < share
+        return out.masked_fill(nothing[..., None], 0), lse.masked_fill(nothing, -torch.inf)
+
+    out, lse = random_partial(num_queries)
+    some, some_lse = random_partial(count)
+    rows = kept_by(num_heads[1], num_queries, num_queries, seed)
+    for order in (rows, None) if count == num_queries else (rows,):
+        partials = [(out, lse), (some.to(dtype), some_lse), (some.flip(1).to(dtype), some_lse.flip(1))]
+        found, wanted = (torch.empty(num_queries, num_heads[0], 24).transpose(0, 1) for _ in range(2))
+        found_lse = _triton().merge_into(found, partials, order)
+        wanted_lse = TORCH.merge_into(wanted, partials, order)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found_lse, wanted_lse, atol=1e-5, rtol=1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    num_heads=st.sampled_from(((1, 1), (4, 2), (9, 3))),
+    num_queries=st.integers(1, 150),
+    data=st.data(),
+    share=st.sampled_from((0.0, 0.4, 1.0)),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 99),
+)
+def test_results_are_combined_as_by_pytorch(
+    interpreted: Run,
+    *,
+    num_heads: tuple[int, int],
+    num_queries: int,
+    data: st.DataObject,
+    share: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    count = data.draw(st.one_of(st.just(num_queries), st.integers(0, num_queries)))
+    interpreted(compare_combination, num_heads, num_queries, count, share, dtype, seed)
+
+
+# ---------------------------------------------------------------- compilation
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], arch: int) -> Any:
+    """Compiles for an architecture, of which no device need be there; strides are multiples of 16 as mostly."""
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    from longspan.attn.backends.triton import NUM_STAGES, NUM_WARPS
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    even = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.endswith("_row")]
+    source = compiler.ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in even})
+    return compiler.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    )
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+
+
+def _attention_constants(dim: int, dtype: torch.dtype, *, has_softcap: bool) -> dict[str, object]:
+    from longspan.attn.backends import triton as ours
+
+    tile_rows, tile_keys = ours.attention_tile(dim, dtype)
+    return {
+        "has_softcap": has_softcap,
+        "widen": False,
+        "dim": dim,
+        "width": ours.padded(dim),
+        "tile_rows": tile_rows,
+        "tile_keys": tile_keys,
+    }
+
+
+def _attention_types(dtype: torch.dtype) -> dict[str, str]:
+    types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype]) | dict.fromkeys(("lse", "found"), "*fp32")
+    return types | {"indices": "*i32", "seen": "*i64", "scale": "fp32", "softcap": "fp32"}
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("dtype", _TYPES, ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_attention_and_rating_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
+    from longspan.attn.backends.triton import attend_kernel, rate_kernel
+
+    for dim, has_softcap in ((40, True), (128, False), (256, False)):
+        constants, types = _attention_constants(dim, dtype, has_softcap=has_softcap), _attention_types(dtype)
+        for kernel in (attend_kernel, rate_kernel) if dim == 128 else (attend_kernel,):
+            assert 0 < compiled(kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("ones", [(), ("num_queries", "num_kept", "num_keys", "readers")], ids=["many", "one"])
+def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> None:
+    """Triton makes constants of arguments that are 1."""
+    from longspan.attn.backends import triton as ours
+
+    def compiles(kernel: Any, types: dict[str, str], constants: dict[str, object]) -> bool:
+        constants = constants | {name: 1 for name in ones if name in kernel.arg_names}
+        return bool(compiled(kernel, types, constants, 80).asm["cubin"])
+
+    attention = _attention_constants(64, torch.bfloat16, has_softcap=True)
+    assert compiles(ours.attend_kernel, _attention_types(torch.bfloat16), attention)
+    assert compiles(ours.rate_kernel, _attention_types(torch.bfloat16), attention)
+    sizes: dict[str, object] = {"dim": 80, "width": 128, "tile": ours.COPIED}
+    types = dict.fromkeys(("first", "second", "room", "second_room"), "*bf16") | {"indices": "*i32"}
+    assert compiles(ours.select_kernel, types, sizes)
+    types = {"out": "*fp32", "lse": "*fp32", "some": "*bf16", "some_lse": "*fp32"}
+    assert compiles(ours.combine_kernel, types | {"rows": "*i32"}, sizes)
+    assert compiles(ours.combine_kernel, types, sizes | {"rows": None})
+
+
+# ---------------------------------------------------------------- who uses it
+
+
+def test_triton_is_imported_for_cuda_devices_only() -> None:
+    script = (
+        "import sys, torch, longspan; from longspan.attn.backends import backend_of; backend_of(torch.device('cpu'));"
+        "assert 'triton' not in sys.modules;"
+        "print(type(backend_of(torch.device('cuda'))).__name__, 'triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["TritonCuda", "True"]
+
+
+def test_without_triton_pytorch_does_it_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda _: None)
+    with caplog.at_level(logging.WARNING, "longspan"):
+        assert type(backend_of(torch.device("cuda"))) is TorchCuda
+    assert "Triton is not installed" in caplog.text
