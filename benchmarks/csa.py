@@ -1,11 +1,12 @@
 """Measures what sparse attention costs in quality, and what it saves in time, against exact attention.
 
-    python benchmarks/csa.py quality [--drops 0.1 0.3 ...] [--json FILE]     # some half an hour on two cores
-    python benchmarks/csa.py speed [--drop 0.2 --drop-mode kv] [--rounds 3]
+    python benchmarks/csa.py quality [--drops 0.1 0.3 ...] [--json FILE]     # some 40 minutes on two cores
+    python benchmarks/csa.py speed [--drop 0.3 --drop-mode kv --equal] [--rounds 3]
 
-`quality`: for both drop modes and each ratio of level 2 (further levels by the rule, or with `--equal` the same), pass
-keys found at five depths of each length, perplexity and KL divergence of a window of each length, by 4 instances on two
-pretended hosts; and the largest mean drop ratio with no key lost and perplexity less than 1 % higher.
+`quality`: for both drop modes, each ratio of level 2, and further levels with the same or by the rule, pass keys found
+at five depths of each length, perplexity and KL divergence of a window of each length, by 4 instances on two pretended
+hosts; and the largest mean drop ratio with no key lost and perplexity less than 1 % higher. With `--json` each line is
+kept as it is found, and those that are there already are not measured again.
 
 `speed`: time to the first token of a prompt of 8,000 tokens, exact, by levels that drop nothing, and sparse in turns,
 and how much of the time of attention is saved, by the part of its products that is.
@@ -19,10 +20,11 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -44,8 +46,8 @@ def main() -> int:
     parser.add_argument("--parallel", default="4")
     parser.add_argument("--levels", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=(2048, 4096, 8000))
-    parser.add_argument("--drops", type=float, nargs="+", default=(0.1, 0.2, 0.3, 0.5, 0.7, 0.9))
-    parser.add_argument("--equal", action="store_true", help="all levels drop the same")
+    parser.add_argument("--drops", type=float, nargs="+", default=(0.1, 0.3, 0.5, 0.7, 0.9))
+    parser.add_argument("--equal", action="store_true", help="all levels drop the same (speed)")
     parser.add_argument("--rate-by", choices=("layer", "head"), default="layer")
     parser.add_argument("--drop", type=float, default=0.2)
     parser.add_argument("--drop-mode", choices=("qkv", "kv"), default="kv")
@@ -72,18 +74,23 @@ def _take(llm: LLM, asked: argparse.Namespace, drop: float | dict[int, float], m
     llm.service.update_policy({"csa": json.dumps(settings)})
 
 
-def _ratios(asked: argparse.Namespace, drop: float) -> float | dict[int, float]:
-    return dict.fromkeys(range(2, asked.levels + 1), drop) if asked.equal else drop
+def _ratios(asked: argparse.Namespace, drop: float, *, is_equal: bool) -> float | dict[int, float]:
+    return dict.fromkeys(range(2, asked.levels + 1), drop) if is_equal else drop
 
 
 # ---------------------------------------------------------------- quality
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quality:
-    """One line of the table; `drop` is of level 2."""
+class Quality(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the table.
+
+    Attributes:
+        ratios: of further levels, the `same` as that of level 2, or by the `rule`.
+        drop: of level 2.
+    """
 
     mode: str
+    ratios: str
     drop: float
     mean_drop_ratio: float
     attention_flops_saved_share: float
@@ -106,48 +113,63 @@ def _quality(llm: LLM, asked: argparse.Namespace) -> int:
     needles = [needle for length in asked.lengths for needle in hide(length)]
     cut = partial(evals.perplexity_prompts, text, num_samples=1)
     windows = [(length, prompt) for length in asked.lengths for prompt in cut(length)]
+    found = msgspec.json.decode(asked.json.read_bytes(), type=list[Quality]) if _is_there(asked.json) else []
     exact = _score(llm, windows)
-    found = [
-        Quality(
-            mode="exact",
-            drop=0.0,
-            mean_drop_ratio=0.0,
-            attention_flops_saved_share=0.0,
-            bytes_saved_share=0.0,
-            needle=_needle(llm, needles),
-            perplexity_ratio=1.0,
-            kl=0.0,
-        )
-    ]
-    settings = [(mode, drop) for mode in ("kv", "qkv") for drop in asked.drops]
-    for mode, drop in track(settings, "measuring", console=Console(stderr=True)):
-        _take(llm, asked, _ratios(asked, drop), mode)
-        [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        saved = llm.sparse_savings(output)
-        assert saved is not None, "long prompts are shared"
-        compared = evals.compare(exact, _score(llm, windows))
-        found.append(
-            Quality(
-                mode=mode,
-                drop=drop,
-                mean_drop_ratio=saved.mean_drop_ratio,
-                attention_flops_saved_share=saved.attention_flops_saved_share,
-                bytes_saved_share=saved.bytes_saved_share,
-                needle=_needle(llm, needles),
-                perplexity_ratio=compared.perplexity_ratio,
-                kl=compared.kl,
-            )
-        )
+    settings = [("exact", "same", 0.0)]
+    settings += [(mode, ratios, drop) for ratios in ("same", "rule") for mode in ("kv", "qkv") for drop in asked.drops]
+    known = {(one.mode, one.ratios, one.drop) for one in found}
+    for one in track([one for one in settings if one not in known], "measuring", console=Console(stderr=True)):
+        found.append(_measured(llm, asked, one, needles, windows, exact))
         if asked.json:
-            asked.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+            asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    found.sort(key=lambda one: (settings.index((one.mode, one.ratios, one.drop))))
     Console(width=120).print(_table(found))
-    for mode in ("kv", "qkv"):
-        good = [one for one in found if one.mode == mode and one.needle >= found[0].needle]
+    for ratios, mode in product(("same", "rule"), ("kv", "qkv")):
+        good = [one for one in found if (one.mode, one.ratios) == (mode, ratios) and one.needle >= found[0].needle]
         good = [one for one in good if one.perplexity_ratio < _PERPLEXITY_RATIO]
         best = max(good, key=lambda one: one.mean_drop_ratio, default=None)
         words = "none" if best is None else f"{best.mean_drop_ratio:.0%} of tokens (level 2: {best.drop:.0%})"
-        print(f"{mode}: the most that loses no key, with perplexity less than 1 % higher: {words}; the paper has 22 %")
+        print(
+            f"{mode}, further levels by the {ratios}: the most that loses no key, with perplexity less than 1 % "
+            f"higher: {words}; the paper has 22 %"
+        )
     return 0
+
+
+def _is_there(path: Path | None) -> bool:
+    return path is not None and path.exists()
+
+
+def _measured(  # noqa: PLR0917 - what is measured, and on what
+    llm: LLM,
+    asked: argparse.Namespace,
+    setting: tuple[str, str, float],
+    needles: Sequence[evals.Needle],
+    windows: Sequence[tuple[int, list[int]]],
+    exact: Sequence[evals.ScoredWindow],
+) -> Quality:
+    mode, ratios, drop = setting
+    if mode == "exact":
+        llm.service.update_policy({"csa": "off"})
+        shares, compared = (0.0, 0.0, 0.0), evals.compare(exact, exact)
+    else:
+        _take(llm, asked, _ratios(asked, drop, is_equal=ratios == "same"), mode)
+        [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        saved = llm.sparse_savings(output)
+        assert saved is not None, "long prompts are shared"
+        shares = saved.mean_drop_ratio, saved.attention_flops_saved_share, saved.bytes_saved_share
+        compared = evals.compare(exact, _score(llm, windows))
+    return Quality(
+        mode=mode,
+        ratios=ratios,
+        drop=drop,
+        mean_drop_ratio=shares[0],
+        attention_flops_saved_share=shares[1],
+        bytes_saved_share=shares[2],
+        needle=_needle(llm, needles),
+        perplexity_ratio=compared.perplexity_ratio,
+        kl=compared.kl,
+    )
 
 
 def _needle(llm: LLM, needles: Sequence[evals.Needle]) -> float:
@@ -164,11 +186,11 @@ def _score(llm: LLM, windows: Sequence[tuple[int, list[int]]]) -> list[evals.Sco
 
 def _table(found: Sequence[Quality]) -> Table:
     table = Table(title="Quality by drop ratio", title_justify="left")
-    for name in ("mode", "level 2", "mean", "products saved", "bytes saved", "keys found", "perplexity", "KL, nats"):
+    for name in ("mode", "further levels", "level 2", "mean", "products saved", "bytes saved", "keys found", "perplexity", "KL, nats"):
         table.add_column(name, justify="right")
     for one in found:
         shares = (one.mean_drop_ratio, one.attention_flops_saved_share, one.bytes_saved_share, one.needle)
-        row = (one.mode, f"{one.drop:.0%}", *(f"{share:.0%}" for share in shares))
+        row = (one.mode, one.ratios, f"{one.drop:.0%}", *(f"{share:.0%}" for share in shares))
         table.add_row(*row, f"{one.perplexity_ratio:.4f}", f"{one.kl:.2g}")
     return table
 
@@ -188,7 +210,8 @@ def _speed(llm: LLM, asked: argparse.Namespace) -> int:
             if name == "exact":
                 llm.service.update_policy({"csa": "off"})
             else:
-                _take(llm, asked, _ratios(asked, asked.drop) if name == "sparse" else {}, asked.drop_mode)
+                ratios = _ratios(asked, asked.drop, is_equal=asked.equal) if name == "sparse" else {}
+                _take(llm, asked, ratios, asked.drop_mode)
             before = _attention_s(llm)
             [output] = llm.generate([prompt], params, use_tqdm=False)
             if number:  # the first of each only warms up
