@@ -4,7 +4,7 @@
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
 # make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
-# make docs   the generated parts of docs/*.md          make picture docs/tetris.png, by Chromium
+# make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
 # make claims every claim of every paper, docs/claims.md
 # make site   the documentation, built into site/       make site-tools what that needs
 # make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches

@@ -1,6 +1,8 @@
-"""Makes `docs/tetris.png`: what instances did in a simulation, as Chromium draws the report's first picture.
+"""Makes the pictures of the docs, as Chromium draws them.
 
-`python docs/picture.py` needs Chromium, and the packages of `longspan[dev]`.
+`docs/tetris.png` is what instances did in a simulation, the report's first picture; `docs/sparse-quality.png` is what
+sparse attention costs by what it drops, of what `benchmarks/csa.py quality` has found. `python docs/picture.py` needs
+Chromium, and the packages of `longspan[dev]`.
 """
 
 from __future__ import annotations
@@ -9,12 +11,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from playwright.sync_api import Page, sync_playwright
+from plotly.graph_objects import Figure, Scatter
+from plotly.subplots import make_subplots
 
+_DOCS = Path(__file__).parent
+QUALITY_PICTURE, _QUALITY = _DOCS / "sparse-quality.png", _DOCS.parent / "benchmarks" / "csa_quality.json"
 PICTURE = Path(__file__).with_name("tetris.png")
 SIMULATION = (
     *("simulate", "llama-3-8b", "--hardware", "a100-sxm-80g", "--hosts", "4", "--gpus-per-host", "8"),
@@ -25,6 +33,7 @@ DRAWN = "#{} .main-svg"
 """The plot that plotly makes in the place of a picture."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _DRAWING_MS = 60_000
+_DASHES = {"same": "solid", "rule": "dash"}
 _TICKS_PX = 30
 """The axis below a picture."""
 
@@ -50,22 +59,54 @@ def opened(path: Path, watch: Callable[[Page], None] = lambda _: None) -> Iterat
 
 
 def main() -> int:
-    """Draws the picture; returns 1 without Chromium."""
+    """Draws the pictures; returns 1 without Chromium."""
     if find_chromium() is None:
         print(
             f"none of {', '.join(_NAMES)} is there: install Chromium, say by apt-get install chromium", file=sys.stderr
         )
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.html"
-        subprocess.run([sys.executable, "-m", "longspan", *SIMULATION, "--report", str(report)], check=True)
-        with opened(report) as page:
-            page.wait_for_selector(DRAWN.format("instances"))
-            figure, first = (page.locator(f"#instances{part}").bounding_box() for part in ("", " .xy .nsewdrag"))
-            assert figure is not None and first is not None, "they are drawn"
-            height = first["y"] + first["height"] + _TICKS_PX - figure["y"]
-            page.screenshot(path=PICTURE, full_page=True, clip={**figure, "height": height})
+        page = Path(folder) / "page.html"
+        subprocess.run([sys.executable, "-m", "longspan", *SIMULATION, "--report", str(page)], check=True)
+        _draw_simulation(page)
+        _quality_figure(msgspec.json.decode(_QUALITY.read_bytes())).write_html(page)
+        with opened(page) as drawn:
+            drawn.wait_for_selector(".main-svg")
+            drawn.locator(".main-svg").first.screenshot(path=QUALITY_PICTURE)
     return 0
+
+
+def _draw_simulation(report: Path) -> None:
+    with opened(report) as page:
+        page.wait_for_selector(DRAWN.format("instances"))
+        figure, first = (page.locator(f"#instances{part}").bounding_box() for part in ("", " .xy .nsewdrag"))
+        assert figure is not None and first is not None, "they are drawn"
+        height = first["y"] + first["height"] + _TICKS_PX - figure["y"]
+        page.screenshot(path=PICTURE, full_page=True, clip={**figure, "height": height})
+
+
+def _quality_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Plots perplexity, KL divergence and keys found over the mean drop ratio, a line for each mode and rule."""
+    shown = (("perplexity_ratio", "perplexity over exact"), ("kl", "KL divergence, nats"), ("needle", "keys found"))
+    figure = make_subplots(1, len(shown), subplot_titles=[title for _, title in shown])
+    [exact] = [one for one in found if one["mode"] == "exact"]
+    lines = sorted({(one["mode"], one["ratios"]) for one in found if one is not exact})
+    for mode, ratios in lines:
+        own = [one for one in found if (one["mode"], one["ratios"]) == (mode, ratios)]
+        own = ([exact] if ratios == "same" else []) + sorted(own, key=lambda one: one["drop"])
+        for column, (name, _) in enumerate(shown, 1):
+            line = Scatter(
+                x=[100 * one["mean_drop_ratio"] for one in own],
+                y=[one[name] for one in own],
+                name=f"{mode}, {'same ratio at all levels' if ratios == 'same' else 'by the rule'}",
+                mode="lines+markers",
+                line={"color": {"kv": "#1f77b4", "qkv": "#d62728"}[mode], "dash": _DASHES[ratios]},
+                showlegend=column == 1,
+            )
+            figure.add_trace(line, 1, column)
+    figure.update_xaxes(title_text="dropped on average, %")
+    figure.update_layout(template="plotly_white", width=1180, height=380, legend={"orientation": "h", "y": -0.3})
+    return figure
 
 
 if __name__ == "__main__":
