@@ -205,7 +205,7 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _worst(self, group: Group) -> float:
         """Returns the largest share by which an option halfway between points takes longer than interpolated."""
-        halfway = product(*([math.sqrt(a * b) for a, b in pairwise(known)] for known in (self.lengths, self.links)))
+        halfway = product(*(_halfway(known) for known in (self.lengths, self.links)))
         return max(
             0.0,
             *(
@@ -214,3 +214,8 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 for ttft_s, configuration, _ in self._choices(int(length), link)
             ),
         )
+
+
+def _halfway(known: Sequence[float]) -> list[float]:
+    """Returns the values between neighbours, by logarithm; the value itself, if there is one."""
+    return [math.sqrt(a * b) for a, b in pairwise(known)] or list(known)
