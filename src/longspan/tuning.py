@@ -120,7 +120,7 @@ def header_of(llm: LLM, model: str, text: evals.Text) -> Header:
         dtype=llm.profile_key.dtype,
         hosts=hosts_of(locations),
         text=digest(text),
-        lengths=lengths_for(text, llm.max_model_len),
+        lengths=lengths_for(text, llm.max_model_len, LENGTHS),
     )
 
 
@@ -157,7 +157,7 @@ def digest(text: evals.Text) -> str:
     return hashlib.sha256(json.dumps(text.token_ids).encode()).hexdigest()[:16]
 
 
-def lengths_for(text: evals.Text, max_model_len: int, lengths: Sequence[int] = LENGTHS) -> tuple[int, ...]:
+def lengths_for(text: evals.Text, max_model_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
     """Returns the lengths of prompts that model and text allow.
 
     Raises:

@@ -102,13 +102,13 @@ def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes
 def _accuracy(held_out: HeldOut) -> str:
     times = "not measured" if held_out.time_error is None else f"{held_out.time_error:.0%} off (median)"
     return (
-        f"{held_out.num_points} points were held out: their loss is {held_out.accuracy:.1%} accurate (1 - mean absolute "
-        f"error, of 100 points), times are {times}"
+        f"{held_out.num_points} points were held out: loss {held_out.accuracy:.1%} accurate (1 - mean absolute error, "
+        f"of 100 points), times {times}"
     )
 
 
 def _table(found: Tuned) -> Table:
-    """Tabulates the largest drop ratios without a predicted loss, by length, levels and mode."""
+    """Shows the largest drop ratios without a predicted loss, by length, levels and mode."""
     table = Table(title="Largest drop ratio of level 2 without loss", title_justify="left")
     table.add_column("tokens", justify="right")
     columns = [(levels, mode) for levels in sorted(found.levels() - {1}) for mode in found.modes()]

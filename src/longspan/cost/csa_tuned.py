@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from longspan.core.sparse import DropMode, SparseSetting
-from longspan.core.sparse_plan import ratios_by_rule, segments_of
+from longspan.core.sparse_plan import segments_of
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_models import LossModel, LossSample
 from longspan.cost.csa_pipeline import Rates
@@ -53,11 +53,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def configuration(self) -> Configuration:
         return Configuration(self.levels, self.drop)
-
-    @property
-    def mean_drop(self) -> tuple[float, ...]:
-        """The ratio of each level from 2 on, in layers that drop any."""
-        return ratios_by_rule(self.drop, self.levels)
 
     def points_lost(self, exact: Point) -> float:
         """Returns the mean probability of keys that is lost, in points of 100."""
@@ -126,9 +121,10 @@ class Tuned(Stored, frozen=True, kw_only=True):
 
     def most_without_loss(self, num_tokens: int, levels: int, mode: DropMode) -> float | None:
         """Returns the largest drop ratio of level 2 of which no loss is predicted; None if any loses something."""
+        group = Group(shape=self.shape, hosts=self.hosts, rates=self.rates)
         loss, found = self.loss_in(self.hosts, mode), None
         for ratio in Grid().drops:
-            if loss(num_tokens, ratios_by_rule(ratio, levels)) > NO_LOSS:
+            if loss(num_tokens, group.mean_drop(Configuration(levels, ratio))) > NO_LOSS:
                 break
             found = ratio
         return found
@@ -174,11 +170,12 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
         group: the members that measured; of its rates only those of links count.
     """
     fitted, held_out = split(points)
-    samples = loss_samples(fitted, points)
+    samples = loss_samples(group, fitted, points)
     model = LossModel.fit(samples)
     rates = fit_rates(group, [one for one in fitted if one.ttft_s is not None])
     errors = [
-        abs(model.predict(one.num_tokens, one.mean_drop, one.mode) - one.loss) for one in loss_samples(held_out, points)
+        abs(model.predict(one.num_tokens, one.mean_drop, one.mode) - one.loss)
+        for one in loss_samples(group, held_out, points)
     ]
     timed = replace(group, rates=rates)
     time_errors = [_time_error(timed, one) for one in held_out if one.ttft_s is not None]
@@ -207,13 +204,13 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     return [one for one in points if one not in held_out], held_out
 
 
-def loss_samples(points: Sequence[Point], exact: Sequence[Point]) -> list[LossSample]:
+def loss_samples(group: Group, points: Sequence[Point], exact: Sequence[Point]) -> list[LossSample]:
     """Compares points with the exact ones of their lengths."""
     exact_of = {one.num_tokens: one for one in exact if one.levels == 1}
     return [
         LossSample(
             num_tokens=one.num_tokens,
-            mean_drop=one.mean_drop,
+            mean_drop=group.mean_drop(one.configuration),
             mode=one.mode,
             loss=one.loss(exact_of[one.num_tokens]),
         )

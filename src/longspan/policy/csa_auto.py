@@ -24,7 +24,7 @@ GRID = Grid(
     drops=tuple(round(0.04 * number, 2) for number in range(13)), near_pieces=(1, 2, 4, 8), far_pieces=(1, 2, 4)
 )
 """The configurations that are tried: a prompt that drops half of all tokens nearby has lost enough."""
-_LENGTHS = tuple(512 * 4**number for number in range(6))
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 65536, 262144, 1048576)
 _PER_DOUBLING = 4
 """Lengths within a quarter of a doubling have one configuration, so that they find each other's KV."""
 
@@ -123,8 +123,7 @@ class CsaChooser:
 def bucket(num_tokens: int) -> int:
     """Returns the length that stands for those up to a quarter of a doubling below it, within the table's."""
     steps = math.ceil(math.log2(max(1, num_tokens)) * _PER_DOUBLING - 1e-9)
-    up = math.ceil(math.exp2(steps / _PER_DOUBLING))
-    return min(max(up, _LENGTHS[0]), _LENGTHS[-1])
+    return min(max(int(math.exp2(steps / _PER_DOUBLING)), _LENGTHS[0]), _LENGTHS[-1])
 
 
 def rates_of(tuned: Tuned, facts: Facts, members: int) -> Rates:
