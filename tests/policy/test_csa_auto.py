@@ -102,7 +102,7 @@ def test_choices_are_as_quick_as_enumeration_s(num_tokens: int, most: float, is_
 def test_lengths_of_a_bucket_have_one_choice(num_tokens: int) -> None:
     assert bucket(bucket(num_tokens)) == bucket(num_tokens)
     if 512 <= num_tokens <= 512 * 4**5:
-        assert num_tokens <= bucket(num_tokens) <= num_tokens * 2**0.25 + 1
+        assert num_tokens <= bucket(num_tokens) <= num_tokens * 2**0.125 + 1
 
 
 def test_speeds_are_the_profile_s_if_there_is_one() -> None:
@@ -137,6 +137,15 @@ def test_speeds_are_the_profile_s_if_there_is_one() -> None:
 
 
 RATES_FOUND = TUNED.rates
+
+
+def test_users_hear_whose_speeds_and_how_far_a_target_reaches() -> None:
+    assert csps().hint == "csa goes by speeds of none, where its file was tuned: run longspan profile"
+    [least_s, most_s] = (CHOOSER.choose(length, 4, Objective(max_loss=1e9)).choice.ttft_s for length in (4096, 16384))
+    some = csps(target_ttft=str((least_s + most_s) / 2)).hint
+    assert some is not None and "are expected for prompts of up to" in some
+    none = csps(target_ttft="1e-6").hint
+    assert none is not None and "are expected for no prompt" in none
 
 
 def test_objectives_change_while_it_serves() -> None:

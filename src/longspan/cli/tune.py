@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from longspan.tuning import Header, Journal
 
 _ENGINE = EngineArgs(parallel="4")
-_SETS = {"csa": "off", "exchange": "auto", "layout": "auto", "fractions": None}
+_SETS = {
+    "csa": "off",
+    "exchange": "auto",
+    "layout": "auto",
+    "fractions": None,
+    "max_accuracy_loss": None,
+    "target_ttft": None,
+}
 """Options that tuning sets itself, and their defaults."""
 _LEAST_SHARED = "512"
 

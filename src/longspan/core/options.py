@@ -133,7 +133,7 @@ class SchedulingArgs:
         _scheduling(
             "What --csa auto may lose to be quick: points of needle score, or per cent of perplexity.",
             minimum=0,
-            default="0, less than 1 of which counts as none",
+            default="0; less than 1 counts as none",
         ),
     ] = None
     target_ttft: Annotated[

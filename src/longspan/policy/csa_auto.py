@@ -25,8 +25,8 @@ GRID = Grid(
 )
 """The configurations that are tried: a prompt that drops half of all tokens nearby has lost enough."""
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 65536, 262144, 1048576)
-_PER_DOUBLING = 4
-"""Lengths within a quarter of a doubling have one configuration, so that they find each other's KV."""
+_PER_DOUBLING = 8
+"""Lengths within an eighth of a doubling have one configuration, so that they find each other's KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,19 @@ class CsaChooser:
         hosts, rates = self._hosts[:members], rates_of(self._tuned, self._facts, members)
         return [_enumerated(self._shape, hosts, rates, mode) for mode in self._tuned.modes()]
 
+    def hint(self, objective: Objective) -> str:
+        """Says whose speeds are gone by, and up to which length of prompts a target is expected to be met."""
+        members = len(self._hosts)
+        measured = rates_of(self._tuned, self._facts, members) != self._tuned.rates
+        words = f"csa goes by speeds of {self._tuned.machine}, where its file was tuned: run longspan profile"
+        if measured:
+            words = "csa goes by the profile of this machine"
+        if objective.target_s is None or members == 1:
+            return words
+        met = [length for length in _LENGTHS if self.choose(length, members, objective).is_met]
+        reach = f"for prompts of up to {max(met):,} tokens" if met else "for no prompt"
+        return f"{words}; {objective.target_s:g} s to the first token are expected {reach}, others take the least"
+
     def _choose(self, num_tokens: int, members: int, objective: Objective) -> Chosen:
         """Chooses for a prompt; its length is rounded up to one that many have."""
         known = bucket(num_tokens)
@@ -121,7 +134,7 @@ class CsaChooser:
 
 
 def bucket(num_tokens: int) -> int:
-    """Returns the length that stands for those up to a quarter of a doubling below it, within the table's."""
+    """Returns the length that stands for those up to an eighth of a doubling below it, within the table's."""
     steps = math.ceil(math.log2(max(1, num_tokens)) * _PER_DOUBLING - 1e-9)
     return min(max(int(math.exp2(steps / _PER_DOUBLING)), _LENGTHS[0]), _LENGTHS[-1])
 

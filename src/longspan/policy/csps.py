@@ -250,6 +250,13 @@ def _make(instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> Csp
     return Csps(instances, options, facts)
 
 
+def _hint(options: CspsOptions, facts: Facts) -> str | None:
+    if options.tuned is None or facts.shape is None or facts.cluster is None:
+        return None
+    hosts = hosts_of(sorted(facts.location(instance) for instance in facts.cluster.prefill))
+    return CsaChooser(options.tuned, facts, hosts).hint(options.objective)
+
+
 CSPS = PolicySpec(
     name="csps",
     options=CspsOptions,
@@ -258,4 +265,5 @@ CSPS = PolicySpec(
     changeable=("csa", "max_accuracy_loss", "target_ttft"),
     change=Csps.change,
     sparse=Csps.sparse,
+    hint=_hint,
 )
