@@ -42,6 +42,8 @@ FEWEST_POINTS = 20
 _MOST_LEVELS = 3
 _MOST_DROP = 0.9
 _TIMED_EVERY = 3
+_MOST_DRAWS = 10_000
+"""The draws that are tried: in the end hardly any is new."""
 _MORE_TOKENS = 24
 """Room for the tokens of an answer that is forced, and its end."""
 
@@ -176,16 +178,20 @@ def lengths_for(text: evals.Text, max_model_len: int, lengths: Sequence[int]) ->
 def measure(
     llm: LLM, text: evals.Text, header: Header, points: Sequence[Point], *, goes_on: Callable[[], bool]
 ) -> Iterator[Point]:
-    """Measures exact points of all lengths, then random ones after those that there are, while `goes_on` says so."""
+    """Measures exact points of all lengths, then random ones, while `goes_on` says so; none of those that there are."""
     known = {one.num_tokens for one in points if one.levels == 1}
     for length in header.lengths:
         if length not in known and goes_on():
             yield _point(llm, text, length, Configuration(1), "kv", timed=True)
-    number = sum(one.levels > 1 for one in points)
-    while goes_on():
-        length, configuration, mode = drawn(number, header.lengths, header.hosts)
-        yield _point(llm, text, length, configuration, mode, timed=number % _TIMED_EVERY == 0)
-        number += 1
+    measured = {(one.num_tokens, one.configuration, one.mode) for one in points}
+    for number in range(_MOST_DRAWS):
+        what = drawn(number, header.lengths, header.hosts)
+        if what in measured:
+            continue
+        if not goes_on():
+            return
+        yield _point(llm, text, *what, timed=number % _TIMED_EVERY == 0)
+        measured.add(what)
 
 
 def drawn(number: int, lengths: Sequence[int], hosts: Sequence[int]) -> tuple[int, Configuration, DropMode]:

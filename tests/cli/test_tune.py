@@ -101,6 +101,10 @@ def test_a_model_is_tuned_and_served(
             [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
             saved = llm.sparse_savings(output)
             assert not drops or (saved is not None and saved.mean_drop_ratio > 0)
+            tuned = llm.service.policy_settings.options["csa"]
+            for change, there in (("off", "off"), ("auto", tuned)):
+                llm.service.update_policy({"csa": change})
+                assert llm.service.policy_settings.options["csa"] == there, "auto is the file given at the start"
 
 
 def test_points_depend_on_their_numbers_only(
@@ -124,7 +128,8 @@ def test_points_depend_on_their_numbers_only(
 
 
 def draws_of(number: int) -> list[object]:
-    return [drawn(index, LENGTHS, (0, 0, 1, 1)) for index in range(number)]
+    """The first so many that differ."""
+    return list(dict.fromkeys(drawn(index, LENGTHS, (0, 0, 1, 1)) for index in range(200)))[:number]
 
 
 def test_no_minutes_take_the_points_that_there_are(
