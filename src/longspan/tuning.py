@@ -220,11 +220,7 @@ def _point(
     hidden = hidden_keys(llm, text, length)
     outputs = llm.generate([one.prompt for one in hidden], [_forced(one.key) for one in hidden], use_tqdm=False)
     answers = [_answer(llm, one.key, output) for one, output in zip(hidden, outputs, strict=True)]
-    ttft_s = None
-    if timed:
-        once = SamplingParams(temperature=0.0, max_tokens=1)
-        [output] = llm.generate([hidden[0].prompt], once, use_tqdm=False)
-        ttft_s = output.metrics.ttft_s
+    ttft_s, attention_s = _times(llm, hidden[0].prompt) if timed else (None, None)
     return Point(
         num_tokens=length,
         levels=configuration.levels,
@@ -234,7 +230,19 @@ def _point(
         num_found=sum(found for _, found in answers),
         nll=tuple(_nll(output) for output in outputs),
         ttft_s=ttft_s,
+        attention_s=attention_s,
     )
+
+
+def _times(llm: LLM, prompt: list[int]) -> tuple[float | None, float]:
+    """Returns the time to the first token, and the seconds of attention of all ranks together."""
+    before = _attention_s(llm)
+    [output] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+    return output.metrics.ttft_s, _attention_s(llm) - before
+
+
+def _attention_s(llm: LLM) -> float:
+    return math.fsum(times.get("attention", 0.0) for times in llm.worker_times())
 
 
 def _forced(key: str) -> SamplingParams:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from invented_tuned import RATES, TINY_SHAPE, invented_tuned
 
@@ -73,6 +73,7 @@ def test_where_any_drop_loses_nothing_is_dropped() -> None:
     assert (found.configuration.levels, found.configuration.drop, found.choice.loss) == (2, 0, 0)
 
 
+@settings(max_examples=10)
 @given(num_tokens=st.integers(1000, 60_000), most=st.floats(0, 20), is_target=st.booleans())
 def test_choices_are_as_quick_as_enumeration_s(num_tokens: int, most: float, is_target: bool) -> None:
     """And keep to the constraint, at the length that stands for the prompt's."""

@@ -37,6 +37,7 @@ def _point(group: Group, length: int, configuration: Configuration, mode: DropMo
         num_found=2,
         nll=(2.0, 2.5),
         ttft_s=replace(group, mode=mode).ttft_s(length, configuration),
+        attention_s=group.shape.num_heads * group.shape.num_layers * length**2 / 2 / group.rates.pairs_per_s,
     )
 
 

@@ -86,7 +86,7 @@ def _checked(engine: EngineArgs) -> EngineArgs:
         if (value := getattr(engine, name)) != default:
             raise ParameterError(name, "is set by tuning itself: leave it out", value)
     options = {"threshold": _LEAST_SHARED, **(engine.policy_options or {})}
-    return replace(engine, policy="csps", policy_options=options, enable_prefix_caching=False)
+    return replace(engine, policy="csps", policy_options=options, enable_prefix_caching=False, record_times=True)
 
 
 def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes: float) -> None:

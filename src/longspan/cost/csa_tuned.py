@@ -38,7 +38,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         scores: for each prompt, the probability with which the model answers its pass key.
         num_found: prompts whose key a greedy answer begins with.
         nll: for each prompt, the mean negative log-likelihood of its tokens.
-        ttft_s: of one of the prompts alone; None where that was not timed.
+        ttft_s, attention_s: time to the first token of one of the prompts alone, and seconds of attention of all ranks
+            together; None where that was not timed.
     """
 
     num_tokens: int
@@ -49,6 +50,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_found: int
     nll: tuple[float, ...]
     ttft_s: float | None = None
+    attention_s: float | None = None
 
     @property
     def configuration(self) -> Configuration:
@@ -172,7 +174,7 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
     fitted, held_out = split(points)
     samples = loss_samples(group, fitted, points)
     model = LossModel.fit(samples)
-    rates = fit_rates(group, [one for one in fitted if one.ttft_s is not None])
+    rates = fit_rates(group, fitted)
     errors = [
         abs(model.predict(one.num_tokens, one.mean_drop, one.mode) - one.loss)
         for one in loss_samples(group, held_out, points)
@@ -219,21 +221,20 @@ def loss_samples(group: Group, points: Sequence[Point], exact: Sequence[Point]) 
     ]
 
 
-_PAIRS_PER_S = tuple(10 ** (6 + number / 24) for number in range(8 * 24 + 1))
-"""Speeds that are tried, each a tenth above the one before."""
-
-
 def fit_rates(group: Group, points: Sequence[Point]) -> Rates:
-    """Finds the speeds of a member that have the least mean relative error of times: single slow runs hardly count."""
-    best_error, best = math.inf, group.rates
-    for pairs_per_s in _PAIRS_PER_S:
-        rates = msgspec.structs.replace(group.rates, pairs_per_s=pairs_per_s, qkv_s=0.0, linear_s=0.0, rest_s=0.0)
-        rest_s = _rest_s(replace(group, rates=rates), points)
-        found = msgspec.structs.replace(rates, rest_s=rest_s)
-        error = sum(_time_error(replace(group, rates=found), one) for one in points)
-        if error < best_error:
-            best_error, best = error, found
-    return best
+    """Finds the speeds of a member: of attention by the seconds that it took in exact points, of the rest by times.
+
+    Both are medians, so that single slow runs hardly count.
+    """
+    shape = group.shape
+    heads = shape.num_heads * shape.num_layers
+    pairs_per_s = [
+        heads * one.num_tokens**2 / 2 / one.attention_s for one in points if one.levels == 1 and one.attention_s
+    ]
+    known = statistics.median(pairs_per_s) if pairs_per_s else group.rates.pairs_per_s
+    rates = msgspec.structs.replace(group.rates, pairs_per_s=known, qkv_s=0.0, linear_s=0.0, rest_s=0.0)
+    rest_s = _rest_s(replace(group, rates=rates), [one for one in points if one.ttft_s is not None])
+    return msgspec.structs.replace(rates, rest_s=rest_s)
 
 
 def _rest_s(group: Group, points: Sequence[Point]) -> float:
