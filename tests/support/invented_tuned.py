@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from longspan.core.sparse import DropMode
 from longspan.cost.architecture import ModelShape
@@ -41,6 +42,7 @@ def _point(group: Group, length: int, configuration: Configuration, mode: DropMo
     )
 
 
+@cache
 def invented_tuned(shape: ModelShape = TINY_SHAPE, *, kv: float = 40.0, qkv: float = 90.0) -> Tuned:
     group = Group(shape=shape, hosts=(0, 0, 1, 1), rates=RATES)
     points = invented_points(group, kv=kv, qkv=qkv)
