@@ -24,7 +24,19 @@ from longspan.serve.app import make_app
 
 GOLDEN = Path(__file__).parent / "golden"
 OPENAPI = GOLDEN / "openapi.json"
-HELP = ("longspan", "generate", "chat", "serve", "batch", "profile", "eval", "simulate", "estimate", "attn-check")
+HELP = (
+    "longspan",
+    "generate",
+    "chat",
+    "serve",
+    "batch",
+    "profile",
+    "eval",
+    "tune",
+    "simulate",
+    "estimate",
+    "attn-check",
+)
 
 
 def recorded_streams() -> dict[str, dict[str, object]]:

@@ -95,7 +95,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         )
         options = self.all_policy_options()
         if "csa" in options:
-            options["csa"] = csa_settings(options["csa"])
+            options["csa"] = csa_settings(options["csa"], self.model)
         turns = turns_of(self.policy, cluster)
         cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in turns or (cluster,))
         return ResolvedArgs(

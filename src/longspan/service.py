@@ -21,11 +21,13 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.options import option_text
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
+from longspan.cost.csa_tuned import is_tuned
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.flows import DISK_BYTES_PER_S
 from longspan.cost.pricing import PricedSwap, PricedTurns
 from longspan.cost.profile import ProfileKey
+from longspan.csa_file import AUTO, csa_settings
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
@@ -67,6 +69,8 @@ class Service:
         self._given, cluster, config = given, setup.config.cluster, setup.config
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
         self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
+        csa = str(self._policy.settings.options.get("csa", ""))
+        self._tuned = csa if is_tuned(csa) else None
         if self.hint is not None:
             _log.info(self.hint)
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
@@ -131,9 +135,13 @@ class Service:
     def update_policy(self, options: Mapping[str, str]) -> None:
         """Changes options of the policy, between steps; requests that run stay as they are.
 
+        The `csa` that is `auto` is the tuned file that was given at the start, or else the package's.
+
         Raises:
             ValueError: for an option that it lacks or that may not change, or a bad value; nothing has changed then.
         """
+        if options.get("csa") == AUTO:
+            options = {**options, "csa": self._tuned or csa_settings(AUTO, self._given.model)}
         _check_windows(self.info, options.get("csa", "off"))
         self._policy.update(options)
 

@@ -68,7 +68,7 @@ def make_experiment(
         ValueError: for unknown names, a model that does not fit the devices, or a profile that cannot be read or is of
             another model.
     """
-    scheduling = replace(scheduling, csa=csa_settings(scheduling.csa))
+    scheduling = replace(scheduling, csa=csa_settings(scheduling.csa, model))
     if cluster.profile is None:
         sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
         return computed_experiment(sizes, cluster, scheduling, faults)

@@ -77,6 +77,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "layout": "auto",
         "fractions": None,
         "csa": "off",
+        "max_accuracy_loss": None,
+        "target_ttft": None,
         "record_times": False,
         "seed": 0,
         "skip_tokenizer_init": False,
@@ -107,8 +109,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
         "--attention-backend torch "
         "--load-format dummy --policy context -o threshold=100 -o other=a=b "
-        '--exchange chain --layout contiguous --fractions 0.6,0.4 --csa {"levels":2} --max-model-len 4096 '
-        "--block-size 512 "
+        '--exchange chain --layout contiguous --fractions 0.6,0.4 --csa {"levels":2} --max-accuracy-loss 2.5 '
+        "--max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
         "--host-kv-gib 1.5 --disk-kv-gib 2.5 --disk-kv-dir some/kv --no-enable-prefix-caching "
         "--no-async-scheduling --step-timeout 33.5"
@@ -154,6 +156,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "layout": "contiguous",
         "fractions": "0.6,0.4",
         "csa": '{"levels":2}',
+        "max_accuracy_loss": 2.5,
+        "target_ttft": None,
         "record_times": False,
         "seed": 11,
         "skip_tokenizer_init": False,

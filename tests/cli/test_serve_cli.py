@@ -72,6 +72,8 @@ VALUES: dict[str, str | list[str]] = {
     "layout": "striped",
     "fractions": "0.6,0.4",
     "csa": str(Path(__file__).parents[1] / "support" / "csa.yaml"),
+    "max_accuracy_loss": "2.5",
+    "target_ttft": "20.5",
     "policy_option": ["threshold=2000", "other=1"],
     "max_model_len": "4096",
     "block_size": "16",

@@ -32,7 +32,9 @@ app = App(
     exit_on_error=False,
     suppress_keyboard_interrupt=False,
 )
-for _number, _verb in enumerate(("generate", "chat", "serve", "batch", "profile", "eval", "simulate", "estimate")):
+for _number, _verb in enumerate(
+    ("generate", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate")
+):
     # Given by name, so that a verb loads nothing of the others.
     app.command(f"longspan.cli.{_verb}:{_verb}", name=_verb, version_flags=(), sort_key=_number)
 

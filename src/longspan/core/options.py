@@ -91,8 +91,15 @@ def at_least_one(**values: int | None) -> None:
 
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
-_SHARING = ("exchange", "layout", "fractions", "csa")
-"""Policy options that are options of their own, too."""
+_SHARING: Mapping[str, str | None] = {
+    "exchange": "auto",
+    "layout": "auto",
+    "fractions": None,
+    "csa": "off",
+    "max_accuracy_loss": None,
+    "target_ttft": None,
+}
+"""Policy options that are options of their own, too, and the values that say nothing."""
 _scheduling = partial(Option, group="Scheduling and memory", configures=True)
 
 
@@ -115,8 +122,24 @@ class SchedulingArgs:
     ] = None
     csa: Annotated[
         str,
-        _scheduling("Sparse attention of policy csps: off, or a YAML file of settings.", metavar="off|FILE"),
+        _scheduling(
+            "Sparse attention of policy csps: off, auto to choose for each prompt, a YAML file of settings, or a file "
+            "of longspan tune csa to choose by.",
+            metavar="off|auto|FILE",
+        ),
     ] = "off"
+    max_accuracy_loss: Annotated[
+        float | None,
+        _scheduling(
+            "What --csa auto may lose to be quick: points of needle score, or per cent of perplexity.",
+            minimum=0,
+            default="0; less than 1 counts as none",
+        ),
+    ] = None
+    target_ttft: Annotated[
+        float | None,
+        _scheduling("Seconds to the first token, within which --csa auto loses as little as it can.", minimum=0.001),
+    ] = None
     policy_options: Annotated[
         Mapping[str, str] | None,
         _scheduling(
@@ -158,15 +181,21 @@ class SchedulingArgs:
             max_num_seqs=self.max_num_seqs,
             num_gpu_blocks_override=self.num_gpu_blocks_override,
         )
+        if self.target_ttft is not None and self.max_accuracy_loss is not None:
+            problem = f"and max_accuracy_loss {self.max_accuracy_loss:g} exclude each other: give one of them"
+            raise ParameterError("target_ttft", problem, self.target_ttft)
+        if self.target_ttft is not None and not self.target_ttft > 0:
+            problem = f"must be more than 0, but {self.target_ttft:g} given"
+            raise ParameterError("target_ttft", problem, self.target_ttft)
 
     def all_policy_options(self) -> dict[str, str]:
         """Returns the options of the policy, also those that are options of their own; raises for one given twice."""
         options = dict(self.policy_options or {})
-        for name in _SHARING:
+        for name, unset in _SHARING.items():
             value = getattr(self, name)
-            if value not in (None, "auto") and (name, value) != ("csa", "off"):
+            if value != unset:
                 if name in options:
                     problem = f"{value} and policy option {name}={options[name]} are given: give one of them"
                     raise ParameterError(name, problem, value)
-                options[name] = value
+                options[name] = option_text(value)
         return options

@@ -20,8 +20,11 @@ from numpy.typing import NDArray
 from longspan.core.sparse import DropMode
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group, Loss
 
-_POWERS = (1, 2, 4)
+_POWERS = ((1, 2), (1, 2, 4))
+"""The powers of ratios, fewer and more."""
 _MOST_ROUNDS = 5000
+_PER_WEIGHT = 5
+"""Samples that there are for each weight, so that noise is not fitted."""
 
 
 class LossSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,8 +41,13 @@ class _LossFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     num_ratios: int
     mode: DropMode
+    powers: tuple[int, ...]
     lengths: list[int]
     weights: list[float]
+
+    def predict(self, num_tokens: int, mean_drop: Sequence[float]) -> float:
+        features = _features(num_tokens, mean_drop, self.powers, self.lengths)
+        return sum(feature * weight for feature, weight in zip(features, self.weights, strict=True))
 
 
 class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,14 +69,8 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         fits, squares = [], 0.0
         for num_ratios, mode in sorted({(len(one.mean_drop), one.mode) for one in samples} - {(0, "kv"), (0, "qkv")}):
             own = [one for one in samples if (len(one.mean_drop), one.mode) == (num_ratios, mode)]
-            known = sorted({one.num_tokens for one in own})
-            count = min(max_lengths, len(known))
-            lengths = sorted({known[round(i * (len(known) - 1) / max(1, count - 1))] for i in range(count)})
-            rows = np.array([_features(one.num_tokens, one.mean_drop, lengths) for one in own])
-            losses = np.array([one.loss for one in own])
-            weights = _least_squares(rows, losses)
-            squares += float(((rows @ weights - losses) ** 2).sum())
-            fits.append(_LossFit(num_ratios, mode, lengths, weights.tolist()))
+            fits.append(_best_fit(own, max_lengths))
+            squares += sum((fits[-1].predict(one.num_tokens, one.mean_drop) - one.loss) ** 2 for one in own)
         return cls(fits=fits, rms=math.sqrt(squares / max(1, len(samples))))
 
     def predict(self, num_tokens: int, mean_drop: tuple[float, ...], mode: DropMode) -> float:
@@ -81,19 +83,40 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return 0.0
         for fit in self.fits:
             if (fit.num_ratios, fit.mode) == (len(mean_drop), mode):
-                features = _features(num_tokens, mean_drop, fit.lengths)
-                return sum(feature * weight for feature, weight in zip(features, fit.weights, strict=True))
+                return fit.predict(num_tokens, mean_drop)
         raise ValueError(f"no loss was measured with {len(mean_drop) + 1} levels and drops of {mode}: measure some")
 
     def of_mode(self, mode: DropMode) -> Loss:
         return lambda num_tokens, mean_drop: self.predict(num_tokens, mean_drop, mode)
 
 
-def _features(num_tokens: int, mean_drop: Sequence[float], lengths: Sequence[int]) -> list[float]:
+def _best_fit(samples: Sequence[LossSample], max_lengths: int) -> _LossFit:
+    """Fits samples of one number of levels and mode, with as many weights as they allow."""
+    known = sorted({one.num_tokens for one in samples})
+    allowed = [
+        (len(powers) * count, powers, count)
+        for powers in _POWERS
+        for count in range(1, min(max_lengths, len(known)) + 1)
+        if _PER_WEIGHT * len(powers) * count * len(samples[0].mean_drop) <= len(samples)
+    ]
+    _, powers, count = max(allowed, default=(0, _POWERS[0], 1))
+    lengths = sorted({known[round(i * (len(known) - 1) / max(1, count - 1))] for i in range(count)})
+    return _fit(samples, powers, lengths)
+
+
+def _fit(samples: Sequence[LossSample], powers: tuple[int, ...], lengths: list[int]) -> _LossFit:
+    rows = np.array([_features(one.num_tokens, one.mean_drop, powers, lengths) for one in samples])
+    weights = _least_squares(rows, np.array([one.loss for one in samples]))
+    return _LossFit(len(samples[0].mean_drop), samples[0].mode, powers, lengths, weights.tolist())
+
+
+def _features(
+    num_tokens: int, mean_drop: Sequence[float], powers: Sequence[int], lengths: Sequence[int]
+) -> list[float]:
     shares = [0.0] * len(lengths)
     for index, share in _between(num_tokens, lengths):
         shares[index] += share
-    return [share * ratio**power for ratio in mean_drop for power in _POWERS for share in shares]
+    return [share * ratio**power for ratio in mean_drop for power in powers for share in shares]
 
 
 def _between(value: float, known: Sequence[float]) -> Iterator[tuple[int, float]]:
@@ -205,7 +228,7 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _worst(self, group: Group) -> float:
         """Returns the largest share by which an option halfway between points takes longer than interpolated."""
-        halfway = product(*([math.sqrt(a * b) for a, b in pairwise(known)] for known in (self.lengths, self.links)))
+        halfway = product(*(_halfway(known) for known in (self.lengths, self.links)))
         return max(
             0.0,
             *(
@@ -214,3 +237,8 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 for ttft_s, configuration, _ in self._choices(int(length), link)
             ),
         )
+
+
+def _halfway(known: Sequence[float]) -> list[float]:
+    """Returns the values between neighbours, by logarithm; the value itself, if there is one."""
+    return [math.sqrt(a * b) for a, b in pairwise(known)] or list(known)

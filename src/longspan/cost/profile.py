@@ -36,8 +36,8 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     called: ClassVar[str]
 
-    def to_json(self) -> str:
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+    def to_json(self, indent: int = 1) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=indent).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:

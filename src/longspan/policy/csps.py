@@ -8,8 +8,9 @@ travel (SP decode, §4.2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -17,12 +18,15 @@ import msgspec
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, exchange_of, takers
+from longspan.core.options import option_text
 from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
+from longspan.cost.csa_tuned import Tuned, is_tuned
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec
+from longspan.policy import PolicySpec, parse_options
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions
+from longspan.policy.csa_auto import CsaChooser, Objective
 from longspan.policy.group_parts import Shape
 
 _OFF = "off"
@@ -117,18 +121,25 @@ class CspsOptions(ContextOptions):
     """Options of `csps`: those of `context`, and what is dropped.
 
     Attributes:
-        csa: `off` for exact attention, or the settings of sparse attention as JSON.
+        csa: `off` for exact attention, the settings of sparse attention as JSON, or a tuned file, by which they are
+            chosen for each prompt.
+        max_accuracy_loss: the points of score that a chosen setting may lose.
+        target_ttft: seconds to the first token within which a chosen setting loses least; 0 limits the loss instead.
     """
 
     exchange: str = ALLTOALL.kind
     layout: Literal["auto", "zigzag", "striped", "contiguous"] = "contiguous"
     csa: str = _OFF
+    max_accuracy_loss: float = 0.0
+    target_ttft: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_objective()
         if self.csa == _OFF:
             return
-        _ = CsaConfig.parse(self.csa).table()
+        if self.tuned is None:
+            _ = CsaConfig.parse(self.csa).table()
         for name, unset in (("weights", "auto"), ("fractions", "")):
             if (value := getattr(self, name)) != unset:
                 problem = f"and csa exclude each other, but {value} given: leave one of them out"
@@ -147,9 +158,30 @@ class CspsOptions(ContextOptions):
         shape = super().shape
         return replace(shape, in_order=shape.layout == "contiguous")
 
+    def _check_objective(self) -> None:
+        objectives = {"max_accuracy_loss": self.max_accuracy_loss, "target_ttft": self.target_ttft}
+        for name, value in objectives.items():
+            if not 0 <= value < math.inf:
+                raise ParameterError(name, f"must be at least 0, but {value:g} given", value)
+            if value and self.tuned is None:
+                raise ParameterError(name, f"is for csa auto, or a tuned file, but csa is {self.csa[:60]}", value)
+        if all(objectives.values()):
+            problem = f"and max_accuracy_loss {self.max_accuracy_loss:g} exclude each other: leave one of them out"
+            raise ParameterError("target_ttft", problem, self.target_ttft)
+
+    @cached_property
+    def tuned(self) -> Tuned | None:
+        """The tuned file, if `csa` is one."""
+        return Tuned.from_json(self.csa) if is_tuned(self.csa) else None
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(max_loss=self.max_accuracy_loss, target_s=self.target_ttft or None)
+
     @cached_property
     def config(self) -> CsaConfig | None:
-        return None if self.csa == _OFF else CsaConfig.parse(self.csa)
+        """The one setting of all prompts, if that is given."""
+        return None if self.csa == _OFF or self.tuned is not None else CsaConfig.parse(self.csa)
 
 
 class Csps(Context):
@@ -157,9 +189,16 @@ class Csps(Context):
 
     def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
-        self._config, self._shape = options.config, facts.shape
+        self._facts, self._shape = facts, facts.shape
         self._hosts = hosts_of([facts.location(instance) for instance in instances])
-        self._check(self._config)
+        self._take(options)
+
+    def _take(self, options: CspsOptions) -> None:
+        self._check(options.config)
+        self._chooser = None
+        if options.tuned is not None and self._shape is not None:
+            self._chooser = CsaChooser(options.tuned, self._facts, self._hosts)
+        self._config, self._objective = options.config, options.objective
 
     def _check(self, config: CsaConfig | None) -> None:
         if config is None or self._shape is None:
@@ -175,6 +214,8 @@ class Csps(Context):
     def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
         """Returns the setting of a prompt that is shared: a partition for each member."""
         members, config = self._num_members(num_prompt_tokens), self._config
+        if self._chooser is not None and members > 1:
+            config = self._chosen(self._chooser, num_prompt_tokens, members)
         if config is None or config.levels == 1 or members == 1:
             return None
         num_blocks = -(-num_prompt_tokens // block_size)
@@ -188,11 +229,19 @@ class Csps(Context):
             rate_by=config.rate_by,
         )
 
+    def _chosen(self, chooser: CsaChooser, num_prompt_tokens: int, members: int) -> CsaConfig:
+        chosen = chooser.choose(num_prompt_tokens, members, self._objective)
+        levels, drop, pieces = msgspec.structs.astuple(chosen.configuration)
+        by_level = dict(enumerate(pieces, 2)) or 1
+        return CsaConfig(levels=levels, drop=drop, drop_mode=chosen.mode, micro_partitions=by_level)
+
     def change(self, options: CspsOptions, changes: Mapping[str, str]) -> CspsOptions:
         """Takes other settings for requests to come; returns all options then."""
-        changed = replace(options, csa=changes["csa"])
-        self._check(changed.config)
-        self._config = changed.config
+        unset = {"max_accuracy_loss": 0.0, "target_ttft": 0.0}  # a new objective takes the place of one before
+        kept = {} if unset.keys().isdisjoint(changes) and "csa" not in changes else unset
+        texts = {name: option_text(value) for name, value in {**asdict(options), **kept}.items()}
+        changed = parse_options(CSPS.name, CspsOptions, {**texts, **changes})
+        self._take(changed)
         return changed
 
 
@@ -201,12 +250,20 @@ def _make(instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> Csp
     return Csps(instances, options, facts)
 
 
+def _hint(options: CspsOptions, facts: Facts) -> str | None:
+    if options.tuned is None or facts.shape is None or facts.cluster is None:
+        return None
+    hosts = hosts_of(sorted(facts.location(instance) for instance in facts.cluster.prefill))
+    return CsaChooser(options.tuned, facts, hosts).hint(options.objective)
+
+
 CSPS = PolicySpec(
     name="csps",
     options=CspsOptions,
     make=_make,
     whole_prompts=lambda _: True,
-    changeable=("csa",),
+    changeable=("csa", "max_accuracy_loss", "target_ttft"),
     change=Csps.change,
     sparse=Csps.sparse,
+    hint=_hint,
 )

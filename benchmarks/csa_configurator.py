@@ -1,0 +1,219 @@
+"""Compares the settings that `--csa auto` chooses with the best of all, found by enumeration.
+
+    python benchmarks/csa_configurator.py [--tuned FILE] [--cases 50] [--require]
+
+The loss of accuracy: a tuned file keeps every fifth of its points from its fit; this says how well these are predicted.
+The choice: random prompts, links and objectives. Each is chosen as a request's is, and enumerated in steps of 0.02 with
+more micro-partitions; both are timed by the pipeline simulator at the prompt's own length. What a choice loses is told
+by another fit, to all points. Nothing is run: see `benchmarks/csa.py` for what clocks say.
+
+With --require, exit code 1 unless the loss is 96 % accurate, choices take at most 1.05 times as long as the best, 95 %
+keep to what was asked for, and choosing takes less than 10 ms (the median: others may have the machine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
+from longspan.core.sparse import DropMode
+from longspan.cost.csa_models import LossModel
+from longspan.cost.csa_search import Choice, Configuration, Grid, Group, least_loss, least_ttft
+from longspan.cost.csa_tuned import Tuned, loss_samples, split
+from longspan.policy.choosing import Facts
+from longspan.policy.csa_auto import CsaChooser, Objective
+
+SHIPPED = Path(__file__).parents[1] / "src" / "longspan" / "cost" / "data" / "csa" / "smollm2-135m.json"
+FINE = Grid(
+    drops=tuple(round(0.02 * number, 2) for number in range(25)),
+    near_pieces=(1, 2, 4, 8, 12, 16),
+    far_pieces=(1, 2, 4),
+)
+"""The oracle's: every step of the supplement, and more micro-partitions."""
+ACCURACY, SLOWER, MET, CHOOSING_S = 0.96, 1.05, 0.95, 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A prompt on four instances of two hosts, the speed of the link between them, and what was asked for.
+
+    Attributes:
+        time_ratio: seconds of the chosen by those of the best; None where time was limited, and not to be least.
+        more_lost: points that the chosen loses beyond the best.
+        is_met: whether the chosen keeps to the objective; None where nothing can.
+    """
+
+    num_tokens: int
+    bytes_per_s: float
+    objective: Objective
+    chosen: str
+    best: str
+    time_ratio: float | None
+    more_lost: float
+    is_met: bool | None
+    choosing_s: float
+
+
+def main() -> int:
+    """Draws and compares cases, and prints what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tuned", type=Path, default=SHIPPED)
+    parser.add_argument("--cases", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--require", action="store_true")
+    asked = parser.parse_args()
+    tuned = Tuned.from_json(asked.tuned.read_text(encoding="utf-8"))
+    group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates)
+    referee = LossModel.fit(loss_samples(group, tuned.points, tuned.points))
+    rng = random.Random(asked.seed)
+    draws = [draw(rng, tuned, by_loss=number % 2 == 0) for number in range(asked.cases)]
+    cases = [compared(tuned, referee, *one) for one in track(draws, "comparing", console=Console(stderr=True))]
+    accuracy, of_points = held_out(tuned)
+    met = [one.is_met for one in cases if one.is_met is not None]
+    ratios = [one.time_ratio for one in cases if one.time_ratio is not None]
+    choosing_s = [one.choosing_s for one in cases]
+    Console(width=140).print(table(cases))
+    share, worst = statistics.fmean(met), max(ratios)
+    checks = [
+        (
+            f"A_d: {accuracy:.1%} accurate (1 - mean absolute error, of 100 points) at {of_points} held-out points",
+            accuracy >= ACCURACY,
+        ),
+        (
+            f"time by the best: median {statistics.median(ratios):.3f}, largest {worst:.3f} of {len(ratios)}",
+            worst <= SLOWER,
+        ),
+        (f"{share:.0%} of {len(met)} cases keep to their objective; none can in {len(cases) - len(met)}", share >= MET),
+        (
+            f"choosing takes {1e3 * statistics.median(choosing_s):.1f} ms (median; most {1e3 * max(choosing_s):.1f})",
+            statistics.median(choosing_s) < CHOOSING_S,
+        ),
+    ]
+    for words, is_good in checks:
+        print(f"{'holds' if is_good else 'fails'}: {words}")
+    print(f"points lost beyond the best, where time was limited: {_more_lost(cases):.2f} on average")
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(one) for one in cases], indent=1) + "\n", encoding="utf-8")
+    return int(asked.require and not all(is_good for _, is_good in checks))
+
+
+def held_out(tuned: Tuned) -> tuple[float, int]:
+    """Returns the accuracy of the file's loss at the points that its fit has not seen, and how many these are."""
+    group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates)
+    fitted, others = split(tuned.points)
+    model = LossModel.fit(loss_samples(group, fitted, tuned.points))
+    samples = loss_samples(group, others, tuned.points)
+    errors = [abs(model.predict(one.num_tokens, one.mean_drop, one.mode) - one.loss) for one in samples]
+    return 1 - statistics.fmean(errors) / 100, len(errors)
+
+
+def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float, Objective]:
+    """Draws a length of those that were measured, a link 16 times quicker or slower, and an objective.
+
+    Times that are asked for are between that of exact attention and the least.
+    """
+    lengths = [one.num_tokens for one in tuned.points]
+    num_tokens = round(math.exp(rng.uniform(math.log(min(lengths)), math.log(max(lengths)))))
+    bytes_per_s = tuned.rates.between.bytes_per_s * 16 ** rng.uniform(-1, 1)
+    if by_loss:
+        return num_tokens, bytes_per_s, Objective(max_loss=rng.choice((0.0, rng.uniform(1, 20))))
+    group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates, block_size=1).with_link(bytes_per_s)
+    quick = replace(group, mode="qkv")
+    least_s = min(FINE.quickest(quick, num_tokens, levels, FINE.drops[-1])[0] for levels in group.levels())
+    exact_s = group.ttft_s(num_tokens, Configuration(1))
+    return num_tokens, bytes_per_s, Objective(target_s=rng.uniform(least_s, exact_s))
+
+
+def compared(tuned: Tuned, referee: LossModel, num_tokens: int, bytes_per_s: float, objective: Objective) -> Case:
+    """Chooses as a request's settings are chosen, and by enumeration; the referee says what is lost."""
+    link = msgspec.structs.replace(tuned.rates.between, bytes_per_s=bytes_per_s)
+    here = msgspec.structs.replace(tuned, rates=msgspec.structs.replace(tuned.rates, between=link))
+    cluster = Cluster(
+        spec=ParallelSpec.parse(str(len(tuned.hosts))), locations=locations_of_ranks(len(tuned.hosts), "2")
+    )
+    chooser = CsaChooser(here, Facts(shape=tuned.shape, cluster=cluster), tuned.hosts)
+    begin = time.perf_counter()
+    chosen = chooser.choose(num_tokens, len(tuned.hosts), objective)
+    choosing_s = time.perf_counter() - begin
+    group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=here.rates, block_size=1)
+    found: list[tuple[Choice, DropMode]] = []
+    for mode in tuned.modes():
+        of_mode, loss = replace(group, mode=mode), tuned.loss_in(tuned.hosts, mode)
+        if objective.target_s is None:
+            one = least_ttft(of_mode, num_tokens, loss, objective.most_lost, FINE)
+        else:
+            one = least_loss(of_mode, num_tokens, loss, objective.target_s, FINE)
+        if one is not None:
+            found.append((one, mode))
+    of_chosen = replace(group, mode=chosen.mode)
+    ttft_s, mean_drop = of_chosen.ttft_s(num_tokens, chosen.configuration), of_chosen.mean_drop(chosen.configuration)
+    lost = tuned.loss_in(tuned.hosts, chosen.mode)(num_tokens, mean_drop)
+    time_ratio, is_met = None, None
+    if objective.target_s is None:
+        best, mode = min(found, key=lambda one: one[0].ttft_s)
+        time_ratio = ttft_s / best.ttft_s
+        is_met = referee.predict(num_tokens, mean_drop, chosen.mode) <= objective.most_lost
+    elif found:
+        best, mode = min(found, key=lambda one: (one[0].loss, one[0].ttft_s))
+        is_met = ttft_s <= objective.target_s
+    return Case(
+        num_tokens=num_tokens,
+        bytes_per_s=bytes_per_s,
+        objective=objective,
+        chosen=_name(chosen.choice, chosen.mode),
+        best=_name(best, mode) if found else "none",
+        time_ratio=time_ratio,
+        more_lost=lost - best.loss if found else 0.0,
+        is_met=is_met,
+        choosing_s=choosing_s,
+    )
+
+
+def _name(choice: Choice, mode: DropMode) -> str:
+    configuration = choice.configuration
+    pieces = ",".join(map(str, configuration.micro_partitions)) or "1"
+    return f"{configuration.levels} levels, {configuration.drop:.0%} {mode}, in {pieces}"
+
+
+def _more_lost(cases: list[Case]) -> float:
+    found = [one.more_lost for one in cases if one.objective.target_s is not None and one.best != "none"]
+    return statistics.fmean(found) if found else 0.0
+
+
+def table(cases: list[Case]) -> Table:
+    """Makes a row of each case."""
+    found = Table(title="Chosen and best", title_justify="left")
+    for name in ("tokens", "MB/s", "objective", "chosen", "best", "time", "points more", "met"):
+        found.add_column(name, justify="right")
+    for one in cases:
+        target_s = one.objective.target_s
+        wanted = f"{one.objective.max_loss:.1f} points" if target_s is None else f"{target_s:.2f} s"
+        found.add_row(
+            f"{one.num_tokens:,}",
+            f"{one.bytes_per_s / 1e6:,.0f}",
+            wanted,
+            one.chosen,
+            one.best,
+            "" if one.time_ratio is None else f"{one.time_ratio:.3f}",
+            f"{one.more_lost:.2f}",
+            {None: "impossible", True: "yes", False: "no"}[one.is_met],
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The verb `tune csa`: measures what sparse attention loses and takes, for `--csa auto`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from longspan.args import EngineArgs
+from longspan.cli.options import check_writable, start, verb, write_result
+from longspan.core.options import Option
+from longspan.errors import ParameterError
+
+if TYPE_CHECKING:
+    from longspan.cost.csa_tuned import HeldOut, Tuned
+    from longspan.evals import Text
+    from longspan.llm import LLM
+    from longspan.tuning import Header, Journal
+
+_ENGINE = EngineArgs(parallel="4")
+_SETS = {
+    "csa": "off",
+    "exchange": "auto",
+    "layout": "auto",
+    "fractions": None,
+    "max_accuracy_loss": None,
+    "target_ttft": None,
+}
+"""Options that tuning sets itself, and their defaults."""
+_LEAST_SHARED = "512"
+
+
+@verb
+def tune(
+    what: Annotated[Literal["csa"], Option("csa: sparse attention of policy csps.")],
+    model: Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")],
+    *,
+    out: Annotated[Path, Option("Where the tuned file goes; points are kept beside it.", metavar="FILE")],
+    max_minutes: Annotated[float, Option("Minutes to measure in; 0 takes the points that there are.", minimum=0)],
+    data: Annotated[
+        Path | None, Option("Text that prompts are made of.", metavar="FILE", default="Python's manual")
+    ] = None,
+    engine: EngineArgs = _ENGINE,
+) -> None:
+    """Measures what sparse attention loses and takes with a model, so that --csa auto can choose.
+
+    Pass keys are hidden in prompts, which are computed exactly and by random numbers of levels and drop ratios. Each
+    point is kept at once in FILE.journal: run it again after it was stopped, or for more points, and it goes on.
+    """
+    from longspan import tuning  # noqa: PLC0415 - other verbs need none of it
+    from longspan.cost.csa_tuned import tuned  # noqa: PLC0415
+
+    del what
+    given = _checked(engine)
+    check_writable("--out", out)
+    path = out.with_name(f"{out.name}.journal")
+    with start(model, given, seed=0) as llm:
+        text = tuning.text_of(llm, data)
+        header = tuning.header_of(llm, model, text)
+        journal = tuning.Journal(path, header)
+        _measure(llm, text, header, journal, max_minutes)
+        tuning.check_enough(journal.points, header.lengths, path)
+    about = llm.profile_key
+    found = tuned(
+        journal.points,
+        tuning.group_of(llm, header.hosts, given.block_size),
+        tuned_for=model,
+        dtype=about.dtype,
+        machine=f"{about.machine}, {about.threads} threads per rank",
+        data="Python's manual" if data is None else data.name,
+    )
+    write_result("--out", out, found.to_json())
+    Console().print(_table(found))
+    print(_accuracy(found.held_out))
+    print(f"written to {out}: longspan generate {model} --policy csps --csa {out} --parallel {given.parallel}")
+
+
+def _checked(engine: EngineArgs) -> EngineArgs:
+    """Returns the options with what tuning sets itself; raises ParameterError where one of these is given."""
+    for name, default in _SETS.items():
+        if (value := getattr(engine, name)) != default:
+            raise ParameterError(name, "is set by tuning itself: leave it out", value)
+    options = {"threshold": _LEAST_SHARED, **(engine.policy_options or {})}
+    return replace(engine, policy="csps", policy_options=options, enable_prefix_caching=False, record_times=True)
+
+
+def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes: float) -> None:
+    """Measures until the minutes are over; a bar on a terminal shows how many are."""
+    from longspan import tuning  # noqa: PLC0415 - other verbs need none of it
+
+    begin = time.monotonic()
+
+    def minutes() -> float:
+        return (time.monotonic() - begin) / 60
+
+    layout = "{desc}: {bar} {n:.1f} of {total:g} minutes"
+    with tqdm(total=max_minutes, desc="measuring", bar_format=layout, dynamic_ncols=True, disable=None) as bar:
+        for point in tuning.measure(llm, text, header, journal.points, goes_on=lambda: minutes() < max_minutes):
+            journal.add(point)
+            bar.set_description(f"{len(journal.points)} points")
+            bar.update(min(minutes(), max_minutes) - bar.n)
+
+
+def _accuracy(held_out: HeldOut) -> str:
+    times = "not measured" if held_out.time_error is None else f"{held_out.time_error:.0%} off (median)"
+    return (
+        f"{held_out.num_points} points were held out: loss {held_out.accuracy:.1%} accurate (1 - mean absolute error, "
+        f"of 100 points), times {times}"
+    )
+
+
+def _table(found: Tuned) -> Table:
+    """Shows the largest drop ratios without a predicted loss, by length, levels and mode."""
+    table = Table(title="Largest drop ratio of level 2 without loss", title_justify="left")
+    table.add_column("tokens", justify="right")
+    columns = [(levels, mode) for levels in sorted(found.levels() - {1}) for mode in found.modes()]
+    for levels, mode in columns:
+        table.add_column(f"{levels} levels, {mode}", justify="right")
+    for length in sorted({one.num_tokens for one in found.points}):
+        most = (found.most_without_loss(length, levels, mode) for levels, mode in columns)
+        table.add_row(f"{length:,}", *("" if one is None else f"{one:.0%}" for one in most))
+    return table

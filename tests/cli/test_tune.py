@@ -1,0 +1,231 @@
+"""The verb `tune csa`: measures a tiny model, goes on where it was stopped, and writes what `--csa` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from engines import ThreadLLM
+from fake_llm import run
+from invented_tuned import invented_tuned
+
+from longspan import tuning
+from longspan.core.sampling import SamplingParams
+from longspan.cost.csa_tuned import Tuned
+from longspan.cost.profile import Transfer
+from longspan.csa_file import csa_settings
+from longspan.errors import ParameterError
+from longspan.tuning import drawn
+
+LENGTHS = (160, 256)
+ENGINE = ("--block-size", "16", "--num-gpu-blocks-override", "100", "--policy-option", "threshold=30")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, thread_llm: None) -> Callable[[int], None]:
+    """Prompts are short, links are not timed, and a minute has passed whenever somebody looks at the clock."""
+    del thread_llm
+    monkeypatch.setenv("LONGSPAN_HOSTS", "2")
+    monkeypatch.setattr(tuning, "LENGTHS", LENGTHS)
+    transfers = [
+        Transfer(kind="alltoall", members=4, num_bytes=size, seconds=(3e-4 + size / 1e9,)) for size in (2**12, 2**20)
+    ]
+    monkeypatch.setattr(tuning, "time_links", lambda *_: transfers)
+
+    def restart(fewest: int) -> None:
+        minutes = count()
+        monkeypatch.setattr("longspan.cli.tune.time", SimpleNamespace(monotonic=lambda: 60 * next(minutes)))
+        monkeypatch.setattr(tuning, "FEWEST_POINTS", fewest)
+
+    return restart
+
+
+@pytest.fixture
+def tune(speaking_model: Path, tmp_path: Path) -> Callable[..., int]:
+    return lambda minutes, *more: run(
+        "tune",
+        "csa",
+        str(speaking_model),
+        "--out",
+        str(tmp_path / "t.json"),
+        "--max-minutes",
+        str(minutes),
+        *ENGINE,
+        *more,
+    )
+
+
+def test_a_model_is_tuned_and_served(
+    clock: Callable[[int], None],
+    tune: Callable[..., int],
+    speaking_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It stops for want of time first; then it goes on, and writes a file by which prompts are computed."""
+    clock(8)
+    journal = tmp_path / "t.json.journal"
+    assert tune(12) == 2
+    said = capsys.readouterr().err
+    assert "--max-minutes is too short: 2 of 2 exact points" in said and "run it again to go on" in said
+    before = journal.read_text(encoding="utf-8").splitlines()
+    assert not (tmp_path / "t.json").exists()
+    journal.write_text("\n".join([*before, '{"num_tok']), encoding="utf-8")  # it was killed while it wrote
+    clock(8)
+    assert tune(24) == 0
+    lines = journal.read_text(encoding="utf-8").splitlines()
+    assert lines[: len(before)] == before and len(lines) > len(before) + 3
+    found = Tuned.from_json((tmp_path / "t.json").read_text(encoding="utf-8"))
+    assert len(found.points) == len(lines) - 1
+    assert [one.num_tokens for one in found.points if one.levels == 1] == list(LENGTHS)
+    assert (found.hosts, found.tuned_for, found.dtype) == ((0, 0, 1, 1), str(speaking_model), "float32")
+    assert found.rates.inside.bytes_per_s == pytest.approx(1e9)
+    assert found.rates.inside.message_s == pytest.approx(1e-4)
+    assert f"{found.held_out.accuracy:.1%} accurate" in capsys.readouterr().out
+    prompt = list(range(3, 203))
+    for most, drops in (("0", False), ("99", True)):
+        with ThreadLLM(
+            str(speaking_model),
+            parallel="4",
+            policy="csps",
+            csa=str(tmp_path / "t.json"),
+            max_accuracy_loss=float(most),
+            policy_options={"threshold": "30"},
+            block_size=16,
+            num_gpu_blocks_override=100,
+        ) as llm:
+            [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+            saved = llm.sparse_savings(output)
+            assert not drops or (saved is not None and saved.mean_drop_ratio > 0)
+            tuned = llm.service.policy_settings.options["csa"]
+            for change, there in (("off", "off"), ("auto", tuned)):
+                llm.service.update_policy({"csa": change})
+                assert llm.service.policy_settings.options["csa"] == there, "auto is the file given at the start"
+
+
+def test_points_depend_on_their_numbers_only(
+    clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path
+) -> None:
+    """So who goes on measures what one run would have."""
+    hosts = (0, 0, 1, 1)
+    draws = [drawn(number, LENGTHS, hosts) for number in range(200)]
+    assert draws == [drawn(number, LENGTHS, hosts) for number in range(200)]
+    assert {length for length, *_ in draws} == set(LENGTHS)
+    assert {one.levels for _, one, _ in draws} == {2, 3} and {mode for *_, mode in draws} == {"kv", "qkv"}
+    assert {one.levels for _, one, _ in (drawn(number, LENGTHS, (0, 1)) for number in range(50))} == {2}
+    assert min(one.drop for _, one, _ in draws) == 0 and 0.7 < max(one.drop for _, one, _ in draws) <= 0.9
+    clock(8)
+    assert tune(40) == 0
+    points = Tuned.from_json((tmp_path / "t.json").read_text(encoding="utf-8")).points
+    sparse = [(one.num_tokens, one.configuration, one.mode) for one in points if one.levels > 1]
+    assert sparse == draws_of(len(sparse))
+    assert all(0 <= score <= 1 for one in points for score in one.scores)
+    assert [one.ttft_s is not None for one in points if one.levels > 1][:4] == [True, False, False, True]
+
+
+def draws_of(number: int) -> list[object]:
+    """The first so many that differ."""
+    return list(dict.fromkeys(drawn(index, LENGTHS, (0, 0, 1, 1)) for index in range(200)))[:number]
+
+
+def test_no_minutes_take_the_points_that_there_are(
+    clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path
+) -> None:
+    clock(8)
+    assert tune(40) == 0
+    before, journal = ((tmp_path / name).read_text(encoding="utf-8") for name in ("t.json", "t.json.journal"))
+    clock(8)
+    assert tune(0) == 0
+    assert (tmp_path / "t.json").read_text(encoding="utf-8") == before
+    assert (tmp_path / "t.json.journal").read_text(encoding="utf-8") == journal
+
+
+@pytest.mark.usefixtures("fake_llm")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--csa", "off", "--exchange", "ring_kv"], "--exchange is set by tuning itself"),
+        (["--csa", "auto"], "--csa is set by tuning itself"),
+        (["--out", "gone/t.json"], "the folder 'gone' is not there"),
+        (["--max-minutes", "-1"], "--max-minutes"),
+        (["--max-minutes", "soon"], "--max-minutes"),
+        (["--target-ttft", "3"], "--target-ttft is set by tuning itself"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tune", "csa", "smollm2-135m", "--out", "t.json", "--max-minutes", "1", *arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and words in said.err and len(said.err.splitlines()) == 1
+
+
+def test_what_cannot_be_tuned(
+    clock: Callable[[int], None],
+    tune: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock(4)
+    text = tmp_path / "short.txt"
+    text.write_text("too short", encoding="utf-8")
+    other = tmp_path / "t.json.journal"
+    for arguments, words in (
+        (["--data", str(text)], "prompts are 160 tokens or more, but the text has"),
+        (["--data", "gone.txt"], "--data 'gone.txt' cannot be read"),
+    ):
+        assert tune(9, *arguments) == 2
+        assert words in capsys.readouterr().err
+    other.write_text("{}\n", encoding="utf-8")
+    assert tune(9) == 2
+    assert "is no journal of longspan tune csa" in capsys.readouterr().err
+    other.unlink()
+    with monkeypatch.context() as one_host:
+        one_host.setenv("LONGSPAN_HOSTS", "1")
+        assert tune(9, "--parallel", "1") == 2
+        assert "--parallel must have 2 instances or more" in capsys.readouterr().err
+    assert tune(3) == 2
+    capsys.readouterr()
+    assert tune(9, "--parallel", "2") == 2
+    assert "has points of other measurements (hosts (0, 0, 1, 1)): remove it" in capsys.readouterr().err
+
+
+def test_auto_is_the_file_that_comes_with_the_package() -> None:
+    for name in ("smollm2-135m", "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        found = Tuned.from_json(csa_settings("auto", name))
+        assert found.tuned_for == "smollm2-135m" and found.points == ()
+        assert found.shape.num_layers == 30
+    with pytest.raises(ParameterError, match="auto has no tuned file for llama-9: make one with longspan tune csa"):
+        csa_settings("auto", "llama-9")
+
+
+def test_a_tuned_file_is_known_by_its_content(tmp_path: Path) -> None:
+    """YAML of settings is one thing, and a tuned file another; the policy gets JSON of both."""
+    file = tmp_path / "any.name"
+    file.write_text(invented_tuned().to_json(), encoding="utf-8")
+    assert Tuned.from_json(csa_settings(str(file), "any")) == invented_tuned().brief
+    file.write_text('{"tuned_for": "x"}', encoding="utf-8")
+    with pytest.raises(ParameterError, match="not a file of longspan tune csa"):
+        csa_settings(str(file), "any")
+    file.write_text("levels: 2", encoding="utf-8")
+    assert json.loads(csa_settings(str(file), "any")) == {"levels": 2}
+
+
+@pytest.mark.usefixtures("fake_llm")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--max-accuracy-loss", "1", "--target-ttft", "2"],
+            "--target-ttft and max_accuracy_loss 1 exclude each other",
+        ),
+        (["--max-accuracy-loss", "-1"], "--max-accuracy-loss"),
+        (["--target-ttft", "0"], "--target-ttft"),
+    ],
+)
+def test_objectives_that_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--prompt", "x", "--policy", "csps", "--parallel", "2", *arguments) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,205 @@
+"""Policy `csps` with a tuned file: settings are chosen for each prompt, by an objective."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from invented_tuned import RATES, TINY_SHAPE, invented_tuned
+
+from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
+from longspan.core.exchange import LOCAL
+from longspan.cost.architecture import Hardware
+from longspan.cost.csa_search import least_loss, least_ttft
+from longspan.cost.profile import Prefill, Profile, ProfileKey, Transfer
+from longspan.errors import ParameterError
+from longspan.policy import ChosenPolicy, make_policy
+from longspan.policy.choosing import Facts
+from longspan.policy.csa_auto import GRID, CsaChooser, Objective, bucket, rates_of
+
+TUNED = invented_tuned()
+FACTS = Facts(
+    shape=TINY_SHAPE,
+    cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")),
+)
+HOSTS = (0, 0, 1, 1)
+CHOOSER = CsaChooser(TUNED, FACTS, HOSTS)
+
+
+def csps(**options: str) -> ChosenPolicy:
+    given: Mapping[str, str] = {"csa": TUNED.brief.to_json(indent=0), "threshold": "100", **options}
+    return make_policy("csps", num_instances=4, options=given, facts=FACTS)
+
+
+def test_without_an_objective_nothing_is_lost() -> None:
+    setting = csps().sparse(3000, 16)
+    assert setting is not None and setting.num_levels == 2
+    most = TUNED.most_without_loss(3445, 2, setting.mode)
+    assert most is not None and 0 < setting.ratio(1, 0, 2) <= most + 1e-9
+    assert csps().sparse(90, 16) is None, "one instance computes it"
+
+
+def test_more_loss_buys_more_drops_and_less_time() -> None:
+    found = [CHOOSER.choose(4000, 4, Objective(max_loss=most)) for most in (0.0, 3.0, 8.0, 30.0)]
+    assert all(one.is_met for one in found)
+    times, losses = [one.choice.ttft_s for one in found], [one.choice.loss for one in found]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+    assert losses == sorted(losses) and losses[0] <= 1.0 < losses[-1] <= 30
+    ratios = [csps(max_accuracy_loss=most).sparse(4000, 16).ratio(1, 0, 2) for most in ("0", "30")]
+    assert ratios[0] < ratios[1]
+
+
+def test_a_target_takes_the_least_loss_that_is_in_time() -> None:
+    quick, slow = (CHOOSER.choose(4000, 4, Objective(max_loss=most)).choice.ttft_s for most in (30.0, 0.0))
+    found = [CHOOSER.choose(4000, 4, Objective(target_s=target)) for target in (1.1 * quick, 1.2 * slow)]
+    assert all(one.is_met for one in found)
+    assert found[0].choice.ttft_s <= 1.1 * quick and found[0].choice.loss > found[1].choice.loss == 0
+
+
+def test_a_target_that_cannot_be_met_is_come_near() -> None:
+    found = CHOOSER.choose(4000, 4, Objective(target_s=1e-6))
+    assert not found.is_met
+    assert found.choice.ttft_s <= CHOOSER.choose(4000, 4, Objective(max_loss=1e9)).choice.ttft_s
+    assert found.configuration.drop <= GRID.drops[-1] <= 0.5
+
+
+def test_where_any_drop_loses_nothing_is_dropped() -> None:
+    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, HOSTS)
+    found = chooser.choose(4000, 4, Objective())
+    assert (found.configuration.levels, found.configuration.drop, found.choice.loss) == (2, 0, 0)
+
+
+@settings(max_examples=10)
+@given(num_tokens=st.integers(1000, 60_000), most=st.floats(0, 20), is_target=st.booleans())
+def test_choices_are_as_quick_as_enumeration_s(num_tokens: int, most: float, is_target: bool) -> None:
+    """And keep to the constraint, at the length that stands for the prompt's."""
+    length = bucket(num_tokens)
+    best_s = min(table.least_ttft(length, g.bytes_per_s, lambda *_: 0.0, 1.0).ttft_s for g, table in CHOOSER.tables(4))
+    objective = Objective(target_s=best_s * (1 + most / 5)) if is_target else Objective(max_loss=most)
+    chosen = CHOOSER.choose(num_tokens, 4, objective)
+    enumerated = []
+    for group, _ in CHOOSER.tables(4):
+        loss = TUNED.loss_in(HOSTS, group.mode)
+        if objective.target_s is None:
+            enumerated.append(least_ttft(group, length, loss, objective.most_lost, GRID))
+        else:
+            enumerated.append(least_loss(group, length, loss, objective.target_s, GRID))
+    known = [one for one in enumerated if one is not None]
+    if not known or not chosen.is_met:
+        return
+    if objective.target_s is None:
+        assert chosen.choice.loss <= objective.most_lost
+        assert chosen.choice.ttft_s <= 1.05 * min(one.ttft_s for one in known)
+    else:
+        [group] = [group for group, _ in CHOOSER.tables(4) if group.mode == chosen.mode]
+        assert chosen.choice.ttft_s <= objective.target_s
+        assert group.ttft_s(length, chosen.configuration) <= 1.02 * objective.target_s
+
+
+@given(st.integers(1, 10**6))
+def test_lengths_of_a_bucket_have_one_choice(num_tokens: int) -> None:
+    assert bucket(bucket(num_tokens)) == bucket(num_tokens)
+    if 512 <= num_tokens <= 512 * 4**5:
+        assert num_tokens <= bucket(num_tokens) <= num_tokens * 2**0.125 + 1
+
+
+def test_speeds_are_the_profile_s_if_there_is_one() -> None:
+    assert rates_of(TUNED, FACTS, 4) == TUNED.rates
+    key = ProfileKey(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
+    pair_s, token_s = 2e-9, 3e-5
+    prefills = tuple(
+        Prefill(
+            members=1,
+            exchange=str(LOCAL),
+            new_tokens=new,
+            cached_tokens=cached,
+            seconds=(token_s * new + pair_s * (new * cached + new**2 / 2),),
+        )
+        for new in (512, 1024, 2048, 4096)
+        for cached in (0, 1024)
+    )
+    transfers = tuple(
+        Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=(1e-4 + size / 1e9,))
+        for size in (2**10, 2**20, 2**24)
+    )
+    profile = Profile(profile_key=key, prefills=prefills, transfers=transfers)
+    hardware = profile.hardware(TINY_SHAPE)
+    assert hardware is not None
+    facts = Facts(shape=TINY_SHAPE, profile=profile, hardware=hardware)
+    found = rates_of(TUNED, facts, 4)
+    assert found.pairs_per_s == pytest.approx(TINY_SHAPE.num_heads * TINY_SHAPE.num_layers / pair_s, rel=1e-3)
+    assert found.rest_s == pytest.approx(token_s / 4, rel=1e-3)
+    assert found.between.bytes_per_s == pytest.approx(1e9, rel=1e-3)
+    assert found.between.message_s == pytest.approx(1e-4, rel=1e-3)
+    assert rates_of(TUNED, Facts(shape=TINY_SHAPE, hardware=Hardware(flops_per_s=1, bytes_per_s=1)), 4) == RATES_FOUND
+
+
+RATES_FOUND = TUNED.rates
+
+
+def test_users_hear_whose_speeds_and_how_far_a_target_reaches() -> None:
+    assert csps().hint == "csa goes by speeds of none, where its file was tuned: run longspan profile"
+    [least_s, most_s] = (CHOOSER.choose(length, 4, Objective(max_loss=1e9)).choice.ttft_s for length in (4096, 16384))
+    some = csps(target_ttft=str((least_s + most_s) / 2)).hint
+    assert some is not None and "are expected for prompts of up to" in some
+    none = csps(target_ttft="1e-6").hint
+    assert none is not None and "are expected for no prompt" in none
+
+
+def test_objectives_change_while_it_serves() -> None:
+    policy = csps()
+    before = policy.sparse(4000, 16)
+    policy.update({"max_accuracy_loss": "30"})
+    more = policy.sparse(4000, 16)
+    assert before is not None and more is not None and more.ratio(1, 0, 2) > before.ratio(1, 0, 2)
+    policy.update({"target_ttft": "1000"})
+    assert policy.settings.options["max_accuracy_loss"] == 0, "one takes the place of the other"
+    relaxed = policy.sparse(4000, 16)
+    assert relaxed is not None and relaxed.ratio(1, 0, 2) == 0
+    policy.update({"csa": json.dumps({"levels": 2, "drop": 0.25})})
+    assert policy.settings.options["target_ttft"] == 0
+    fixed = policy.sparse(4000, 16)
+    assert fixed is not None and fixed.ratio(1, 0, 2) == 0.25
+    policy.update({"csa": "off"})
+    assert policy.sparse(4000, 16) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"csa": "off", "target_ttft": "20"}, "target_ttft is for csa auto, or a tuned file, but csa is off"),
+        ({"csa": '{"levels": 2}', "max_accuracy_loss": "1"}, "max_accuracy_loss is for csa auto"),
+        ({"max_accuracy_loss": "1", "target_ttft": "2"}, "exclude each other"),
+        ({"max_accuracy_loss": "-1"}, "max_accuracy_loss must be at least 0, but -1 given"),
+        ({"target_ttft": "nan"}, "target_ttft must be at least 0, but nan given"),
+        ({"target_ttft": "soon"}, "option target_ttft is a number, but 'soon' given"),
+        ({"exchange": "ring_kv"}, "csa is for exchange alltoall, gather_hidden"),
+        ({"csa": '{"tuned_for": "x"}'}, "not a file of longspan tune csa"),
+        ({"csa": "auto"}, "csa is off or a file of settings"),
+    ],
+)
+def test_mistakes_are_refused(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        csps(**options)
+    policy = csps()
+    if "csa" not in options and "exchange" not in options:
+        with pytest.raises(ValueError, match=words):
+            policy.update(options)
+        assert policy.settings == csps().settings
+
+
+def test_a_file_of_another_model_is_refused() -> None:
+    other = Facts(shape=TINY_SHAPE.__class__(**{**vars(TINY_SHAPE), "num_layers": 5}), cluster=FACTS.cluster)
+    with pytest.raises(ParameterError, match="was tuned for invented with num_layers 4, but the model here has 5"):
+        make_policy("csps", num_instances=4, options={"csa": TUNED.to_json()}, facts=other)
+
+
+def test_the_model_need_not_be_known_yet() -> None:
+    """Options are checked before a model is fetched."""
+    policy = make_policy("csps", num_instances=4, options={"csa": TUNED.to_json()})
+    assert policy.sparse(4000, 16) is None
+    assert math.isfinite(TUNED.rates.pairs_per_s) and RATES.pairs_per_s > 0
