@@ -59,6 +59,8 @@ from longspan.workload.arrivals import Arrival, Workload, text
 _LENGTHS = {"128K": 2**17, "256K": 2**18, "512K": 2**19, "1M": 2**20}
 _PAPER_RATE = 1.0
 _BLOCK = 256
+_POOL = 1
+"""Any number of blocks: no partition here goes by memory."""
 _NOT_KEPT = "The stored run did not keep these numbers: run csps.py --serving."
 
 
@@ -461,8 +463,7 @@ def dropping(model: str, data_set: DataSet) -> Savings:
         if length <= LONG:
             continue
         chosen = csps_serving.ntp(model, -(-length // PARTITION), csa=csps_serving.csa(model)).policy()
-        assert chosen.spec.sparse is not None
-        setting = chosen.spec.sparse(chosen.policy, length, _BLOCK)
+        setting = chosen.sparse(length, _BLOCK, _POOL)
         assert setting is not None, f"{length} tokens are shared"
         cuts = [*range(0, length, setting.partition), length]
         runs = tuple((Run(start, stop),) for start, stop in pairwise(cuts))

@@ -113,8 +113,8 @@ class EnginePolicy(Policy, Protocol):
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that it cannot place as its options say."""
 
-    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
-        """Says how the prefill of such a prompt drops tokens; None where it is exact."""
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
+        """Says how the prefill of such a prompt drops tokens, when a pool has `num_blocks`; None where it is exact."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""

@@ -16,6 +16,7 @@ from longspan.core.exchange import shown_names
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
+from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
 from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
@@ -142,7 +143,7 @@ class Engine:
             choice=choice,
             leader=leader,
             grammar=grammar,
-            sparse=leader.sparse if leader else self._policy.sparse(len(prompt), self.config.block_size),
+            sparse=leader.sparse if leader else self._sparse(len(prompt)),
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             metrics=RequestMetrics(arrival_s=self._clock.now()),
@@ -153,6 +154,9 @@ class Engine:
         self._requests[request.id] = request
         self._waiting.add(request)
         return request
+
+    def _sparse(self, num_prompt_tokens: int) -> SparseSetting | None:
+        return self._policy.sparse(num_prompt_tokens, self.config.block_size, self.config.cluster.num_blocks[0])
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         config, cluster = self.config, self.config.cluster

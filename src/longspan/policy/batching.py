@@ -278,9 +278,10 @@ class Budget:
         room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in owners])
         if missing > room or not self.fits(Counter(part.block_owners) + cost):
             return False
-        for instance in part.group:
+        evenly = -(-(request.num_tokens - part.start) // len(part.group))
+        for instance, runs in zip(part.group, part.runs, strict=True):
             self.seqs[instance] -= 1
-            self.load[instance] += -(-(request.num_tokens - part.start) // len(part.group))
+            self.load[instance] += sum([len(run) for run in runs]) if part.stop == request.num_tokens else evenly
         for instance in owners:
             self.reserved[instance] += -(-missing // len(owners))
         self.grow(part)

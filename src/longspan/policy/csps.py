@@ -1,13 +1,15 @@
 """CSPS: long prompts by sequence parallelism, with attention that drops unimportant tokens far away (Zhang and Shen).
 
 Prompts are shared as under `context`, each instance with a partition of neighbouring tokens, near ones on near devices,
-and heads travel (`alltoall`, the paper's SP-NTP). What may be dropped is a setting by levels, see `core/sparse.py`; it
-goes with the request, and its KV is found by none with another one. Decodes attend to all that is kept, and queries
-travel (SP decode, §4.2).
+and heads travel (`alltoall`, the paper's SP-NTP). With a `partition`, the length says how many instances share a prompt
+(§3.2.2); the last of them has what is left, and prefills short prompts in the same step. What may be dropped is a
+setting by levels, see `core/sparse.py`; it goes with the request, and its KV is found by none with another one. Decodes
+attend to all that is kept, and queries travel (SP decode, §4.2).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,13 +21,18 @@ from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, exchange_of, takers
 from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
+from longspan.core.view import ClusterView, RequestView
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
+from longspan.policy.batching import Budget
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions
 from longspan.policy.group_parts import Shape
 
 _OFF = "off"
+_OF_MEMORY = 0.5
+"""The part of an instance's KV memory that a partition fills with `partition=memory`: the rest is for outputs, and for
+requests beside it, so that a prompt seldom waits until its instances are empty."""
 
 Ratios = float | list[float | list[float]]
 """One ratio, or one for each layer, or for each layer one for each KV head."""
@@ -118,14 +125,19 @@ class CspsOptions(ContextOptions):
 
     Attributes:
         csa: `off` for exact attention, or the settings of sparse attention as JSON.
+        partition: the most tokens of a prompt that an instance has, by which the length says how many instances share
+            it; `memory` is half of what the KV memory of an instance holds. With `auto`, `threshold` says how many, and
+            all have equally many tokens.
     """
 
     exchange: str = ALLTOALL.kind
     layout: Literal["auto", "zigzag", "striped", "contiguous"] = "contiguous"
     csa: str = _OFF
+    partition: int | Literal["auto", "memory"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_partition()
         if self.csa == _OFF:
             return
         _ = CsaConfig.parse(self.csa).table()
@@ -140,6 +152,20 @@ class CspsOptions(ContextOptions):
                 f"is for exchange {takers('sparse')} and layout contiguous, but {given} given: leave one of them out"
             )
             raise ParameterError("csa", problem, _OFF)
+
+    def _check_partition(self) -> None:
+        if self.partition == "auto":
+            return
+        if self.partition != "memory" and self.partition < 1:
+            raise ParameterError("partition", f"must be at least 1, but {self.partition} given", self.partition)
+        given = {"threshold": (self.threshold, "auto"), "fractions": (self.fractions, "")}
+        for name, (value, unset) in given.items():
+            if value != unset:
+                problem = f"({self.partition}) says how prompts are shared, but {name} {value} given: leave one out"
+                raise ParameterError("partition", problem, self.partition)
+        if self.layout not in {"auto", "contiguous"}:
+            problem = f"is for layout contiguous, but layout {self.layout} given: leave one of them out"
+            raise ParameterError("partition", problem, self.partition)
 
     @cached_property
     def shape(self) -> Shape:
@@ -157,7 +183,7 @@ class Csps(Context):
 
     def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
-        self._config, self._shape = options.config, facts.shape
+        self._config, self._shape, self._size = options.config, facts.shape, options.partition
         self._hosts = hosts_of([facts.location(instance) for instance in instances])
         self._check(self._config)
 
@@ -172,14 +198,60 @@ class Csps(Context):
             if given not in (1, known):
                 raise ParameterError("csa", f"has drop ratios of {given} {what}, but the model has {known}", given)
 
-    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
+    @property
+    def _side_by_side(self) -> bool:
+        return self._size != "auto"
+
+    def _sized(self, num_tokens: int, block_size: int, num_blocks: int) -> tuple[int, int] | None:
+        """Returns how many instances share that many tokens, and the partition of each; None if no option says so."""
+        if self._size == "auto":
+            return None
+        wanted, given = -(-num_tokens // block_size), self._size
+        blocks = int(_OF_MEMORY * num_blocks) if given == "memory" else min(-(-given // block_size), num_blocks)
+        members = min(-(-wanted // max(1, blocks)), len(self._everyone))
+        return members, max(blocks, -(-wanted // members)) * block_size
+
+    def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
+        """Counts the instances by what they must hold, cached or new; or else by what is quickest."""
+        sized = self._sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))
+        return super()._members(request, cached_tokens, view) if sized is None else sized[0]
+
+    def _partition(self, request: RequestView, view: ClusterView) -> int:
+        sized = self._sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))
+        return 0 if sized is None else sized[1]
+
+    def _best(
+        self, able: Sequence[int], held: Mapping[int, int], request: RequestView, budget: Budget, members: int
+    ) -> list[int]:
+        """Sorts instances for a prompt: those with most of its prefix, then with room for a partition, then idle ones,
+        on hosts with the most idle ones first (§3.2.2). Where an option sizes partitions, all must have room.
+        """
+        view, host = budget.view, self._host
+        partition = self._partition(request, view)
+        each = partition // request.block_size or -(-request.blocks_for(request.num_tokens) // members)
+        cramped = {i: budget.blocks[i] - budget.reserved[i] + held[i] < each for i in able}
+        if partition:
+            able = [i for i in able if not cramped[i]]
+        busy = {i: len(view.running.on(i)) > 0 or budget.load[i] > 0 for i in able}
+        num_idle, used = Counter(host[i] for i in able if not busy[i]), self._used(able, budget)
+        return sorted(
+            able,
+            key=lambda i: (
+                *(-held[i], cramped[i], busy[i], -num_idle[host[i]], used[host[i]], host[i]),
+                *(budget.load[i], view.kv.num_allocated(i)),
+            ),
+        )
+
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
         """Returns the setting of a prompt that is shared: a partition for each member."""
-        members, config = self._num_members(num_prompt_tokens), self._config
+        config = self._config
+        sized = self._sized(num_prompt_tokens, block_size, num_blocks)
+        members = self._num_members(num_prompt_tokens) if sized is None else sized[0]
         if config is None or config.levels == 1 or members == 1:
             return None
-        num_blocks = -(-num_prompt_tokens // block_size)
+        wanted = -(-num_prompt_tokens // block_size)
         return SparseSetting(
-            partition=-(-num_blocks // members) * block_size,
+            partition=-(-wanted // members) * block_size if sized is None else sized[1],
             segments=segments_of(members, self._hosts[:members], config.levels),
             drop=config.table(),
             mode=config.drop_mode,
