@@ -83,6 +83,40 @@ def test_groups_by_length_are_exact(
         assert num_free_blocks(llm) == [8] * 4
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "backends", "settings"),
+    [("2", "2", 1, "off"), ("2xtp2", "2", None, csa()), ("3", "2xtp2", 2, csa()), ("2xpp2", "3", None, "off")],
+)
+def test_decodes_on_several_instances_are_exact(
+    tiny: Path, oracle: Oracle, prefill: str, decode: str, backends: int | None, settings: str
+) -> None:
+    """Long requests are decoded by all decode instances, short ones beside them; then another turn."""
+    prompts = prompts_of(190, 20, 150, 7, 28, 90)
+    with ThreadLLM(
+        str(tiny),
+        skip_tokenizer_init=True,
+        prefill_parallel=prefill,
+        decode_parallel=decode,
+        transfer_backends=backends,
+        policy="csps",
+        policy_options={"csa": settings, "threshold": "30"},
+        block_size=16,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=60,
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_exact(output, oracle.complete(prompt, 6))
+            decodes = output.metrics.exchanges["decode"]
+            assert ("ring_q" in decodes) == (len(prompt) > 30), "no KV comes together again"
+        turn = [*prompts[0], *outputs[0].outputs[0].token_ids, *prompts[3]]
+        [output] = llm.generate([turn], GREEDY, use_tqdm=False)
+        found = output.metrics.num_cached_tokens > 0
+        assert found == (settings == "off"), "a longer prompt has another setting"
+        assert_exact(output, oracle.complete(turn, 6))
+        assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
+
+
 @pytest.mark.parametrize("mode", ["qkv", "kv"])
 @pytest.mark.parametrize("parallel", ["2", "3", "3xpp2"])
 def test_whoever_computes_it_the_same_is_dropped(tiny: Path, mode: str, parallel: str) -> None:

@@ -112,6 +112,8 @@ class Wandering:
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         return len(self._everyone) * num_blocks * block_size
 
+    shards_decodes = False
+
     def check(self, num_prompt_tokens: int) -> None:
         pass
 

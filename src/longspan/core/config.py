@@ -119,6 +119,10 @@ class EnginePolicy(Policy, Protocol):
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
 
+    @property
+    def shards_decodes(self) -> bool:
+        """Whether the KV of a request may lie on several of the instances that only decode."""
+
 
 def capacity_tokens(policy: EnginePolicy, clusters: Sequence[Cluster], block_size: int) -> int:
     """Returns the length of the longest request that is sure to fit when it is alone.
@@ -128,7 +132,8 @@ def capacity_tokens(policy: EnginePolicy, clusters: Sequence[Cluster], block_siz
     found = []
     for cluster in clusters:
         found.append(policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size))
-        others = [cluster.num_blocks[instance] for instance in cluster.decode]
+        decode = [cluster.num_blocks[instance] for instance in cluster.decode]
+        others = [sum(decode)] if decode and policy.shards_decodes else decode
         others += cluster.host_blocks if len(clusters) > 1 else ()
         found += [number * block_size for number in others]
     return min(found)

@@ -390,10 +390,10 @@ class Engine:
         self._send_waiting()
         if not (arrived := self._transfers.arrived()):
             return False
-        for transfer in arrived:
-            self.account.hand_over(transfer.request, transfer.blocks)
-            transfer.request.move_to(transfer.target)
-            self._running.regroup(transfer.request)
+        for shares in arrived:
+            self.account.hand_over(shares[0].request, [ref for share in shares for ref in share.blocks])
+            shares[0].request.move_to(*[share.target for share in shares])
+            self._running.regroup(shares[0].request)
         self._send_waiting()  # their backends are free for others
         return True
 
@@ -414,7 +414,7 @@ class Engine:
                 self.account.copy_last(self._requests[scheduled.request.id], scheduled.hit)
             if scheduled.block_owners:
                 self.account.extend(self._requests[scheduled.request.id], scheduled.block_owners)
-        if any(scheduled.target is not None for scheduled in scheduled_parts):
+        if any(scheduled.targets for scheduled in scheduled_parts):
             self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
             forward = self._forward(batch)
@@ -529,8 +529,8 @@ class Engine:
                 self.num_prefix_queries += request.num_prompt
                 self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
         request.num_computed = request.num_scheduled = hit.num_tokens
-        if scheduled.target is not None:
-            self._transfers.open(request, scheduled.target)
+        if scheduled.targets:
+            self._transfers.open(request, scheduled.targets)
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 
@@ -539,10 +539,10 @@ class Engine:
         part = request.make_part(scheduled, self.config.eos_token_ids)
         self._running.regroup(request)
         if part.sample is not None:
-            if request.target is None:
-                self._promise_token(request)
-            else:
+            if request.targets:
                 self._running.set_aside(request)
+            else:
+                self._promise_token(request)
         return part
 
     def _promise_token(self, request: Request) -> None:

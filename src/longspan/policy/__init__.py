@@ -42,6 +42,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
         changeable: the options that may change while it serves.
         change: changes such options, and returns all options that are then in force.
         knows_roles: tells whether some instances may only prefill, or only decode.
+        shards_decodes: tells whether the KV of a request may lie on several of those that only decode.
         takes_turns: tells whether instances of both roles take turns on the same devices; `admits`, who gets on which.
         hint: tells users what they might have forgotten to say, if anything.
         sparse: how the prefill of a prompt of so many tokens drops some, in blocks of so many, of which an instance has
@@ -57,6 +58,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     changeable: tuple[str, ...] = ()
     change: Callable[[PolicyT, OptionsT, Mapping[str, str]], OptionsT] | None = None
     knows_roles: bool = False
+    shards_decodes: bool = False
     takes_turns: bool = False
     admits: Callable[[PolicyT, Cluster], Admitted] | None = None
     hint: Callable[[OptionsT, Any], str | None] | None = None
@@ -96,6 +98,10 @@ class ChosenPolicy:
     def admits(self, cluster: Cluster) -> Admitted:
         """Asks the policy; most admit all."""
         return "all" if self.spec.admits is None else self.spec.admits(self.policy, cluster)
+
+    @property
+    def shards_decodes(self) -> bool:
+        return self.spec.shards_decodes
 
     def update(self, options: Mapping[str, str]) -> None:
         """Changes options between two plans; requests that run stay as they are."""

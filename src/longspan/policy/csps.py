@@ -4,7 +4,8 @@ Prompts are shared as under `context`, each instance with a partition of neighbo
 and heads travel (`alltoall`, the paper's SP-NTP). With a `partition`, the length says how many instances share a prompt
 (§3.2.2); the last of them has what is left, and prefills short prompts in the same step. What may be dropped is a
 setting by levels, see `core/sparse.py`; it goes with the request, and its KV is found by none with another one. Decodes
-attend to all that is kept, and queries travel (SP decode, §4.2).
+attend to all KV, and queries travel; with roles, the KV of a shared prompt goes to several instances that only decode,
+beside short requests (SP decode, §4.2).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, exchange_of, takers
 from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
-from longspan.core.view import ClusterView, RequestView
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
-from longspan.policy.batching import Budget
+from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions
 from longspan.policy.group_parts import Shape
+from longspan.policy.routing import Router
 
 _OFF = "off"
 _OF_MEMORY = 0.5
@@ -185,6 +187,7 @@ class Csps(Context):
         super().__init__(instances, options, facts)
         self._config, self._shape, self._size = options.config, facts.shape, options.partition
         self._hosts = hosts_of([facts.location(instance) for instance in instances])
+        self._decode = tuple(sorted(facts.decode, key=facts.location))
         self._check(self._config)
 
     def _check(self, config: CsaConfig | None) -> None:
@@ -197,6 +200,21 @@ class Csps(Context):
         ):
             if given not in (1, known):
                 raise ParameterError("csa", f"has drop ratios of {given} {what}, but the model has {known}", given)
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Plans as `context` does; with roles, the instances that decode by themselves.
+
+        The KV of a prompt goes to as many of those as have shared it, at most, which then step together.
+        """
+        prefills = super().plan(view)
+        if not self._decode:
+            return prefills
+        router, batch = Router(view, self._decode), Batch(view, frozenset(self._decode))
+        for request in batch.running():
+            batch.add(self._group_parts.next(request, batch.budget, view.max_num_batched_tokens))
+        decodes = batch.plan()
+        batches = tuple([tuple([_routed(part, router) for part in parts]) for parts in prefills.batches])
+        return Plan(preempted=prefills.preempted + decodes.preempted, batches=batches + decodes.batches)
 
     @property
     def _side_by_side(self) -> bool:
@@ -268,6 +286,11 @@ class Csps(Context):
         return changed
 
 
+def _routed(part: ScheduledPart, router: Router) -> ScheduledPart:
+    """Says where a request that is admitted will decode."""
+    return part if part.hit is None else replace(part, targets=router.route(part.request, len(part.group)))
+
+
 def _make(instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> Csps:
     options.check_instances(len(instances), facts.tp)
     return Csps(instances, options, facts)
@@ -281,4 +304,6 @@ CSPS = PolicySpec(
     changeable=("csa",),
     change=Csps.change,
     sparse=Csps.sparse,
+    knows_roles=True,
+    shards_decodes=True,
 )

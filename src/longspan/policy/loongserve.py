@@ -16,8 +16,9 @@ from longspan.policy import PolicySpec
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, check_exchange
+from longspan.policy.routing import goes_on
 from longspan.policy.tetris import GroupOptions, planner_of
-from longspan.policy.tetris.execution import Cdsp, Planned, QueueTimes, goes_on
+from longspan.policy.tetris.execution import Cdsp, Planned, QueueTimes
 from longspan.policy.tetris.planner import Planner
 
 
