@@ -49,6 +49,7 @@ def setups(draw: st.DrawFn) -> Setup:
         decode_blocks=draw(st.none() | st.integers(2, 20)),
         facts=draw(st.sampled_from([Facts(), Facts(profile=MACHINES[num_prefill])])),
         pp=1,
+        host_blocks=(draw(st.sampled_from([0, 0, 5, 60])),),
         max_model_len=None,
     )
     return replace(setup, max_model_len=min(100, Cluster(setup).engine.config.max_model_len))

@@ -38,7 +38,9 @@ def setups(draw: st.DrawFn) -> Setup:
     partition = draw(st.sampled_from(["memory", "1", "7", "20", "200"]))
     options = {"partition": partition, "csa": draw(st.sampled_from(["off", CSA]))}
     setup = draw(setups_of("csps", draw(st.integers(2, 4)), options))
-    return replace(setup, locations=TWO_HOSTS[2 : 2 + setup.num_instances])
+    locations = TWO_HOSTS[2 : 2 + setup.num_instances]
+    num_hosts = len({location.host for location in locations})
+    return replace(setup, locations=locations, host_blocks=(draw(st.sampled_from([0, 0, 5, 60])),) * num_hosts)
 
 
 test_any_workload_finishes_lawfully = finishes_lawfully(setups())
