@@ -59,8 +59,6 @@ from longspan.workload.arrivals import Arrival, Workload, text
 _LENGTHS = {"128K": 2**17, "256K": 2**18, "512K": 2**19, "1M": 2**20}
 _PAPER_RATE = 1.0
 _BLOCK = 256
-_POOL = 1
-"""Any number of blocks: no partition here goes by memory."""
 _NOT_KEPT = "The stored run did not keep these numbers: run csps.py --serving."
 
 
@@ -144,7 +142,7 @@ _PRODUCTS = (
 )
 _DECODE = (
     "A decode on few GPUs without TP reads all weights on each of them, where Sarathi-Serve splits them over 8; beside "
-    "prompts our decodes wait for steps of whole prompts, since they are not moved to other GPUs."
+    "prompts our decodes wait for steps of whole prompts, since no GPU there only decodes."
 )
 
 
@@ -459,11 +457,12 @@ def _dropped() -> Check:
 def dropping(model: str, data_set: DataSet) -> Savings:
     """Returns what all long prompts save together, as the policy has them; links take as long as their bytes."""
     shape, parts = _architecture(model).attention, []
+    experiment = csps_serving.ntp_by_length(model, csps_serving.csa(model))
+    chosen = experiment.policy()
     for length in csps_serving.lengths(data_set)[0]:
         if length <= LONG:
             continue
-        chosen = csps_serving.ntp(model, -(-length // PARTITION), csa=csps_serving.csa(model)).policy()
-        setting = chosen.sparse(length, _BLOCK, _POOL)
+        setting = chosen.sparse(length, _BLOCK, experiment.cluster.num_blocks[0])
         assert setting is not None, f"{length} tokens are shared"
         cuts = [*range(0, length, setting.partition), length]
         runs = tuple((Run(start, stop),) for start, stop in pairwise(cuts))
