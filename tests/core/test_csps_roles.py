@@ -179,3 +179,22 @@ def test_all_decode_instances_together_bound_a_request() -> None:
     policy = make_policy("csps", num_instances=4, options={}, facts=Facts(cluster=roles))
     assert policy.shards_decodes
     assert not make_policy("tetris", num_instances=4, options={}, facts=Facts(cluster=roles)).shards_decodes
+
+
+def test_who_gives_up_kv_on_decode_instances_comes_back_where_prompts_are_computed() -> None:
+    """Its rotary factors change behind 29 tokens, while two instances decode it; hosts have a pool."""
+    cluster = disaggregated(num_blocks=4, rope_switch_length=29, options={"threshold": "0"}, host_blocks=(20,))
+    request = cluster.add(tokens(28), max_tokens=20)
+    cluster.run()
+    assert_lawful(cluster)
+    groups = list(dict.fromkeys(part.group for part in cluster.parts_of(request)))
+    assert groups == [(0, 1), (2, 3)] and len(request.output) == 20
+
+
+def test_kv_that_leaves_a_decode_instance_makes_room_for_what_comes() -> None:
+    """Blocks of one request are free when they are copied to the host: only then the next one can come."""
+    cluster = disaggregated(1, 1, 1, decode_blocks=8, num_blocks=40, host_blocks=(80,), uneven=3)
+    requests = [cluster.add(tokens(100, number), max_tokens=20) for number in range(3)]
+    cluster.run()
+    assert_lawful(cluster)
+    assert all(request.metrics.num_preemptions == 0 for request in requests)

@@ -416,7 +416,8 @@ class CheckedExecutor:
             group, table = set(request.group), request.table[: len(live.table)]  # the next block may be there already
             assert group <= set(cluster.decode) and {ref.instance for ref in table} == group
             assert not any(p.request_id == number for f in self.in_flight.values() for p in f.parts)
-            assert not self._named & set(table), "all has arrived"
+            coming = {target for moving in self.moving.values() for _, target in moving.move.copies}
+            assert not coming & set(table), "all has arrived"
             assert len(set(table)) == len(table) == len(live.table)
             for ref in live.table:
                 self._owners[ref].remove(number)

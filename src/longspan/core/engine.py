@@ -578,6 +578,7 @@ class Engine:
         if (saves := self.tiers.moved(done)) is None:
             self._steps.complete(done)
         else:
+            self._transfers.dirty = True  # blocks that were copied out are free
             self._submit(saves)
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
