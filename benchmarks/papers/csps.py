@@ -142,7 +142,7 @@ _PRODUCTS = (
 )
 _DECODE = (
     "A decode on few GPUs without TP reads all weights on each of them, where Sarathi-Serve splits them over 8; beside "
-    "prompts our decodes wait for steps of whole prompts, since they are not moved to other GPUs."
+    "prompts our decodes wait for steps of whole prompts, since no GPU there only decodes."
 )
 
 
@@ -457,12 +457,12 @@ def _dropped() -> Check:
 def dropping(model: str, data_set: DataSet) -> Savings:
     """Returns what all long prompts save together, as the policy has them; links take as long as their bytes."""
     shape, parts = _architecture(model).attention, []
+    experiment = csps_serving.ntp_by_length(model, csps_serving.csa(model))
+    chosen = experiment.policy()
     for length in csps_serving.lengths(data_set)[0]:
         if length <= LONG:
             continue
-        chosen = csps_serving.ntp(model, -(-length // PARTITION), csa=csps_serving.csa(model)).policy()
-        assert chosen.spec.sparse is not None
-        setting = chosen.spec.sparse(chosen.policy, length, _BLOCK)
+        setting = chosen.sparse(length, _BLOCK, experiment.cluster.num_blocks[0])
         assert setting is not None, f"{length} tokens are shared"
         cuts = [*range(0, length, setting.partition), length]
         runs = tuple((Run(start, stop),) for start, stop in pairwise(cuts))

@@ -8,15 +8,15 @@
   each data set, one for each fortieth of the distribution; input and output are paired at random.
 - Sarathi-Serve is policy `chunked` with TP4 PP2, 8 GPUs: chunks of 256 tokens as in the paper, or tuned, which is the
   best of several sizes for mean response time. A stage computes a chunk while the other computes the next.
-- `ntp` is policy `csps` with exchange `alltoall`, on as many instances of one GPU as the prompt has partitions of 64K
-  tokens, in one step; `ntp, csa` also drops tokens: 22 % of them in the mean over layers, heads and levels. `tp` is
-  `csps` with exchange `gather_hidden` on 8 GPUs. Prompts of up to 100K tokens are for `tp`, longer ones for `ntp`.
-- `alone`: no request meets another. A group of `csps` is all instances of a cluster today, so each number of GPUs is a
-  cluster of its own, of hosts that have equally many.
-- `served`: both on 8 GPUs of one host, with an eighth of the requests of 64 GPUs, Poisson. There `ntp` takes steps of
-  8,192 tokens per GPU, `ntp, csa` of 32,768, which is a whole prompt of up to 256K; of longer ones each step is priced
-  as the first, which drops too little. Decodes wait for these steps, since the policy does not move requests to other
-  GPUs for decode, as the paper does (4.2).
+- `ntp` is policy `csps` with exchange `alltoall`, on instances of one GPU; `ntp, csa` also drops tokens: 22 % of them
+  in the mean over layers, heads and levels. `tp` is `csps` with exchange `gather_hidden` on 8 GPUs. Prompts of up to
+  100K tokens are for `tp`, longer ones for `ntp`.
+- `alone`: no request meets another. There `ntp` has 64 GPUs, of which a prompt takes as many as it has partitions of
+  64K tokens, in one step; the last of them has what is left.
+- `served`: both on 8 GPUs of one host, with an eighth of the requests of 64 GPUs, Poisson. There all GPUs share every
+  prompt, so that both have as many. `ntp` takes steps of 8,192 tokens per GPU, `ntp, csa` of 32,768, which is a whole
+  prompt of up to 256K; of longer ones each step is priced as the first, which drops too little. Decodes wait for these
+  steps, since there are no other GPUs for them, as the paper has (4.2).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import argparse
 import json
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -194,6 +193,13 @@ def ntp(model: str, gpus: int, tokens: int = PARTITION, csa: str = "off") -> Exp
 
 
 @cache
+def ntp_by_length(model: str, csa: str = "off") -> Experiment:
+    """Makes SP-NTP on 64 instances of one GPU, of which each prompt takes as many as it has partitions."""
+    options = {"exchange": "alltoall", "csa": csa, "long_share": "1", "partition": str(PARTITION)}
+    return _experiment(model, str(NUM_GPUS), NUM_GPUS, "csps", PARTITION, options)
+
+
+@cache
 def tp(model: str) -> Experiment:
     """Makes SP-TP on 8 GPUs."""
     return _experiment(model, "8", GPUS_PER_HOST, "csps", 8192, {"exchange": "gather_hidden"})
@@ -247,21 +253,8 @@ def study(model: str, data_set: DataSet) -> Case:
 
 def _by_partitions(model: str, settings: str, inputs: Sequence[int], outputs: Sequence[int]) -> Times:
     """Runs each prompt on as many GPUs as it has partitions."""
-    by_gpus: dict[int, list[int]] = defaultdict(list)
-    for index, length in enumerate(inputs):
-        by_gpus[-(-length // PARTITION)].append(index)
-    found: dict[int, tuple[int, Times, int]] = {}
-    for gpus, indices in by_gpus.items():
-        experiment = ntp(model, gpus, csa=settings if gpus > 1 else "off")
-        times = _alone(experiment, gpus, [inputs[i] for i in indices], [outputs[i] for i in indices])
-        found |= {index: (gpus, times, place) for place, index in enumerate(indices)}
-    every = [found[index] for index in range(len(inputs))]
-    return Times(
-        gpus=[gpus for gpus, _, _ in every],
-        ttft_s=[times.ttft_s[place] for _, times, place in every],
-        tbt_s=[times.tbt_s[place] for _, times, place in every],
-        response_s=[times.response_s[place] for _, times, place in every],
-    )
+    times = _alone(ntp_by_length(model, settings), NUM_GPUS, inputs, outputs)
+    return replace(times, gpus=[-(-length // PARTITION) for length in inputs])
 
 
 def _alone(experiment: Experiment, gpus: int, inputs: Sequence[int], outputs: Sequence[int]) -> Times:

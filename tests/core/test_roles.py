@@ -116,10 +116,11 @@ def test_groups_that_grow_at_random(seed: int) -> None:
 def check_sources(cluster: Cluster) -> None:
     """Who sends is kept with each transfer: those that move from it, that hold what is unsent, that will hold more."""
     for request in cluster.requests:
-        if (transfer := cluster.transfer_of(request.id)) is not None:
+        for transfer in cluster.transfers_of(request.id):
             moving, table = set(transfer.moves.values()), request.table
-            unsent = {table[i].instance for i in range(transfer.num_shared, len(table)) if i not in transfer.sent}
-            to_come = set(request.kv_owners) if len(table) < transfer.num_blocks else set()
+            places = [i for i in transfer.to_move if i < len(table)]
+            unsent = {table[i].instance for i in places if i not in transfer.sent}
+            to_come = set(request.kv_owners) if len(table) < transfer.places.stop else set()
             assert (transfer.busy, transfer.sources) == (moving, moving | unsent | to_come)
 
 
@@ -202,7 +203,7 @@ def test_with_more_backends_the_first_has_what_it_needs_and_others_what_is_left(
     cluster = disaggregated(4, 1, 3, options={"sp": "2"}, policy="fixed-sp", num_blocks=1000)
     requests = [cluster.add([number] * 900, max_tokens=4) for number in range(3)]
     cluster.step(0.0)
-    first, second = (cluster.engine._transfers._transfers[request.id].backends for request in requests[:2])
+    first, second = (cluster.transfers_of(request.id)[0].backends for request in requests[:2])
     assert (first, second) == (2, 1)
     cluster.run()
     assert_lawful(cluster)

@@ -15,13 +15,13 @@ from workloads import assert_lawful
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.owners import BlockRef
+from longspan.core.owners import BlockRef, Target
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView
 from longspan.policy.group_parts import even_moves
-from longspan.policy.tetris.execution import Router
+from longspan.policy.routing import Router
 
 PLENTY = dict.fromkeys(range(8), 10_000)
 
@@ -165,17 +165,18 @@ def test_freeness_is_free_slots_for_each_active_request(
     Where more is promised than is free, who lacks less is chosen: not 500 of 64 requests, but 10 of one.
     """
     router = Router(view(used=used, active=active, promised=promised), (1, 2))
-    assert router.route(request_of(100)) == target
+    assert router.route(request_of(100)) == (Target(target, 7),)
 
 
 def test_those_that_are_routed_in_the_same_plan_count() -> None:
     router = Router(view(used={}, active={}, promised={}), (1, 2))
-    assert [router.route(request_of(length)) for length in (160, 32, 32, 160)] == [1, 2, 2, 2]
+    routed = [router.route(request_of(length)) for length in (160, 32, 32, 160)]
+    assert routed == [(Target(1, 10),), (Target(2, 2),), (Target(2, 2),), (Target(2, 10),)]
 
 
 def test_what_ends_with_its_next_token_goes_nowhere() -> None:
     router = Router(view(used={}, active={}, promised={}), (1, 2))
-    assert router.route(request_of(100, max_tokens=1)) is None
+    assert router.route(request_of(100, max_tokens=1)) == ()
 
 
 @pytest.mark.parametrize("uneven", range(1, 6))

@@ -36,11 +36,11 @@ def csps(**options: str) -> ChosenPolicy:
 
 
 def test_without_an_objective_nothing_is_lost() -> None:
-    setting = csps().sparse(3000, 16)
+    setting = csps().sparse(3000, 16, 10_000)
     assert setting is not None and setting.num_levels == 2
     most = TUNED.most_without_loss(3445, 2, setting.mode)
     assert most is not None and 0 < setting.ratio(1, 0, 2) <= most + 1e-9
-    assert csps().sparse(90, 16) is None, "one instance computes it"
+    assert csps().sparse(90, 16, 10_000) is None, "one instance computes it"
 
 
 def test_more_loss_buys_more_drops_and_less_time() -> None:
@@ -49,7 +49,7 @@ def test_more_loss_buys_more_drops_and_less_time() -> None:
     times, losses = [one.choice.ttft_s for one in found], [one.choice.loss for one in found]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
     assert losses == sorted(losses) and losses[0] <= 1.0 < losses[-1] <= 30
-    ratios = [csps(max_accuracy_loss=most).sparse(4000, 16).ratio(1, 0, 2) for most in ("0", "30")]
+    ratios = [csps(max_accuracy_loss=most).sparse(4000, 16, 10_000).ratio(1, 0, 2) for most in ("0", "30")]
     assert ratios[0] < ratios[1]
 
 
@@ -152,20 +152,20 @@ def test_users_hear_whose_speeds_and_how_far_a_target_reaches() -> None:
 
 def test_objectives_change_while_it_serves() -> None:
     policy = csps()
-    before = policy.sparse(4000, 16)
+    before = policy.sparse(4000, 16, 10_000)
     policy.update({"max_accuracy_loss": "30"})
-    more = policy.sparse(4000, 16)
+    more = policy.sparse(4000, 16, 10_000)
     assert before is not None and more is not None and more.ratio(1, 0, 2) > before.ratio(1, 0, 2)
     policy.update({"target_ttft": "1000"})
     assert policy.settings.options["max_accuracy_loss"] == 0, "one takes the place of the other"
-    relaxed = policy.sparse(4000, 16)
+    relaxed = policy.sparse(4000, 16, 10_000)
     assert relaxed is not None and relaxed.ratio(1, 0, 2) == 0
     policy.update({"csa": json.dumps({"levels": 2, "drop": 0.25})})
     assert policy.settings.options["target_ttft"] == 0
-    fixed = policy.sparse(4000, 16)
+    fixed = policy.sparse(4000, 16, 10_000)
     assert fixed is not None and fixed.ratio(1, 0, 2) == 0.25
     policy.update({"csa": "off"})
-    assert policy.sparse(4000, 16) is None
+    assert policy.sparse(4000, 16, 10_000) is None
 
 
 @pytest.mark.parametrize(
@@ -201,5 +201,5 @@ def test_a_file_of_another_model_is_refused() -> None:
 def test_the_model_need_not_be_known_yet() -> None:
     """Options are checked before a model is fetched."""
     policy = make_policy("csps", num_instances=4, options={"csa": TUNED.to_json()})
-    assert policy.sparse(4000, 16) is None
+    assert policy.sparse(4000, 16, 10_000) is None
     assert math.isfinite(TUNED.rates.pairs_per_s) and RATES.pairs_per_s > 0

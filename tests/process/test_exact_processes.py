@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from forced_plans import forced
 from oracle import Oracle, assert_exact
@@ -43,6 +45,26 @@ def test_a_prompt_that_grows_and_is_decoded_elsewhere(model: str, request: pytes
         [output] = llm.generate([prompt], GREEDY)
         assert llm.bytes_exchanged["kv_transfer"] > 0 and llm.bytes_exchanged["kv_balance"] > 0
     assert_exact(output, oracle.complete(prompt, 8))
+
+
+def test_a_long_request_is_decoded_by_several_others(tiny: Path, oracle: Oracle) -> None:
+    """Of policy `csps` with roles: its KV goes from two processes to two others, and a short request beside it."""
+    prompts = [
+        [5 + token % 190 for token in topic_tokens()[first : first + size]] for first, size in ((0, 300), (300, 20))
+    ]
+    with LLM(
+        str(tiny),
+        prefill_parallel="2",
+        decode_parallel="2",
+        policy="csps",
+        policy_options={"threshold": "100"},
+        block_size=16,
+        skip_tokenizer_init=True,
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_exact(output, oracle.complete(prompt, 8))
+        assert [set(output.metrics.exchanges["decode"]) for output in outputs] == [{"ring_q"}, {"local"}]
 
 
 @pytest.mark.full

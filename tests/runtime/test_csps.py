@@ -22,8 +22,16 @@ def csa(**settings: object) -> str:
     return json.dumps({"levels": 3, **settings})
 
 
-def engine(tiny: Path, parallel: str, settings: str, *, exchange: str = "alltoall", **given: object) -> ThreadLLM:
-    options = {"csa": settings, "threshold": "30", "exchange": exchange}
+def engine(
+    tiny: Path,
+    parallel: str,
+    settings: str,
+    *,
+    exchange: str = "alltoall",
+    sizing: tuple[str, str] = ("threshold", "30"),
+    **given: object,
+) -> ThreadLLM:
+    options = dict([("csa", settings), ("exchange", exchange), sizing])
     return ThreadLLM(
         str(tiny),
         skip_tokenizer_init=True,
@@ -58,6 +66,54 @@ def test_nothing_dropped_is_exact(
                 assert_exact(output, oracle.complete(prompt, 6))
         assert f"{exchange}_sparse" in str(output.metrics.exchanges)
         assert output.metrics.num_cached_tokens >= 128
+        assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
+
+
+@pytest.mark.parametrize("settings", ["off", csa(), csa(micro_partitions=2)])
+@pytest.mark.parametrize("exchange", ["alltoall", "gather_hidden"])
+@pytest.mark.parametrize("sizing", [("partition", "64"), ("partition", "memory")])
+def test_groups_by_length_are_exact(
+    tiny: Path, oracle: Oracle, settings: str, exchange: str, sizing: tuple[str, str]
+) -> None:
+    """Groups of three, two and one instance, at once and one after the other."""
+    prompts = prompts_of(150, 90, 20, 190, 65, 33)
+    with engine(tiny, "4", settings, exchange=exchange, sizing=sizing, num_gpu_blocks_override=8) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            assert_exact(output, oracle.complete(prompt, 6))
+        assert num_free_blocks(llm) == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "backends", "settings"),
+    [("2", "2", 1, "off"), ("2xtp2", "2", None, csa()), ("3", "2xtp2", 2, csa()), ("2xpp2", "3", None, "off")],
+)
+def test_decodes_on_several_instances_are_exact(
+    tiny: Path, oracle: Oracle, prefill: str, decode: str, backends: int | None, settings: str
+) -> None:
+    """Long requests are decoded by all decode instances, short ones beside them; then another turn."""
+    prompts = prompts_of(190, 20, 150, 7, 28, 90)
+    with ThreadLLM(
+        str(tiny),
+        skip_tokenizer_init=True,
+        prefill_parallel=prefill,
+        decode_parallel=decode,
+        transfer_backends=backends,
+        policy="csps",
+        policy_options={"csa": settings, "threshold": "30"},
+        block_size=16,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=60,
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_exact(output, oracle.complete(prompt, 6))
+            decodes = output.metrics.exchanges["decode"]
+            assert ("ring_q" in decodes) == (len(prompt) > 30), "no KV comes together again"
+        turn = [*prompts[0], *outputs[0].outputs[0].token_ids, *prompts[3]]
+        [output] = llm.generate([turn], GREEDY, use_tqdm=False)
+        found = output.metrics.num_cached_tokens > 0
+        assert found == (settings == "off"), "a longer prompt has another setting"
+        assert_exact(output, oracle.complete(turn, 6))
         assert num_free_blocks(llm) == [60] * llm.engine.config.cluster.num_instances
 
 
@@ -146,12 +202,12 @@ def test_what_is_no_setting_is_refused(options: dict[str, str], words: str) -> N
 def test_ratios_by_level_layer_and_head() -> None:
     table = csa(drop={"2": 0.1, "3": [[0.2, 0.3], 0.4]})
     policy = make_policy("csps", num_instances=4, options={"csa": table, "threshold": "30"})
-    setting = policy.sparse(1000, 16)
+    setting = policy.sparse(1000, 16, 100)
     assert setting is not None
     assert setting.partition == 256, "16 blocks each, and the last has fewer"
     assert [[setting.ratio(layer, head, 3) for head in range(2)] for layer in range(2)] == [[0.2, 0.3], [0.4, 0.4]]
     assert [setting.ratio(layer, 1, 2) for layer in range(2)] == [0.1, 0.1]
-    assert policy.sparse(30, 16) is None, "it stays on one instance"
+    assert policy.sparse(30, 16, 100) is None, "it stays on one instance"
 
 
 def test_the_command_line_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,12 @@ import json
 import pytest
 from fake_llm import run
 
+from longspan.core.options import SchedulingArgs
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.experiment import IMPROVEMENT_RATES, request_rates
+from longspan.sim.spec import ClusterSpec
+from longspan.simulation import make_experiment
+from longspan.workload.arrivals import Arrival, Workload, text
 
 HOST = ("llama-3-8b", "--hardware", "a100-sxm-80g", "--gpus-per-host", "8")
 ROLES = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--policy", "tetris")
@@ -34,6 +38,20 @@ def test_one_backend_serves_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["num_completed"] == 20
     assert one["ttft_p99_s"] == all_of_them["ttft_p99_s"], "first tokens come from where prompts are computed"
     assert one["e2e_p50_s"] > 1.1 * all_of_them["e2e_p50_s"]
+
+
+def test_decodes_of_csps_do_not_wait_for_prompts_that_others_compute() -> None:
+    """A short request decodes while long ones come, which then decode on both of its instances."""
+    short = Arrival(due_s=0.0, prompt=text(1, 100), output_len=200)
+    long = [Arrival(due_s=0.1 * index, prompt=text(3 * index, 40_000), output_len=50) for index in range(1, 4)]
+    tbt_s = {}
+    for where in ({"prefill_parallel": "2", "decode_parallel": "2"}, {"parallel": "4"}):
+        cluster = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=4, **where)
+        scheduling = SchedulingArgs(policy="csps", max_num_batched_tokens=8192)
+        result = make_experiment("llama-3-8b", cluster, scheduling).run(Workload(arrivals=[short, *long], shares=False))
+        assert [one.num_output_tokens for one in result.served] == [200, 50, 50, 50]
+        tbt_s[len(where)] = result.served[0].mean_tbt_s
+    assert tbt_s[2] < 0.7 * tbt_s[1]
 
 
 @pytest.mark.parametrize(

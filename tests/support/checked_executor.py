@@ -66,12 +66,13 @@ class CheckedExecutor:
 
     Attributes:
         pool: of an instance, as the engine knows it.
-        reservation: of a request whose KV is on its way: another object when the blocks of the one before were taken.
+        reservation: of a request whose KV is on its way, and a target: another object when the blocks of the one before
+            were taken.
         damaged: copies of a move that a disk cannot make, by index.
     """
 
     pool: Callable[[int], BlockPool]
-    reservation: Callable[[int], object]
+    reservation: Callable[[int, int], object]
 
     def __init__(self, inner: SimExecutor, setup: Setup) -> None:
         self._inner, self._setup = inner, setup
@@ -253,13 +254,14 @@ class CheckedExecutor:
         cluster = self._setup.cluster
         for part in forward.parts if cluster.has_roles else ():
             if part.group[0] in cluster.decode:
-                assert len(part.group) == 1 and part.stop - part.start == 1, "one token, on one instance"
-            assert set(part.group) <= set(cluster.prefill) or part.group[0] in cluster.decode
+                assert part.stop - part.start == 1, "one token"
+                assert len(part.group) == 1 or self._setup.policy == "csps", "on one instance, but for one policy"
+            assert set(part.group) <= set(cluster.prefill) or set(part.group) <= set(cluster.decode)
 
     def _takes_seat(self, number: int) -> bool:
         """Not who has ended, or is only to be moved."""
         request, live = self.requests[number], self.live[number]
-        leaves = request.target is not None and live.sampled_on is not None
+        leaves = bool(request.targets) and live.sampled_on is not None
         return request.finish_reason is None and not leaves
 
     # ---------------------------------------------------------------- moves
@@ -340,18 +342,20 @@ class CheckedExecutor:
         cluster, live, request = self._setup.cluster, self.live[move.request_id], self.requests[move.request_id]
         assert cluster.has_roles
         ([source], [target]) = (move.sources, move.targets)
-        assert source in cluster.prefill and target in cluster.decode and target == request.target
+        assert source in cluster.prefill and target in cluster.decode and target in request.targets
         self._check_held(move)
         to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
         busy = {(id(moving.live), moving.move.sources) for moving in to_target}
         assert len(busy | {(id(live), (source,))}) <= cluster.backends
-        reservation = self.reservation(move.request_id)
-        if live.reservation is not reservation:
-            live.reservation, live.copied = reservation, set()
+        reservation = self.reservation(move.request_id, target)
+        before, copied = live.reservations.get(target, (None, set()))
+        if before is not reservation:
+            copied = set()
+        live.reservations[target] = reservation, copied
         for here, there in move.copies:
             index = live.table.index(here)
-            assert index not in live.copied, "each block is moved once, unless where it went to was taken back"
-            live.copied.add(index)
+            assert index not in copied, "each block is moved once, unless where it went to was taken back"
+            copied.add(index)
             assert not self._owners[there] and there not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
         held = [list(self._slots[here]) for here, _ in move.copies]
@@ -409,10 +413,11 @@ class CheckedExecutor:
             request = self.requests[number]
             if not cluster.has_roles or not request.table or not self._has_moved(live, request):
                 continue
-            [instance], table = request.group, request.table[: len(live.table)]  # the next block may be there already
-            assert instance in cluster.decode and {ref.instance for ref in table} == {instance}
+            group, table = set(request.group), request.table[: len(live.table)]  # the next block may be there already
+            assert group <= set(cluster.decode) and {ref.instance for ref in table} == group
             assert not any(p.request_id == number for f in self.in_flight.values() for p in f.parts)
-            assert not self._named & set(table), "all has arrived"
+            coming = {target for moving in self.moving.values() for _, target in moving.move.copies}
+            assert not coming & set(table), "all has arrived"
             assert len(set(table)) == len(table) == len(live.table)
             for ref in live.table:
                 self._owners[ref].remove(number)
@@ -432,8 +437,7 @@ class _Live:
     slots: Slots
     rotation: Rotation | None = None
     sampled_on: int | None = None
-    copied: set[int] = field(default_factory=set)
-    reservation: object = None
+    reservations: dict[int, tuple[object, set[int]]] = field(default_factory=dict)
     is_new_there: bool = False
     table: list[BlockRef] = field(default_factory=list)
     names: list[int] = field(default_factory=list)

@@ -59,9 +59,14 @@ class Cluster:
     def _pool(self, instance: int) -> BlockPool:
         return self.engine.account.pool(instance)
 
-    def transfer_of(self, request_id: int) -> Transfer | None:
-        """Of a request whose KV is on its way."""
-        return self.engine._transfers._transfers.get(request_id)
+    def transfer_of(self, request_id: int, target: int | None = None) -> Transfer | None:
+        """Of a request whose KV is on its way: to that target, or to the only one."""
+        shares = self.transfers_of(request_id)
+        return next((one for one in shares if target in (None, one.target)), None)
+
+    def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
+        """Of a request whose KV is on its way, to all of its targets."""
+        return self.engine._transfers._transfers.get(request_id, ())
 
     def restart(self) -> None:
         """Workers are lost, and others take their place."""

@@ -106,11 +106,13 @@ class Wandering:
         self._everyone, self._seed = tuple(range(num_instances)), seed
         self._group_parts = GroupParts(num_instances, SharingOptions(), Facts())
 
-    def sparse(self, num_prompt_tokens: int, block_size: int) -> None:
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> None:
         """Drops nothing."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         return len(self._everyone) * num_blocks * block_size
+
+    shards_decodes = False
 
     def check(self, num_prompt_tokens: int) -> None:
         pass

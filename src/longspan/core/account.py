@@ -173,19 +173,33 @@ class KvAccount:
         self.publish(request, 0)
 
     def reserve(
-        self, request: Request, instance: int, num_blocks: int, *, num_left: int
+        self, request: Request, instance: int, places: range, *, num_left: int
     ) -> tuple[tuple[BlockRef, ...], int] | None:
-        """Reserves blocks for a request on one more instance: those that hold its beginning there, and new ones.
+        """Reserves blocks for some places in a request's table on one more instance: those that hold the first of them
+        there, and new ones.
 
         Returns them and how many are cached; None without room for them beside `num_left` others.
         """
-        pool, shared = self.pool(instance), self.match(request, (instance,)).shared
+        pool, shared = self.pool(instance), self._cached_from(request, places, instance)
         num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
-        if num_blocks - len(shared) > pool.num_free - num_cached - num_left:
+        if len(places) - len(shared) > pool.num_free - num_cached - num_left:
             return None
         for ref in shared:
             pool.share(ref.block)
-        return (*shared, *self._allocate(instance, num_blocks - len(shared))), len(shared)
+        return (*shared, *self._allocate(instance, len(places) - len(shared))), len(shared)
+
+    def _cached_from(self, request: Request, places: range, instance: int) -> list[BlockRef]:
+        """Finds the full blocks that an instance has of these places, up to the first that it has not."""
+        found: list[BlockRef] = []
+        if not self.prefix_caching or request.scores_prompt:
+            return found
+        for index in places:
+            known = (index + 1) * self.block_size < request.num_tokens
+            ref = self.find(request.parent_key(index + 1), (instance,)) if known else None
+            if ref is None:
+                break
+            found.append(ref)
+        return found
 
     def hold(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):

@@ -113,11 +113,15 @@ class EnginePolicy(Policy, Protocol):
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that it cannot place as its options say."""
 
-    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
-        """Says how the prefill of such a prompt drops tokens; None where it is exact."""
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
+        """Says how the prefill of such a prompt drops tokens, when a pool has `num_blocks`; None where it is exact."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
+
+    @property
+    def shards_decodes(self) -> bool:
+        """Whether the KV of a request may lie on several of the instances that only decode."""
 
 
 def capacity_tokens(policy: EnginePolicy, clusters: Sequence[Cluster], block_size: int) -> int:
@@ -128,7 +132,8 @@ def capacity_tokens(policy: EnginePolicy, clusters: Sequence[Cluster], block_siz
     found = []
     for cluster in clusters:
         found.append(policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size))
-        others = [cluster.num_blocks[instance] for instance in cluster.decode]
+        decode = [cluster.num_blocks[instance] for instance in cluster.decode]
+        others = [sum(decode)] if decode and policy.shards_decodes else decode
         others += cluster.host_blocks if len(clusters) > 1 else ()
         found += [number * block_size for number in others]
     return min(found)

@@ -16,6 +16,7 @@ from longspan.core.exchange import shown_names
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
+from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
 from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
@@ -142,7 +143,7 @@ class Engine:
             choice=choice,
             leader=leader,
             grammar=grammar,
-            sparse=leader.sparse if leader else self._policy.sparse(len(prompt), self.config.block_size),
+            sparse=leader.sparse if leader else self._sparse(len(prompt)),
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             metrics=RequestMetrics(arrival_s=self._clock.now()),
@@ -153,6 +154,9 @@ class Engine:
         self._requests[request.id] = request
         self._waiting.add(request)
         return request
+
+    def _sparse(self, num_prompt_tokens: int) -> SparseSetting | None:
+        return self._policy.sparse(num_prompt_tokens, self.config.block_size, self.config.cluster.num_blocks[0])
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         config, cluster = self.config, self.config.cluster
@@ -386,10 +390,10 @@ class Engine:
         self._send_waiting()
         if not (arrived := self._transfers.arrived()):
             return False
-        for transfer in arrived:
-            self.account.hand_over(transfer.request, transfer.blocks)
-            transfer.request.move_to(transfer.target)
-            self._running.regroup(transfer.request)
+        for shares in arrived:
+            self.account.hand_over(shares[0].request, [ref for share in shares for ref in share.blocks])
+            shares[0].request.move_to(*[share.target for share in shares])
+            self._running.regroup(shares[0].request)
         self._send_waiting()  # their backends are free for others
         return True
 
@@ -410,7 +414,7 @@ class Engine:
                 self.account.copy_last(self._requests[scheduled.request.id], scheduled.hit)
             if scheduled.block_owners:
                 self.account.extend(self._requests[scheduled.request.id], scheduled.block_owners)
-        if any(scheduled.target is not None for scheduled in scheduled_parts):
+        if any(scheduled.targets for scheduled in scheduled_parts):
             self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
             forward = self._forward(batch)
@@ -525,8 +529,8 @@ class Engine:
                 self.num_prefix_queries += request.num_prompt
                 self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
         request.num_computed = request.num_scheduled = hit.num_tokens
-        if scheduled.target is not None:
-            self._transfers.open(request, scheduled.target)
+        if scheduled.targets:
+            self._transfers.open(request, scheduled.targets)
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 
@@ -535,10 +539,10 @@ class Engine:
         part = request.make_part(scheduled, self.config.eos_token_ids)
         self._running.regroup(request)
         if part.sample is not None:
-            if request.target is None:
-                self._promise_token(request)
-            else:
+            if request.targets:
                 self._running.set_aside(request)
+            else:
+                self._promise_token(request)
         return part
 
     def _promise_token(self, request: Request) -> None:
@@ -574,6 +578,7 @@ class Engine:
         if (saves := self.tiers.moved(done)) is None:
             self._steps.complete(done)
         else:
+            self._transfers.dirty = True  # blocks that were copied out are free
             self._submit(saves)
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:

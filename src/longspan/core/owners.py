@@ -24,6 +24,13 @@ class BlockRef(NamedTuple):
         return self.pool
 
 
+class Target(NamedTuple):
+    """An instance that is to decode a request, and how many blocks of its table, the next ones in order, go there."""
+
+    instance: int
+    num_blocks: int
+
+
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Names a full block by its tokens and all before them."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()

@@ -64,7 +64,7 @@ class Request:
         group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
             everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
-        target: it takes no step between the end of its prefill and the arrival of all of its KV there.
+        targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
@@ -100,7 +100,7 @@ class Request:
     rotation: Rotation | None = None
     kv_owner: int | None = None
     sampler: int = 0
-    target: int | None = None
+    targets: tuple[int, ...] = ()
     sent_blocks: int = 0
     sent_output: int = 0
     rope_length: int = 0
@@ -199,7 +199,7 @@ class Request:
 
     def move_to(self, *group: int) -> None:
         """Makes these instances its only owners, whose ranks must be sent all of it."""
-        self.group, self.rotation, self.kv_owner, self.target = group, None, None, None
+        self.group, self.rotation, self.kv_owner, self.targets = group, None, None, ()
         self.sent_blocks = self.sent_output = 0
 
     def pin_rope_length(self, length: int) -> None:

@@ -186,7 +186,7 @@ class Tiers:
             return []
         if request.finish_reason is None:
             self._given_up.setdefault(request.id, [])
-            if len(request.group) > 1:
+            if len(request.group) > 1 and request.group[0] in self._cluster.prefill:
                 self._groups[request.id] = request.group
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)

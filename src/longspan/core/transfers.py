@@ -1,41 +1,45 @@
-"""KV on its way from instances that prefill to one that decodes: in which order, and when it is there (Tetris §4.2)."""
+"""KV on its way from instances that prefill to those that decode: in which order, and when it is there (Tetris §4.2).
+
+The KV of a request may be sharded over several targets (CSPS §4.2). Each has a transfer of its own, for its places in
+the request's table; the request goes on when all are done.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from longspan.core.account import KvAccount
-from longspan.core.owners import BlockRef
+from longspan.core.owners import BlockRef, Target
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV, Part
 
 
 class Transfer:
-    """The KV of one request on its way, of which the first `num_computed` tokens are computed.
+    """The KV of one request on its way to one instance; its first `num_computed` tokens are computed.
 
     Attributes:
-        target: the instance that is to decode it.
-        num_tokens, num_blocks: that its KV has when all is computed.
+        target: the instance that is to decode with it.
+        places: in the request's table, of the blocks that go there.
+        num_tokens: that all KV of the request has when it is computed.
         waiting: indices of blocks that are computed and not sent, first computed first.
         sent: indices of blocks that are sent.
         backends: reserved for it.
-        blocks: on the target, by place in the request's table; none before the first backend.
-        num_shared: the first `num_shared` blocks were cached on the target, and are not moved.
+        blocks: on the target, in order of `places`; none before the first backend.
+        num_shared: the first `num_shared` of them were cached on the target, and are not moved.
         num_arrived: blocks that have arrived.
         moves: the sources of those in flight, by number.
         busy: instances that are sending it now.
         sources: instances that send any of it, or still have to: each can use one backend.
     """
 
-    def __init__(self, request: Request, target: int, *, num_tokens: int, num_computed: int) -> None:
-        self.request, self.target = request, target
-        self.num_tokens, self.num_blocks = num_tokens, request.blocks_for(num_tokens)
-        num_full = self.num_blocks if num_computed >= num_tokens else num_computed // request.block_size
-        self.waiting = list(range(num_full))
+    def __init__(self, request: Request, target: int, places: range, *, num_tokens: int, num_computed: int) -> None:
+        self.request, self.target, self.places, self.num_tokens = request, target, places, num_tokens
+        num_full = places.stop if num_computed >= num_tokens else num_computed // request.block_size
+        self.waiting = [*_common(places, 0, num_full)]
         self.sent: set[int] = set()
         self.backends = 0
         self.blocks: tuple[BlockRef, ...] = ()
@@ -47,9 +51,18 @@ class Transfer:
         self.table_changed()
 
     @property
+    def num_blocks(self) -> int:
+        return len(self.places)
+
+    @property
     def is_there(self) -> bool:
         """Whether the target has all of it."""
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
+
+    @property
+    def to_move(self) -> range:
+        """The places of blocks that were not cached on the target."""
+        return self.places[self.num_shared :]
 
     def can_send(self, source: int) -> bool:
         """Tells whether there is a backend for this source: a free one, or if each source has its own, the one that
@@ -60,16 +73,17 @@ class Transfer:
         return self.backends > len(self.busy)
 
     def completed_by(self, part: Part) -> range:
-        """Returns the indices of the blocks that a part fills, or ends the prompt in."""
+        """Returns the indices of its blocks that a part fills, or ends the prompt in."""
         size = self.request.block_size
-        return range(part.start // size, part.stop // size if part.sample is None else self.num_blocks)
+        stop = part.stop // size if part.sample is None else self.places.stop
+        return _common(self.places, part.start // size, stop)
 
     def to_send(self, indices: Iterable[int]) -> dict[int, list[int]]:
         """Groups by source the blocks that the target lacks and their instance has."""
         request = self.request
         found: defaultdict[int, list[int]] = defaultdict(list)
         for index in indices:
-            if index >= self.num_shared and (ref := request.table[index]) not in request.copying:
+            if index in self.to_move and (ref := request.table[index]) not in request.copying:
                 found[ref.instance].append(index)
         return found
 
@@ -78,7 +92,7 @@ class Transfer:
         if not first:
             self._unsent.clear()
         table = self.request.table
-        new = range(max(first, self.num_shared), len(table))
+        new = _common(self.to_move, first, len(table))
         self._unsent.update(table[index].instance for index in new if index not in self.sent)
         self._count(len(table))
 
@@ -98,8 +112,13 @@ class Transfer:
         self._num_placed = num_placed
         self.busy = set(self.moves.values())
         self.sources = self.busy.union([instance for instance, number in self._unsent.items() if number])
-        if num_placed < self.num_blocks:
+        if num_placed < self.places.stop:
             self.sources.update(self.request.kv_owners)  # of what is not computed yet
+
+
+def _common(places: range, first: int, stop: int) -> range:
+    """Returns those of neighbouring places that are in `[first, stop)`."""
+    return range(max(places.start, first), min(places.stop, stop))
 
 
 class Transfers:
@@ -122,7 +141,7 @@ class Transfers:
     ) -> None:
         self._account, self._running, self._number = account, running, number
         self._backends, self._max_num_seqs = backends, max_num_seqs
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, tuple[Transfer, ...]] = {}  # of each request, in order of their places
         self._order: dict[int, dict[int, Transfer]] = {}  # the same by target, first handshake first
         self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
         self._taken: Counter[int] = Counter()  # backends that are reserved, or used by moves of transfers given up
@@ -134,19 +153,26 @@ class Transfers:
     def in_flight(self) -> bool:
         return bool(self._moves)
 
-    def open(self, request: Request, target: int) -> None:
-        """Opens a transfer when the first chunk is about to be sent; cached blocks can move at once."""
-        transfer = Transfer(request, target, num_tokens=request.num_tokens, num_computed=request.num_scheduled)
-        request.target = target
-        self._transfers[request.id] = self._order.setdefault(target, {})[request.id] = transfer
-        self.promised[target] += transfer.num_blocks
+    def open(self, request: Request, targets: Sequence[Target]) -> None:
+        """Opens transfers when the first chunk is about to be sent; cached blocks can move at once."""
+        num_tokens, num_computed = request.num_tokens, request.num_scheduled
+        stops = [*accumulate(target.num_blocks for target in targets)]
+        assert stops[-1] == request.blocks_for(num_tokens), "every block has a target"
+        request.targets = tuple([target.instance for target in targets])
+        self._transfers[request.id] = tuple(
+            Transfer(request, target, range(stop - number, stop), num_tokens=num_tokens, num_computed=num_computed)
+            for (target, number), stop in zip(targets, stops, strict=True)
+        )
+        for transfer in self._transfers[request.id]:
+            self._order.setdefault(transfer.target, {})[request.id] = transfer
+            self.promised[transfer.target] += transfer.num_blocks
         self.dirty = True
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Makes moves of what these parts of a Forward complete, as far as backends are free."""
         if not (transfers := self._transfers):
             return ()
-        known = [(part, transfers[part.request_id]) for part in parts if part.request_id in transfers]
+        known = [(part, one) for part in parts for one in transfers.get(part.request_id, ())]
         if not known:
             return ()
         for part, transfer in known:
@@ -161,7 +187,7 @@ class Transfers:
             if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
                 found += self._send(transfer, transfer.waiting)
                 waiting = (index for index in transfer.waiting if index not in transfer.sent)
-                transfer.waiting = [index for index in waiting if index >= transfer.num_shared]
+                transfer.waiting = [index for index in waiting if index in transfer.to_move]
         return found
 
     def computed(self, forward: Forward) -> None:
@@ -169,7 +195,7 @@ class Transfers:
         if not (transfers := self._transfers):
             return
         for part in forward.parts:
-            if (transfer := transfers.get(part.request_id)) is not None:
+            for transfer in transfers.get(part.request_id, ()):
                 transfer.waiting += [index for index in transfer.completed_by(part) if index not in transfer.sent]
                 self.dirty = True
 
@@ -181,29 +207,30 @@ class Transfers:
         self.dirty = True
         self._account.let_go(chain(*zip(*move.copies, strict=True)))
         source = transfer.end(number)
-        if self._transfers.get(move.request_id) is transfer:
+        if transfer in self._transfers.get(move.request_id, ()):
             transfer.num_arrived += len(move.copies)
         elif source not in transfer.busy:
             self._taken[transfer.target] -= 1  # the transfer was given up, and this move was its last from there
         return True
 
-    def arrived(self) -> list[Transfer]:
-        """Ends and returns the transfers of all KV that is computed and there: their blocks are the requests' now.
+    def arrived(self) -> list[tuple[Transfer, ...]]:
+        """Ends and returns the transfers of requests all of whose KV is computed and there: the blocks are theirs now.
 
         What is there may have been there before it was computed here: also wait for the token that goes on with it.
         """
-        ready = [one for one in self._transfers.values() if one.is_there and one.request.num_known > one.num_tokens]
-        for transfer in ready:
-            self._end(transfer)
+        ready = [shares for shares in self._transfers.values() if all(map(_has_arrived, shares))]
+        for shares in ready:
+            self._end(shares)
         self.dirty = bool(ready)
         return ready
 
     def give_up(self, request: Request) -> None:
         """Drops the transfer of a request that ends or loses its KV; this leaves more room for others."""
         self.dirty = True
-        if (transfer := self._transfers.get(request.id)) is not None:
-            self._end(transfer)
-            self._account.give_back(reversed(transfer.blocks))
+        if (shares := self._transfers.get(request.id)) is not None:
+            self._end(shares)
+            for transfer in reversed(shares):
+                self._account.give_back(reversed(transfer.blocks))
 
     def make_room(self, full: Collection[int]) -> None:
         """Takes blocks back from KV on its way, for those that decode on instances that are not full and came before.
@@ -211,9 +238,11 @@ class Transfers:
         What was sent is sent again later: its old blocks are kept until the request is handed over.
         """
         for transfer in list(self._outgrown(full)) if self._transfers else ():
-            request, target = transfer.request, transfer.target
-            again = Transfer(request, target, num_tokens=transfer.num_tokens, num_computed=request.num_computed)
-            self._transfers[request.id] = self._order[target][request.id] = again  # in the same place
+            request, target, num_tokens = transfer.request, transfer.target, transfer.num_tokens
+            again = Transfer(request, target, transfer.places, num_tokens=num_tokens, num_computed=request.num_computed)
+            shares = self._transfers[request.id]
+            self._transfers[request.id] = tuple(again if one is transfer else one for one in shares)
+            self._order[target][request.id] = again  # in the same place
             self._free_backends(transfer)
             self.promised[target] += transfer.num_blocks
             self._account.give_back(reversed(transfer.blocks))
@@ -239,14 +268,16 @@ class Transfers:
                     holders.append(Holder(request.admission, num_blocks, _needs_block(request)))
             yield from [coming[one.admission] for one in who_gives_way(room, holders) if one.admission in coming]
 
-    def _end(self, transfer: Transfer) -> None:
-        target, request_id = transfer.target, transfer.request.id
-        del self._transfers[request_id], self._order[target][request_id]
-        if not self._order[target]:
-            del self._order[target]
-        self._free_backends(transfer)
-        if not transfer.blocks:
-            self.promised[target] -= transfer.num_blocks
+    def _end(self, shares: Sequence[Transfer]) -> None:
+        del self._transfers[shares[0].request.id]
+        for transfer in shares:
+            target = transfer.target
+            del self._order[target][transfer.request.id]
+            if not self._order[target]:
+                del self._order[target]
+            self._free_backends(transfer)
+            if not transfer.blocks:
+                self.promised[target] -= transfer.num_blocks
 
     def _free_backends(self, transfer: Transfer) -> None:
         """Frees the backends of a transfer that is over, or given up, but for those that moves in flight use."""
@@ -257,7 +288,8 @@ class Transfers:
         for source, there in transfer.to_send(indices).items():
             if not transfer.can_send(source):
                 continue
-            copies = tuple((table[index], transfer.blocks[index]) for index in there)
+            first = transfer.places.start
+            copies = tuple((table[index], transfer.blocks[index - first]) for index in there)
             move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
             self._account.hold(chain(*zip(*copies, strict=True)))
             self._moves[move.number] = move, transfer
@@ -302,7 +334,7 @@ class Transfers:
         if refused_id == request.id and num_free <= too_few:
             return False
         num_needed = sum(r.admission < request.admission and _needs_block(r) for r in decoding)
-        found = self._account.reserve(request, target, transfer.num_blocks, num_left=num_needed)
+        found = self._account.reserve(request, target, transfer.places, num_left=num_needed)
         if found is None:
             self._refused[target] = request.id, num_free - num_needed
             return False
@@ -336,7 +368,11 @@ def who_gives_way(room: int, holders: Iterable[Holder]) -> list[Holder]:
     return leaving
 
 
+def _has_arrived(transfer: Transfer) -> bool:
+    return transfer.is_there and transfer.request.num_known > transfer.num_tokens
+
+
 def _needs_block(request: Request) -> bool:
-    """Tells whether a decoding request needs a new block for its next token."""
+    """Tells whether a decoding request needs a new block for its next token, from whichever member of its group."""
     num_scheduled = request.num_scheduled
     return num_scheduled < request.num_tokens and request.blocks_for(num_scheduled + 1) > len(request.table)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from longspan.core.exchange import Exchange
-from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation
+from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation, Target
 from longspan.core.runs import SpanShards
 from longspan.core.sparse import SparseSetting
 
@@ -42,7 +42,7 @@ class RequestView(Protocol):
         kv_owner: the member that keeps all that is computed from now on; None when all members do.
         kv_owners: the members that will hold what is still to come.
         sampler: the instance that samples, or has sampled, its latest token.
-        target: the instance that its KV is on its way to; None when it stays where it is.
+        targets: the instances that its KV is on its way to; none when it stays where it is.
         scores_prompt: all of its prompt must be computed, because logprobs of it are still to be reported.
     """
 
@@ -89,7 +89,7 @@ class RequestView(Protocol):
     @property
     def sampler(self) -> int: ...
     @property
-    def target(self) -> int | None: ...
+    def targets(self) -> tuple[int, ...]: ...
     @property
     def scores_prompt(self) -> bool: ...
     @property
@@ -222,8 +222,8 @@ class ScheduledPart:
         rotation: the rule that gives the span, a single token, to a member; None where members own blocks.
         kv_owner: the member that keeps all that is computed of the request from now on; None when all members do.
         hit: for a request that is admitted: the prefix that it starts from.
-        target: for a request that is admitted where instances have roles: the one that is to decode it; None when it
-            ends with its next token.
+        targets: for a request that is admitted where instances have roles: those that are to decode it, for all blocks
+            of its tokens; none when it ends with its next token.
         moves: pairs of an index into the request's table and a member of `group`: full blocks that are there before the
             attention of this step.
     """
@@ -238,7 +238,7 @@ class ScheduledPart:
     rotation: Rotation | None = None
     kv_owner: int | None = None
     hit: PrefixHit | None = None
-    target: int | None = None
+    targets: tuple[Target, ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -42,9 +42,11 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
         changeable: the options that may change while it serves.
         change: changes such options, and returns all options that are then in force.
         knows_roles: tells whether some instances may only prefill, or only decode.
+        shards_decodes: tells whether the KV of a request may lie on several of those that only decode.
         takes_turns: tells whether instances of both roles take turns on the same devices; `admits`, who gets on which.
         hint: tells users what they might have forgotten to say, if anything.
-        sparse: how the prefill of a prompt of so many tokens, in blocks of so many, drops some; exact if not given.
+        sparse: how the prefill of a prompt of so many tokens drops some, in blocks of so many, of which an instance has
+            so many; exact if not given.
     """
 
     name: str
@@ -56,10 +58,11 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     changeable: tuple[str, ...] = ()
     change: Callable[[PolicyT, OptionsT, Mapping[str, str]], OptionsT] | None = None
     knows_roles: bool = False
+    shards_decodes: bool = False
     takes_turns: bool = False
     admits: Callable[[PolicyT, Cluster], Admitted] | None = None
     hint: Callable[[OptionsT, Any], str | None] | None = None
-    sparse: Callable[[PolicyT, int, int], SparseSetting | None] | None = None
+    sparse: Callable[[PolicyT, int, int, int], SparseSetting | None] | None = None
 
     def chosen(self, instances: tuple[int, ...], options: OptionsT, facts: object) -> ChosenPolicy:
         policy = self.make(instances, options, facts)
@@ -96,14 +99,20 @@ class ChosenPolicy:
         """Asks the policy; most admit all."""
         return "all" if self.spec.admits is None else self.spec.admits(self.policy, cluster)
 
+    @property
+    def shards_decodes(self) -> bool:
+        return self.spec.shards_decodes
+
     def update(self, options: Mapping[str, str]) -> None:
         """Changes options between two plans; requests that run stay as they are."""
         self.settings.check_changes(options)
         if self.spec.change is not None:
             self.options = self.spec.change(self.policy, self.options, options)
 
-    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
-        return None if self.spec.sparse is None else self.spec.sparse(self.policy, num_prompt_tokens, block_size)
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
+        if self.spec.sparse is None:
+            return None
+        return self.spec.sparse(self.policy, num_prompt_tokens, block_size, num_blocks)
 
     def check(self, num_prompt_tokens: int) -> None:
         if self.spec.check_prompt is not None:

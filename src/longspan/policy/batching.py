@@ -169,13 +169,13 @@ class Batch:
 def _can_wait(part: ScheduledPart, view: ClusterView) -> bool:
     """Tells whether a part that lacks a block, and for which no later request can give way, will get one in time.
 
-    A token that rotates can take no other member's block, but does while others hold blocks there: they come first. An
-    owner whose pool is full of the request's own blocks means that the request outgrows its group.
+    A token that rotates can take no other member's block, but waits while others that run hold blocks there: they come
+    first. Else the request outgrows its group, or KV on its way there holds the rest, and may wait for the request.
     """
     if part.rotation is None:
         return False
-    [owner] = part.block_owners
-    return sum(ref.instance == owner for ref in part.request.table) < view.kv.num_blocks(owner)
+    me, [owner] = part.request, part.block_owners
+    return any(ref.instance == owner for one in view.running.on(owner) if one.id != me.id for ref in one.table)
 
 
 def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ...], ...]:
@@ -278,9 +278,10 @@ class Budget:
         room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in owners])
         if missing > room or not self.fits(Counter(part.block_owners) + cost):
             return False
-        for instance in part.group:
+        evenly = -(-(request.num_tokens - part.start) // len(part.group))
+        for instance, runs in zip(part.group, part.runs, strict=True):
             self.seqs[instance] -= 1
-            self.load[instance] += -(-(request.num_tokens - part.start) // len(part.group))
+            self.load[instance] += sum([len(run) for run in runs]) if part.stop == request.num_tokens else evenly
         for instance in owners:
             self.reserved[instance] += -(-missing // len(owners))
         self.grow(part)

@@ -10,7 +10,7 @@ Sharded prompts are prefilled one after the other; short ones may start meanwhil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -69,6 +69,11 @@ class Context:
         self._group_parts = GroupParts(len(instances), options, facts, partitions)
 
     @property
+    def _side_by_side(self) -> bool:
+        """Whether groups with no instance in common prefill sharded prompts at once."""
+        return False
+
+    @property
     def capacity(self) -> int:
         """Counts all instances: a request that outgrows one is sharded over all."""
         return len(self._everyone)
@@ -93,7 +98,8 @@ class Context:
         if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.running():
-            batch.add(self._group_parts.next(request, batch.budget, self._long_share(view)))
+            most, partition = self._long_share(view), self._partition(request, view)
+            batch.add(self._group_parts.next(request, batch.budget, most, partition))
         if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.waiting(self._in_turn(view)):
@@ -101,22 +107,31 @@ class Context:
         return batch.plan()
 
     def _in_turn(self, view: ClusterView) -> Iterator[RequestView]:
-        """Yields requests that may be admitted: sharded prompts one after the other; short ones pass those.
+        """Yields requests that may be admitted: sharded prompts one after the other, or `_side_by_side` while there are
+        instances that prefill none; short ones pass those.
 
         What is cached is looked up for the first in line alone: the line can be long.
         """
         if not view.waiting:
             return
-        prefilling = any(r.num_tokens - r.num_scheduled > 1 for r in view.running.shared)
+        prefilling = _prefilling(view)
+        num_open = len(self._everyone) - len(prefilling) if self._side_by_side or not prefilling else 0
         for index, request in enumerate(view.waiting):
-            sharded = (self._group_size(request, view) if index == 0 else self._num_members(request.num_tokens)) > 1
-            if not (sharded and prefilling):
+            members = self._group_size(request, view) if index == 0 else self._members(request, 0, view)
+            if members == 1:
                 yield request
-            prefilling = prefilling or sharded
+            elif members <= num_open:
+                num_open = num_open - members if self._side_by_side else 0
+                yield request
+            else:
+                num_open = 0
 
     def _lacks_members(self, first: RequestView, view: ClusterView, instances: frozenset[int]) -> bool:
         """Tells whether fewer instances can step than the first in line is sharded over, or not those it returns to."""
-        return len(instances) < self._group_size(first, view) or not instances.issuperset(self._returning(first, view))
+        if (members := self._group_size(first, view)) == 1:
+            return False
+        able = instances - self._taken(view)
+        return len(able) < members or not able.issuperset(self._returning(first, view))
 
     def _returning(self, request: RequestView, view: ClusterView) -> tuple[int, ...]:
         """Returns the group on which a request goes on that gave up its KV, where all members have a seat for it."""
@@ -133,12 +148,26 @@ class Context:
         """
         if returning := self._returning(request, view):
             return len(returning)
-        members = self._num_members(request.num_tokens)
+        members = self._members(request, 0, view)
         if members > 1:
             hit = view.kv.match(request, self._everyone)
             if len({ref.instance for ref in hit.refs}) == 1:
-                members = self._num_members(request.num_tokens - hit.num_tokens, hit.num_tokens)
+                members = self._members(request, hit.num_tokens, view)
         return len(self._everyone) if is_too_large(request, view, members) else members
+
+    def _taken(self, view: ClusterView) -> frozenset[int]:
+        """Returns the instances on which no sharded prompt can begin beside the one that is prefilled there."""
+        return _prefilling(view) if self._side_by_side else frozenset()
+
+    def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
+        """Counts the instances for a request, some of it cached, where memory has room for it."""
+        del view
+        return self._num_members(request.num_tokens - cached_tokens, cached_tokens)
+
+    def _partition(self, request: RequestView, view: ClusterView) -> int:
+        """Returns the tokens of a whole prompt that each member has, the last one what is left; 0 for even pieces."""
+        del request, view
+        return 0
 
     def _num_members(self, new_tokens: int, cached_tokens: int = 0) -> int:
         everyone, threshold = len(self._everyone), self._options.threshold
@@ -160,30 +189,53 @@ class Context:
         exchange = self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members)
         if exchange.traits.keeps == "later":
             group = _ending_at_owner(group, hit, budget)
-        return self._group_parts.chunk(request, budget, group, hit, most=self._long_share(view), end=request.num_tokens)
+        return self._group_parts.chunk(
+            *(request, budget, group, hit),
+            most=self._long_share(view),
+            end=request.num_tokens,
+            partition=self._partition(request, view),
+        )
 
     def _group(self, request: RequestView, budget: Budget, members: int) -> tuple[int, ...]:
-        """Returns up to `members` instances that can take it now, in order of proximity. Prefers those with most of its
-        prefix, then the least load, then hosts with most candidates, then those that have handed out the fewest blocks.
-        """
-        kv = budget.view.kv
-        able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
+        """Returns up to `members` instances that can take it now, in order of proximity."""
+        taken = self._taken(budget.view)
+        able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0 and i not in taken]
         if returning := self._returning(request, budget.view):
             return returning if set(able).issuperset(returning) else ()
-        held = Counter(ref.instance for ref in kv.match(request, self._everyone).refs)
-        near, used, host = Counter(self._host[i] for i in able), Counter[tuple[int, int]](), self._host
-        for i in able:
-            used[host[i]] += kv.num_allocated(i)
-        best = sorted(
+        held = Counter(ref.instance for ref in budget.view.kv.match(request, self._everyone).refs)
+        chosen = set(self._best(able, held, request, budget, members)[:members])
+        return tuple(i for i in able if i in chosen)
+
+    def _best(
+        self, able: Sequence[int], held: Mapping[int, int], request: RequestView, budget: Budget, members: int
+    ) -> list[int]:
+        """Sorts instances for a prompt that `members` share, of which they have `held` blocks. Prefers those with most
+        of its prefix, then the least load, then hosts with most candidates, then those that have handed out the fewest
+        blocks.
+        """
+        del request, members
+        kv, host = budget.view.kv, self._host
+        near, used = Counter(host[i] for i in able), self._used(able, budget)
+        return sorted(
             able, key=lambda i: (-held[i], budget.load[i], -near[host[i]], used[host[i]], host[i], kv.num_allocated(i))
         )
-        chosen = set(best[:members])
-        return tuple(i for i in able if i in chosen)
+
+    def _used(self, instances: Sequence[int], budget: Budget) -> Counter[tuple[int, int]]:
+        """Counts the blocks that instances of each host have handed out so far."""
+        used = Counter[tuple[int, int]]()
+        for i in instances:
+            used[self._host[i]] += budget.view.kv.num_allocated(i)
+        return used
 
     def _long_share(self, view: ClusterView) -> int:
         tokens, num_running = view.max_num_batched_tokens, len(view.running)
         alone = num_running <= 1 and len(list(islice(self._in_turn(view), 2))) + num_running <= 1
         return tokens if alone else max(1, int(tokens * self._options.long_share))
+
+
+def _prefilling(view: ClusterView) -> frozenset[int]:
+    """Returns the instances that prefill a sharded prompt, or have tokens of a shared request to compute again."""
+    return frozenset(i for r in view.running.shared if r.num_tokens - r.num_scheduled > 1 for i in r.group)
 
 
 def _ending_at_owner(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> tuple[int, ...]:

@@ -1,14 +1,17 @@
 """CSPS: long prompts by sequence parallelism, with attention that drops unimportant tokens far away (Zhang and Shen).
 
 Prompts are shared as under `context`, each instance with a partition of neighbouring tokens, near ones on near devices,
-and heads travel (`alltoall`, the paper's SP-NTP). What may be dropped is a setting by levels, see `core/sparse.py`; it
-goes with the request, and its KV is found by none with another one. Decodes attend to all that is kept, and queries
-travel (SP decode, §4.2).
+and heads travel (`alltoall`, the paper's SP-NTP). With a `partition`, the length says how many instances share a prompt
+(§3.2.2); the last of them has what is left, and prefills short prompts in the same step. What may be dropped is a
+setting by levels, see `core/sparse.py`; it goes with the request, and its KV is found by none with another one. Decodes
+attend to all KV, and queries travel; with roles, the KV of a shared prompt goes to several instances that only decode,
+beside short requests (SP decode, §4.2).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -21,15 +24,21 @@ from longspan.core.exchange import ALLTOALL, exchange_of, takers
 from longspan.core.options import option_text
 from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.csa_tuned import Tuned, is_tuned
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec, parse_options
+from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions
 from longspan.policy.csa_auto import CsaChooser, Objective
 from longspan.policy.group_parts import Shape
+from longspan.policy.routing import Router
 
 _OFF = "off"
+_OF_MEMORY = 0.5
+"""The part of an instance's KV memory that a partition fills with `partition=memory`: the rest is for outputs, and for
+requests beside it, so that a prompt seldom waits until its instances are empty."""
 
 Ratios = float | list[float | list[float]]
 """One ratio, or one for each layer, or for each layer one for each KV head."""
@@ -125,6 +134,9 @@ class CspsOptions(ContextOptions):
             chosen for each prompt.
         max_accuracy_loss: the points of score that a chosen setting may lose.
         target_ttft: seconds to the first token within which a chosen setting loses least; 0 limits the loss instead.
+        partition: the most tokens of a prompt that an instance has, by which the length says how many instances share
+            it; `memory` is half of what the KV memory of an instance holds. With `auto`, `threshold` says how many, and
+            all have equally many tokens.
     """
 
     exchange: str = ALLTOALL.kind
@@ -132,10 +144,12 @@ class CspsOptions(ContextOptions):
     csa: str = _OFF
     max_accuracy_loss: float = 0.0
     target_ttft: float = 0.0
+    partition: int | Literal["auto", "memory"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_objective()
+        self._check_partition()
         if self.csa == _OFF:
             return
         if self.tuned is None:
@@ -151,6 +165,20 @@ class CspsOptions(ContextOptions):
                 f"is for exchange {takers('sparse')} and layout contiguous, but {given} given: leave one of them out"
             )
             raise ParameterError("csa", problem, _OFF)
+
+    def _check_partition(self) -> None:
+        if self.partition == "auto":
+            return
+        if self.partition != "memory" and self.partition < 1:
+            raise ParameterError("partition", f"must be at least 1, but {self.partition} given", self.partition)
+        given = {"threshold": (self.threshold, "auto"), "fractions": (self.fractions, "")}
+        for name, (value, unset) in given.items():
+            if value != unset:
+                problem = f"({self.partition}) says how prompts are shared, but {name} {value} given: leave one out"
+                raise ParameterError("partition", problem, self.partition)
+        if self.layout not in {"auto", "contiguous"}:
+            problem = f"is for layout contiguous, but layout {self.layout} given: leave one of them out"
+            raise ParameterError("partition", problem, self.partition)
 
     @cached_property
     def shape(self) -> Shape:
@@ -189,8 +217,9 @@ class Csps(Context):
 
     def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
-        self._facts, self._shape = facts, facts.shape
+        self._facts, self._shape, self._size = facts, facts.shape, options.partition
         self._hosts = hosts_of([facts.location(instance) for instance in instances])
+        self._decode = tuple(sorted(facts.decode, key=facts.location))
         self._take(options)
 
     def _take(self, options: CspsOptions) -> None:
@@ -211,16 +240,77 @@ class Csps(Context):
             if given not in (1, known):
                 raise ParameterError("csa", f"has drop ratios of {given} {what}, but the model has {known}", given)
 
-    def sparse(self, num_prompt_tokens: int, block_size: int) -> SparseSetting | None:
+    def plan(self, view: ClusterView) -> Plan:
+        """Plans as `context` does; with roles, the instances that decode by themselves.
+
+        The KV of a prompt goes to as many of those as have shared it, at most, which then step together.
+        """
+        prefills = super().plan(view)
+        if not self._decode:
+            return prefills
+        router, batch = Router(view, self._decode), Batch(view, frozenset(self._decode))
+        for request in batch.running():
+            batch.add(self._group_parts.next(request, batch.budget, view.max_num_batched_tokens))
+        decodes = batch.plan()
+        batches = tuple([tuple([_routed(part, router) for part in parts]) for parts in prefills.batches])
+        return Plan(preempted=prefills.preempted + decodes.preempted, batches=batches + decodes.batches)
+
+    @property
+    def _side_by_side(self) -> bool:
+        return self._size != "auto"
+
+    def _sized(self, num_tokens: int, block_size: int, num_blocks: int) -> tuple[int, int] | None:
+        """Returns how many instances share that many tokens, and the partition of each; None if no option says so."""
+        if self._size == "auto":
+            return None
+        wanted, given = -(-num_tokens // block_size), self._size
+        blocks = int(_OF_MEMORY * num_blocks) if given == "memory" else min(-(-given // block_size), num_blocks)
+        members = min(-(-wanted // max(1, blocks)), len(self._everyone))
+        return members, max(blocks, -(-wanted // members)) * block_size
+
+    def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
+        """Counts the instances by what they must hold, cached or new; or else by what is quickest."""
+        sized = self._sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))
+        return super()._members(request, cached_tokens, view) if sized is None else sized[0]
+
+    def _partition(self, request: RequestView, view: ClusterView) -> int:
+        sized = self._sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))
+        return 0 if sized is None else sized[1]
+
+    def _best(
+        self, able: Sequence[int], held: Mapping[int, int], request: RequestView, budget: Budget, members: int
+    ) -> list[int]:
+        """Sorts instances for a prompt: those with most of its prefix, then with room for a partition, then idle ones,
+        on hosts with the most idle ones first (§3.2.2). Where an option sizes partitions, all must have room.
+        """
+        view, host = budget.view, self._host
+        partition = self._partition(request, view)
+        each = partition // request.block_size or -(-request.blocks_for(request.num_tokens) // members)
+        cramped = {i: budget.blocks[i] - budget.reserved[i] + held[i] < each for i in able}
+        if partition:
+            able = [i for i in able if not cramped[i]]
+        busy = {i: len(view.running.on(i)) > 0 or budget.load[i] > 0 for i in able}
+        num_idle, used = Counter(host[i] for i in able if not busy[i]), self._used(able, budget)
+        return sorted(
+            able,
+            key=lambda i: (
+                *(-held[i], cramped[i], busy[i], -num_idle[host[i]], used[host[i]], host[i]),
+                *(budget.load[i], view.kv.num_allocated(i)),
+            ),
+        )
+
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
         """Returns the setting of a prompt that is shared: a partition for each member."""
-        members, config = self._num_members(num_prompt_tokens), self._config
+        config = self._config
+        sized = self._sized(num_prompt_tokens, block_size, num_blocks)
+        members = self._num_members(num_prompt_tokens) if sized is None else sized[0]
         if self._chooser is not None and members > 1:
             config = self._chosen(self._chooser, num_prompt_tokens, members)
         if config is None or config.levels == 1 or members == 1:
             return None
-        num_blocks = -(-num_prompt_tokens // block_size)
+        wanted = -(-num_prompt_tokens // block_size)
         return SparseSetting(
-            partition=-(-num_blocks // members) * block_size,
+            partition=-(-wanted // members) * block_size if sized is None else sized[1],
             segments=segments_of(members, self._hosts[:members], config.levels),
             drop=config.table(),
             mode=config.drop_mode,
@@ -245,6 +335,11 @@ class Csps(Context):
         return changed
 
 
+def _routed(part: ScheduledPart, router: Router) -> ScheduledPart:
+    """Says where a request that is admitted will decode."""
+    return part if part.hit is None else replace(part, targets=router.route(part.request, len(part.group)))
+
+
 def _make(instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> Csps:
     options.check_instances(len(instances), facts.tp)
     return Csps(instances, options, facts)
@@ -266,4 +361,6 @@ CSPS = PolicySpec(
     change=Csps.change,
     sparse=Csps.sparse,
     hint=_hint,
+    knows_roles=True,
+    shards_decodes=True,
 )

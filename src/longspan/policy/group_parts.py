@@ -196,10 +196,11 @@ class GroupParts:
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
         return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members)
 
-    def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
+    def next(self, request: RequestView, budget: Budget, most: int, partition: int = 0) -> ScheduledPart | None:
         """Schedules the next chunk of a prompt, or token of a decode; None when the budget has no token left for it.
 
-        After a chain its last member goes on alone. `most` bounds the tokens of a sharded prompt on each member.
+        After a chain its last member goes on alone. `most` bounds the tokens of a sharded prompt on each member; for
+        `partition`, see `chunk`.
         """
         start = request.num_scheduled
         is_single = request.num_tokens - start == 1
@@ -209,7 +210,8 @@ class GroupParts:
             rotates = self._options.rotate == "token" and start >= request.num_prompt
             if rotates or start % request.block_size:
                 return self._one_token(request, budget, rotates=rotates)
-        return self.chunk(request, budget, request.group, None, most=most, end=request.num_tokens)
+        end = request.num_tokens
+        return self.chunk(request, budget, request.group, None, most=most, end=end, partition=partition)
 
     def _one_token(self, request: RequestView, budget: Budget, *, rotates: bool) -> ScheduledPart | None:
         """Schedules the next token of a decode on the owner of its block, or on whom it rotates to, if that has budget.
@@ -249,16 +251,18 @@ class GroupParts:
         *,
         most: int,
         end: int,
+        partition: int = 0,
     ) -> ScheduledPart | None:
         """Shards tokens of a request up to `end` over a group of several; those of an admission behind its `hit`.
 
-        When the group has grown, what the request holds is spread over it first, if there is room for that.
+        When the group has grown, what the request holds is spread over it first, if there is room for that. Each member
+        has a `partition` of a whole prompt, if one is given, and the last one what is left.
         """
         if hit is None and (moves := self._even_moves(request, budget, group)):
             part = self._chunk(request, budget, group, None, most=most, end=end, moves=moves)
             if part is not None and budget.fits(part.new_blocks):
                 return part
-        return self._chunk(request, budget, group, hit, most=most, end=end)
+        return self._chunk(request, budget, group, hit, most=most, end=end, partition=partition)
 
     def _even_moves(self, request: RequestView, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         if not self._balance or set(group) <= set(request.group):
@@ -276,6 +280,7 @@ class GroupParts:
         most: int,
         end: int,
         moves: tuple[tuple[int, int], ...] = (),
+        partition: int = 0,
     ) -> ScheduledPart | None:
         if hit is None:
             table, start, cost = request.table, request.num_scheduled, Counter(instance for _, instance in moves)
@@ -292,7 +297,7 @@ class GroupParts:
         if request.num_tokens - start > 1:
             new_tokens = min(end - start, sum(room.tokens))
             exchange = self.exchange(new_tokens, start, len(group))
-            shape = self._shape(exchange, request, new_tokens, start, len(group))
+            shape = self._shape(exchange, request, new_tokens, start, len(group), partition)
         moved = dict(moves)
         owners = [group.index(moved.get(index, ref.instance)) for index, ref in enumerate(table)]
         shards: SpanShards | None = None
@@ -329,11 +334,19 @@ class GroupParts:
         return exchange.traits.keeps == "later" and self._options.home != "computed"
 
     def _shape(
-        self, exchange: Exchange, request: RequestView, new_tokens: int, cached_tokens: int, members: int
+        self,
+        exchange: Exchange,
+        request: RequestView,
+        new_tokens: int,
+        cached_tokens: int,
+        members: int,
+        partition: int,
     ) -> Shape:
         """Returns the shape of the next chunk, on so many members."""
         if request.sparse is not None and "sparse" in exchange.traits.parameters:
             return _partitions_shape(request, request.sparse.partition, new_tokens, members)
+        if partition and not exchange.traits.in_order:
+            return _partitions_shape(request, partition, new_tokens, members)
         if not exchange.traits.in_order:
             return self._options.shape
         fractions = self._options.fractions_by_member

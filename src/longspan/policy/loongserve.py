@@ -16,8 +16,9 @@ from longspan.policy import PolicySpec
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, check_exchange
+from longspan.policy.routing import goes_on
 from longspan.policy.tetris import GroupOptions, planner_of
-from longspan.policy.tetris.execution import Cdsp, Planned, QueueTimes, goes_on
+from longspan.policy.tetris.execution import Cdsp, Planned, QueueTimes
 from longspan.policy.tetris.planner import Planner
 
 
@@ -37,11 +38,11 @@ class AloneParts(GroupParts):
 
     spare: Sequence[int] = ()
 
-    def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
+    def next(self, request: RequestView, budget: Budget, most: int, partition: int = 0) -> ScheduledPart | None:
         """Schedules the next token of a decode. The first one takes the KV along to where all following ones are."""
         start = request.num_scheduled
         if request.num_tokens - start != 1:
-            return super().next(request, budget, most)
+            return super().next(request, budget, most, partition)
         moves = _scaled_down(request, budget) if len(request.group) > 1 else ()
         moved = dict(moves)
         owners = [moved.get(index, ref.instance) for index, ref in enumerate(request.table)]

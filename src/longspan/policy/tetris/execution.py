@@ -17,6 +17,7 @@ from longspan.core.owners import PrefixHit, coupled_instances
 from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, Growing, single_part
 from longspan.policy.group_parts import GroupParts
+from longspan.policy.routing import Router
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
@@ -301,7 +302,7 @@ class Cdsp:
         part = self._part(request, budget, span, hit)
         if part is None or router is None:
             return part
-        return replace(part, target=router.route(request))
+        return replace(part, targets=router.route(request))
 
     def _next(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
         planned = self._plans.get(request.id)
@@ -324,7 +325,7 @@ class Cdsp:
         return single_part(request, group[0], start, budget, hit, most=most, end=span.stop)
 
     def _num_decodes(self, instance: int, view: ClusterView) -> int:
-        return sum(request.id not in self._plans and request.target is None for request in view.running.on(instance))
+        return sum(request.id not in self._plans and not request.targets for request in view.running.on(instance))
 
 
 def _has_room(planned: Planned, budget: Budget) -> bool:
@@ -361,35 +362,6 @@ def _coupled(view: ClusterView, groups: Sequence[tuple[int, ...]]) -> Sequence[f
     coupled_sets = view.running.coupled_sets
     joined = [g for g in groups if len(g) > 1 and not any(coupled.issuperset(g) for coupled in coupled_sets)]
     return coupled_instances([*coupled_sets, *joined]) if joined else coupled_sets
-
-
-def goes_on(request: RequestView) -> bool:
-    return request.num_known - request.num_prompt + 1 < request.max_tokens
-
-
-class Router:
-    """Chooses the decode instances of the requests that one plan admits."""
-
-    def __init__(self, view: ClusterView, decode: Sequence[int]) -> None:
-        self._view, self._decode = view, decode
-        self._chosen: Counter[int] = Counter()
-
-    def route(self, request: RequestView) -> int | None:
-        """Returns the instance with the highest freeness, of equals the first, and counts the request there.
-
-        Returns None for a request that ends with its next token.
-        """
-        if not goes_on(request):
-            return None
-        target = max(self._decode, key=self._freeness)
-        self._chosen[target] += request.blocks_for(request.num_tokens)
-        return target
-
-    def _freeness(self, instance: int) -> float:
-        """Returns the free blocks for each request; where more are promised than free, minus the number missing."""
-        view = self._view
-        free = view.kv.num_free(instance) - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
-        return free / max(1, len(view.running.on(instance))) if free > 0 else free
 
 
 _TOLERANCE = 0.02
