@@ -47,6 +47,8 @@ def main() -> int:
     parser.add_argument("--levels", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=(2048, 4096, 8000))
     parser.add_argument("--drops", type=float, nargs="+", default=(0.1, 0.3, 0.5, 0.7, 0.9))
+    parser.add_argument("--modes", choices=("kv", "qkv"), nargs="+", default=("kv", "qkv"))
+    parser.add_argument("--ratios", choices=("same", "rule"), nargs="+", default=("same", "rule"))
     parser.add_argument("--equal", action="store_true", help="all levels drop the same (speed)")
     parser.add_argument("--rate-by", choices=("layer", "head"), default="layer")
     parser.add_argument("--drop", type=float, default=0.2)
@@ -116,15 +118,15 @@ def _quality(llm: LLM, asked: argparse.Namespace) -> int:
     found = msgspec.json.decode(asked.json.read_bytes(), type=list[Quality]) if _is_there(asked.json) else []
     exact = _score(llm, windows)
     settings = [("exact", "same", 0.0)]
-    settings += [(mode, ratios, drop) for ratios in ("same", "rule") for mode in ("kv", "qkv") for drop in asked.drops]
+    settings += list(product(asked.modes, asked.ratios, asked.drops))
     known = {(one.mode, one.ratios, one.drop) for one in found}
     for one in track([one for one in settings if one not in known], "measuring", console=Console(stderr=True)):
         found.append(_measured(llm, asked, one, needles, windows, exact))
         if asked.json:
             asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    found = [one for one in found if (one.mode, one.ratios, one.drop) in settings]
+    found.sort(key=lambda one: (one.mode, one.ratios, one.drop))  # exact attention first
     Console(width=120).print(_table(found))
-    for ratios, mode in product(("same", "rule"), ("kv", "qkv")):
+    for mode, ratios in product(asked.modes, asked.ratios):
         good = [one for one in found if (one.mode, one.ratios) == (mode, ratios) and one.needle >= found[0].needle]
         good = [one for one in good if one.perplexity_ratio < _PERPLEXITY_RATIO]
         best = max(good, key=lambda one: one.mean_drop_ratio, default=None)

@@ -132,8 +132,8 @@ def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float
     if by_loss:
         return num_tokens, bytes_per_s, Objective(max_loss=rng.choice((0.0, rng.uniform(1, 20))))
     group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates, block_size=1).with_link(bytes_per_s)
-    quick = replace(group, mode="qkv")
-    least_s = min(FINE.quickest(quick, num_tokens, levels, FINE.drops[-1])[0] for levels in group.levels())
+    modes = [replace(group, mode=mode) for mode in tuned.modes()]
+    least_s = min(FINE.quickest(one, num_tokens, n, FINE.drops[-1])[0] for one in modes for n in one.levels())
     exact_s = group.ttft_s(num_tokens, Configuration(1))
     return num_tokens, bytes_per_s, Objective(target_s=rng.uniform(least_s, exact_s))
 

@@ -115,7 +115,7 @@ def test_points_depend_on_their_numbers_only(
     draws = [drawn(number, LENGTHS, hosts) for number in range(200)]
     assert draws == [drawn(number, LENGTHS, hosts) for number in range(200)]
     assert {length for length, *_ in draws} == set(LENGTHS)
-    assert {one.levels for _, one, _ in draws} == {2, 3} and {mode for *_, mode in draws} == {"kv", "qkv"}
+    assert {one.levels for _, one, _ in draws} == {2, 3} and {mode for *_, mode in draws} == {"kv"}
     assert {one.levels for _, one, _ in (drawn(number, LENGTHS, (0, 1)) for number in range(50))} == {2}
     assert min(one.drop for _, one, _ in draws) == 0 and 0.7 < max(one.drop for _, one, _ in draws) <= 0.9
     clock(8)
