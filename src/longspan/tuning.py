@@ -40,7 +40,7 @@ DEPTHS = (0.1, 0.5, 0.9)
 FEWEST_POINTS = 20
 """Points that make a fit, exact ones not counted."""
 _MOST_LEVELS = 3
-_MOST_DROP = 0.9
+_MOST_DROP = 0.6
 _TIMED_EVERY = 3
 _MOST_DRAWS = 10_000
 """The draws that are tried: in the end hardly any is new."""

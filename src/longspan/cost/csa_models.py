@@ -91,7 +91,10 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _best_fit(samples: Sequence[LossSample], max_lengths: int) -> _LossFit:
-    """Fits samples of one number of levels and mode, with as many weights as they allow."""
+    """Fits samples of one number of levels and mode, with as many weights as they allow.
+
+    Weights are for lengths that cut the samples evenly, so that each is told by as many.
+    """
     known = sorted({one.num_tokens for one in samples})
     allowed = [
         (len(powers) * count, powers, count)
@@ -100,7 +103,8 @@ def _best_fit(samples: Sequence[LossSample], max_lengths: int) -> _LossFit:
         if _PER_WEIGHT * len(powers) * count * len(samples[0].mean_drop) <= len(samples)
     ]
     _, powers, count = max(allowed, default=(0, _POWERS[0], 1))
-    lengths = sorted({known[round(i * (len(known) - 1) / max(1, count - 1))] for i in range(count)})
+    ordered = sorted(one.num_tokens for one in samples)
+    lengths = sorted({ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)})
     return _fit(samples, powers, lengths)
 
 
