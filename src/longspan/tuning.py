@@ -197,7 +197,7 @@ def measure(
 def drawn(number: int, lengths: Sequence[int], hosts: Sequence[int]) -> tuple[int, Configuration, DropMode]:
     """Draws the length and configuration of a point; short prompts and few drops more often than others.
 
-    Only keys and values are dropped: for the same points lost, dropped queries spare less (`benchmarks/csa.py quality`).
+    Only keys and values are dropped: dropped queries spare less for the same loss (`benchmarks/csa.py quality`).
     """
     rng = random.Random(f"csa {number}")
     [length] = rng.choices(lengths, [1 / length for length in lengths])
