@@ -145,7 +145,7 @@ def compared(tuned: Tuned, referee: LossModel, num_tokens: int, bytes_per_s: flo
     cluster = Cluster(
         spec=ParallelSpec.parse(str(len(tuned.hosts))), locations=locations_of_ranks(len(tuned.hosts), "2")
     )
-    chooser = CsaChooser(here, Facts(shape=tuned.shape, cluster=cluster), tuned.hosts)
+    chooser = CsaChooser(here, Facts(shape=tuned.shape, cluster=cluster), tuned.hosts, (len(tuned.hosts),))
     begin = time.perf_counter()
     chosen = chooser.choose(num_tokens, len(tuned.hosts), objective)
     choosing_s = time.perf_counter() - begin

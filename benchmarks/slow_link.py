@@ -6,7 +6,7 @@ Each rank is in a network namespace of its own; a pair of virtual interfaces con
 root on Linux, with `ip` and `tc`: elsewhere it says so and ends with 0. Time to the first token of one prompt, exact
 and sparse in as many micro-partitions as asked for, in turns, is compared with what the pipeline simulator of Eq. 6 and
 7 (`cost/csa_pipeline.py`) predicts. Its speeds are from the exact runs with the link as quick as it is; the slow link
-is taken at its nominal speed. `--trace` writes the last prompt of each kind as a timeline for https://ui.perfetto.dev.
+is taken at its nominal speed. `--trace` writes a timeline for https://ui.perfetto.dev.
 `--require` ends with 1 when a prediction is off by more than 15 %.
 """
 
@@ -72,16 +72,20 @@ def main() -> int:
 def _namespaces(number: int) -> Iterator[list[str]]:
     """Makes namespaces, the first two of which are connected; yields no names where that is not permitted."""
     names = [f"longspan-{os.getpid()}-{index}" for index in range(number)]
-    made = bool(_IP) and shutil.which("tc") is not None and os.geteuid() == 0
+    made, is_able = [], bool(_IP) and shutil.which("tc") is not None and os.geteuid() == 0
     try:
-        made = made and all(_run("ip", "netns", "add", name) for name in names)
-        made = made and _run(*f"ip link add {_LINK} netns {names[0]} type veth peer {_LINK} netns {names[1]}".split())
+        for name in names:
+            is_able = is_able and _run("ip", "netns", "add", name)
+            made += [name] if is_able else []
+        is_able = is_able and _run(
+            *f"ip link add {_LINK} netns {names[0]} type veth peer {_LINK} netns {names[1]}".split()
+        )
         for index, name in enumerate(names):
             commands = (f"addr add 10.99.0.{index + 1}/24 dev {_LINK}", f"link set {_LINK} up", "link set lo up")
-            made = made and all(_run("ip", "-n", name, *command.split()) for command in commands)
-        yield names if made else []
+            is_able = is_able and all(_run("ip", "-n", name, *command.split()) for command in commands)
+        yield names if is_able else []
     finally:
-        for name in names if made else ():
+        for name in made:
             _run("ip", "netns", "del", name)
 
 

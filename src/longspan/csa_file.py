@@ -38,7 +38,11 @@ def csa_settings(name: str, model: str) -> str:
         raise ParameterError("csa", problem, name) from None
     if not isinstance(settings, dict):
         raise ParameterError("csa", f"{name} has no settings, such as levels: 3 and drop: 0.2", name)
-    return json.dumps(settings)
+    try:
+        return json.dumps(settings)
+    except (TypeError, ValueError) as error:  # YAML has dates, and values that contain themselves
+        problem = f"{_FORMS}, but {name} has values that are none of settings: {error}"
+        raise ParameterError("csa", problem, name) from None
 
 
 def _content(name: str) -> str:

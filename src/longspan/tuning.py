@@ -57,7 +57,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     text: str
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = DEPTHS
-    revision: int = 1
+    revision: int = 2
 
 
 class Journal:
@@ -70,7 +70,10 @@ class Journal:
     def __init__(self, path: Path, header: Header) -> None:
         self._path = path
         self.points: list[Point] = []
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): remove it, or give another --out") from None
         if lines and not lines[-1].endswith("\n"):
             lines.pop()  # it was stopped while it wrote this one
         remedy = "remove it, or give another --out"

@@ -212,6 +212,10 @@ def test_a_tuned_file_is_known_by_its_content(tmp_path: Path) -> None:
         csa_settings(str(file), "any")
     file.write_text("levels: 2", encoding="utf-8")
     assert json.loads(csa_settings(str(file), "any")) == {"levels": 2}
+    for odd in ("levels: 2024-01-01", "drop: &x {2: *x}"):
+        file.write_text(odd, encoding="utf-8")
+        with pytest.raises(ParameterError, match="values that are none of settings"):
+            csa_settings(str(file), "any")
 
 
 @pytest.mark.usefixtures("fake_llm")

@@ -27,7 +27,7 @@ FACTS = Facts(
     cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")),
 )
 HOSTS = (0, 0, 1, 1)
-CHOOSER = CsaChooser(TUNED, FACTS, HOSTS)
+CHOOSER = CsaChooser(TUNED, FACTS, HOSTS, ())
 
 
 def csps(**options: str) -> ChosenPolicy:
@@ -68,7 +68,7 @@ def test_a_target_that_cannot_be_met_is_come_near() -> None:
 
 
 def test_where_any_drop_loses_nothing_is_dropped() -> None:
-    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, HOSTS)
+    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, HOSTS, ())
     found = chooser.choose(4000, 4, Objective())
     assert (found.configuration.levels, found.configuration.drop, found.choice.loss) == (2, 0, 0)
 
@@ -174,12 +174,13 @@ def test_objectives_change_while_it_serves() -> None:
         ({"csa": "off", "target_ttft": "20"}, "target_ttft is for csa auto, or a tuned file, but csa is off"),
         ({"csa": '{"levels": 2}', "max_accuracy_loss": "1"}, "max_accuracy_loss is for csa auto"),
         ({"max_accuracy_loss": "1", "target_ttft": "2"}, "exclude each other"),
-        ({"max_accuracy_loss": "-1"}, "max_accuracy_loss must be at least 0, but -1 given"),
-        ({"target_ttft": "nan"}, "target_ttft must be at least 0, but nan given"),
+        ({"max_accuracy_loss": "-1"}, "max_accuracy_loss must be a number from 0 on, but -1 given"),
+        ({"target_ttft": "nan"}, "target_ttft must be a number from 0 on, but nan given"),
         ({"target_ttft": "soon"}, "option target_ttft is a number, but 'soon' given"),
         ({"exchange": "ring_kv"}, "csa is for exchange alltoall, gather_hidden"),
         ({"csa": '{"tuned_for": "x"}'}, "not a file of longspan tune csa"),
-        ({"csa": "auto"}, "csa is off or a file of settings"),
+        ({"csa": "auto"}, "csa is off, auto or a file of settings"),
+        ({"csa": '{"levels": 2, "drop": {"2": []}}'}, "drop has an empty list"),
     ],
 )
 def test_mistakes_are_refused(options: dict[str, str], words: str) -> None:
@@ -190,6 +191,12 @@ def test_mistakes_are_refused(options: dict[str, str], words: str) -> None:
         with pytest.raises(ValueError, match=words):
             policy.update(options)
         assert policy.settings == csps().settings
+
+
+def test_more_instances_have_less_each_of_what_is_not_attention() -> None:
+    rest = [rates_of(TUNED, FACTS, members).rest_s for members in (2, len(TUNED.hosts), 8)]
+    assert rest[1] == TUNED.rates.rest_s
+    assert rest[0] * 2 == pytest.approx(rest[1] * len(TUNED.hosts)) == pytest.approx(rest[2] * 8)
 
 
 def test_a_file_of_another_model_is_refused() -> None:

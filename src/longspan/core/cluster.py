@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Annotated, Literal, NamedTuple
 
@@ -511,6 +511,7 @@ def split_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[He
     )
 
 
+@lru_cache(maxsize=1024)
 def spread_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
     """Splits query heads over members as evenly as possible, in order; KV heads go to all who read them."""
     readers = _readers(num_heads, num_kv_heads, num_members)

@@ -150,8 +150,8 @@ class Tuned(Stored, frozen=True, kw_only=True):
 
 
 def is_tuned(text: str) -> bool:
-    """Tells whether a text is a tuned file, from how it begins."""
-    return text.lstrip(" \n{").startswith('"tuned_for"')
+    """Tells whether a text is a tuned file: no other JSON of ours has that name."""
+    return text.lstrip().startswith("{") and '"tuned_for"' in text
 
 
 @lru_cache(maxsize=256)

@@ -95,11 +95,14 @@ class Context:
         if not batch.instances:
             return Plan()
         first = next(self._in_turn(view), None)
-        if first is not None and self._lacks_members(first, view, batch.instances):
+        is_held_up = first is not None and not self._taken(view).isdisjoint(self._returning(first, view))
+        if first is not None and not is_held_up and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.running():
             most, partition = self._long_share(view), self._partition(request, view)
             batch.add(self._group_parts.next(request, batch.budget, most, partition))
+        if is_held_up:  # by a prompt on one of the instances that it returns to, which goes on
+            return batch.plan()
         if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.waiting(self._in_turn(view)):

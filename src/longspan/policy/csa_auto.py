@@ -7,8 +7,11 @@ them configurations are enumerated for some lengths when a group is first asked 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from longspan.core.exchange import LOCAL
 from longspan.core.sparse import DropMode
@@ -64,18 +67,19 @@ class CsaChooser:
 
     Args:
         hosts: of all instances, in order of proximity.
+        sizes: the numbers of instances that may share a prompt. Enumeration for these is done at once.
 
     Raises:
         ParameterError: when the file was tuned for a model of other sizes.
     """
 
-    def __init__(self, tuned: Tuned, facts: Facts, hosts: tuple[int, ...]) -> None:
+    def __init__(self, tuned: Tuned, facts: Facts, hosts: tuple[int, ...], sizes: Iterable[int]) -> None:
         assert facts.shape is not None, "whoever chooses knows the model"
         _check_shape(tuned, facts.shape)
         self._tuned, self._facts, self._shape, self._hosts = tuned, facts, facts.shape, hosts
         self.choose = lru_cache(maxsize=4096)(self._choose)
-        if len(hosts) > 1:
-            self.tables(len(hosts))
+        for members in sizes:
+            self.tables(members)
 
     def tables(self, members: int) -> list[tuple[Group, TimeTable]]:
         """Returns groups of so many members, by mode of drops, with their times."""
@@ -85,7 +89,7 @@ class CsaChooser:
     def hint(self, objective: Objective) -> str:
         """Says whose speeds are gone by, and up to which length of prompts a target is expected to be met."""
         members = len(self._hosts)
-        measured = rates_of(self._tuned, self._facts, members) != self._tuned.rates
+        measured = _of_profile(self._facts, members) is not None
         words = f"csa goes by speeds of {self._tuned.machine}, where its file was tuned: run longspan profile"
         if measured:
             words = "csa goes by the profile of this machine"
@@ -142,12 +146,19 @@ def bucket(num_tokens: int) -> int:
 def rates_of(tuned: Tuned, facts: Facts, members: int) -> Rates:
     """Returns the speeds of a member: by the profile, if there is one, or else as the machine had them that tuned.
 
-    The profile times prompts on one instance: what grows with their length is shared by the members, and what grows
-    with its square is attention.
+    What is not attention is shared by the members: by more than tuned it, each has less.
+    """
+    rest_s = tuned.rates.rest_s * len(tuned.hosts) / members
+    return _of_profile(facts, members) or msgspec.structs.replace(tuned.rates, rest_s=rest_s)
+
+
+def _of_profile(facts: Facts, members: int) -> Rates | None:
+    """Takes speeds from a profile, which times prompts on one instance: what grows with their length is shared by the
+    members, and what grows with its square is attention. Links have one speed, inside hosts and between them.
     """
     alone = None if facts.profile is None else facts.profile.fits().get((1, LOCAL))
     if alone is None or not alone.pair_s or facts.hardware is None or facts.shape is None:
-        return tuned.rates
+        return None
     link = None if facts.profile is None else facts.profile.link("point_to_point", 2)
     speed = LinkSpeed(facts.hardware.bytes_per_s, 0.0 if link is None else max(0.0, link.start_s))
     pairs_per_s = facts.shape.num_heads * facts.shape.num_layers / alone.pair_s

@@ -76,6 +76,9 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"samples must be at least 1, but {self.samples} given")
         if isinstance(self.drop, dict) and (odd := sorted(set(self.drop) - set(range(2, self.levels + 1)))):
             raise ValueError(f"drop names level {odd[0]}, but ratios are of levels 2 to {self.levels}")
+        for ratios in self.drop.values() if isinstance(self.drop, dict) else ():
+            if _has_none(ratios):
+                raise ValueError("drop has an empty list: give a ratio for each layer, or KV head, or one for all")
         for ratio in _numbers([self.drop] if isinstance(self.drop, float) else [*self.drop.values()]):
             if not 0 <= ratio <= 1:
                 raise ValueError(f"drop ratios are from 0 to 1, but {ratio:g} given")
@@ -86,7 +89,7 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(text.encode(), type=cls)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise ParameterError("csa", f"is {_OFF} or a file of settings: {error}", text[:60]) from error
+            raise ParameterError("csa", f"is {_OFF}, auto or a file of settings: {error}", text[:60]) from error
 
     def pieces(self) -> tuple[int, ...]:
         """Returns the micro-partitions of each level from 2 on."""
@@ -109,6 +112,10 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
             )
         return tuple(found)
+
+
+def _has_none(ratios: Ratios | list[float]) -> bool:
+    return isinstance(ratios, list) and (not ratios or any(isinstance(one, list) and not one for one in ratios))
 
 
 def _numbers(ratios: Sequence[float | list[float]] | Sequence[Ratios]) -> list[float]:
@@ -190,7 +197,7 @@ class CspsOptions(ContextOptions):
         objectives = {"max_accuracy_loss": self.max_accuracy_loss, "target_ttft": self.target_ttft}
         for name, value in objectives.items():
             if not 0 <= value < math.inf:
-                raise ParameterError(name, f"must be at least 0, but {value:g} given", value)
+                raise ParameterError(name, f"must be a number from 0 on, but {value:g} given", value)
             if value and self.tuned is None:
                 raise ParameterError(name, f"is for csa auto, or a tuned file, but csa is {self.csa[:60]}", value)
         if all(objectives.values()):
@@ -226,8 +233,14 @@ class Csps(Context):
         self._check(options.config)
         self._chooser = None
         if options.tuned is not None and self._shape is not None:
-            self._chooser = CsaChooser(options.tuned, self._facts, self._hosts)
+            self._chooser = CsaChooser(options.tuned, self._facts, self._hosts, self._sizes())
         self._config, self._objective = options.config, options.objective
+
+    def _sizes(self) -> Sequence[int]:
+        """Returns the numbers of instances that may share a prompt: all, or as many as a size or a profile says."""
+        most = len(self._hosts)
+        varies = self._size != "auto" or self._facts.profile is not None
+        return range(2 if varies else max(2, most), most + 1)
 
     def _check(self, config: CsaConfig | None) -> None:
         if config is None or self._shape is None:
@@ -349,7 +362,7 @@ def _hint(options: CspsOptions, facts: Facts) -> str | None:
     if options.tuned is None or facts.shape is None or facts.cluster is None:
         return None
     hosts = hosts_of(sorted(facts.location(instance) for instance in facts.cluster.prefill))
-    return CsaChooser(options.tuned, facts, hosts).hint(options.objective)
+    return CsaChooser(options.tuned, facts, hosts, ()).hint(options.objective)
 
 
 CSPS = PolicySpec(
