@@ -51,7 +51,8 @@ def main() -> int:
     parser.add_argument("--ratios", choices=("same", "rule"), nargs="+", default=("same", "rule"))
     parser.add_argument("--equal", action="store_true", help="all levels drop the same (speed)")
     parser.add_argument("--rate-by", choices=("layer", "head"), default="layer")
-    parser.add_argument("--drop", type=float, default=0.2)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--drop", type=float, default=0.25)
     parser.add_argument("--drop-mode", choices=("qkv", "kv"), default="kv")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-samples", type=int, default=1)
@@ -72,7 +73,8 @@ def main() -> int:
 
 
 def _take(llm: LLM, asked: argparse.Namespace, drop: float | dict[int, float], mode: str) -> None:
-    settings = {"levels": asked.levels, "drop": drop, "drop_mode": mode, "rate_by": asked.rate_by}
+    settings = {"levels": asked.levels, "drop": drop, "drop_mode": mode}
+    settings |= {"rate_by": asked.rate_by, "samples": asked.samples}
     llm.service.update_policy({"csa": json.dumps(settings)})
 
 
