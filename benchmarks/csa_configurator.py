@@ -4,9 +4,8 @@
 
 The loss of accuracy: a tuned file keeps every fifth of its points from its fit; this says how well these are predicted.
 The choice: random prompts, links and objectives. Each is chosen as a request's is, and enumerated in steps of 0.02 with
-more micro-partitions; both are timed by the pipeline simulator at the prompt's own length, and what they lose is told by
-the file's own fit there; another fit, to all points, judges that, too. Nothing is run: see `benchmarks/csa.py` for what
-clocks say.
+more micro-partitions; both are timed by the pipeline simulator at the prompt's own length. What they lose there is told
+by the file's own fit, and by another one, to all points. Nothing is run: see `benchmarks/csa.py` for what clocks say.
 
 With --require, exit code 1 unless the loss is 96 % accurate, choices take at most 1.05 times as long as the best, 95 %
 keep to what was asked for, and choosing takes less than 10 ms (the median: others may have the machine).
