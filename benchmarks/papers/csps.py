@@ -468,7 +468,7 @@ def dropping(model: str, data_set: DataSet) -> Savings:
         runs = tuple((Run(start, stop),) for start, stop in pairwise(cuts))
         parts.append((setting, runs, runs))
     layers = [(shape.num_heads, shape.num_kv_heads, shape.head_dim)] * shape.num_layers
-    return savings(parts, layers, round(shape.bytes_per_element))
+    return savings(parts, layers, [range(shape.num_layers)], round(shape.bytes_per_element))
 
 
 # ---------------------------------------------------------------- supplement A

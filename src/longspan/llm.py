@@ -263,8 +263,9 @@ class LLM:
     def sparse_savings(self, output: RequestOutput) -> Savings | None:
         """Returns what sparse attention saved a request; None when it was computed exactly."""
         layers = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.info.specs]
-        parts = output.metrics.sparse_parts
-        return savings(parts, layers, DTYPES[self.service.files.dtype].itemsize) if parts else None
+        parts, cluster = output.metrics.sparse_parts, self.engine.config.cluster
+        stages = [cluster.layers(0, stage) for stage in range(cluster.pp(0))]
+        return savings(parts, layers, stages, DTYPES[self.service.files.dtype].itemsize) if parts else None
 
     def worker_times(self) -> list[dict[str, float]]:
         """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.

@@ -270,7 +270,8 @@ def test_bytes_fall_as_the_ratios_say(mode: DropMode, drop: float, pieces: tuple
     assert by_layer[4] == exact
     assert sparse < exact or not drop
     runs = shard_span("contiguous", 0, 4 * tokens, 4)
-    counted = [work_of_layer(setting, runs, runs, layer, LAYERS, Heads(heads, heads), 16, 4) for layer in range(LAYERS)]
+    what = [range(LAYERS)], Heads(heads, heads), 16, 4
+    counted = [work_of_layer(setting, runs, runs, layer, *what) for layer in range(LAYERS)]
     assert [work.num_bytes for work in counted] == [by_layer[layer] for layer in range(LAYERS)]
     assert counted[0].num_pairs == heads * 4 * tokens * (4 * tokens + 1) // 2, "all that is causal"
     kept = {level: setting.kept(tokens, 1, 0, level) for level in (2, 3)}

@@ -70,7 +70,7 @@ def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, level
     setting, works = works_of(group, num_tokens, levels, 0.22)
     starts = [min(num_tokens, member * setting.partition) for member in range(len(hosts) + 1)]
     runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
-    layer = work_of_layer(setting, runs, runs, 3, 8, Heads(32, 8), 128, 2)
+    layer = work_of_layer(setting, runs, runs, 3, [range(8)], Heads(32, 8), 128, 2)
     assert sum(work.near_pairs for work in works) == layer.near_pairs
     assert sum(sum(work.at_once.values()) + sum(work.by_piece.values()) for work in works) == layer.far_pairs
     for way in range(2):

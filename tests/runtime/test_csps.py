@@ -155,18 +155,16 @@ def test_sparse_kv_is_found_by_the_same_setting_only(tiny: Path, oracle: Oracle,
         assert once_more.metrics.num_cached_tokens == 144
 
 
-def test_bytes_are_those_of_the_formula(tiny: Path) -> None:
+@pytest.mark.parametrize("parallel", ["4", "4xpp2"])
+def test_bytes_are_those_of_the_formula(parallel: str, tiny: Path) -> None:
     [prompt] = prompts_of(160)
-    with engine(tiny, "4", csa(drop=0.4)) as llm:
+    with engine(tiny, parallel, csa(drop=0.4)) as llm:
         [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
         [(setting, q_runs, kv_runs)] = output.metrics.sparse_parts
-        specs = llm.info.specs
-        work = [
-            work_of_layer(
-                setting, q_runs, kv_runs, layer, len(specs), Heads(one.num_heads, one.num_kv_heads), one.head_dim, 4
-            )
-            for layer, one in enumerate(specs)
-        ]
+        cluster, one = llm.engine.config.cluster, llm.info.specs[0]
+        stages = [cluster.layers(0, stage) for stage in range(cluster.pp(0))]
+        what = stages, Heads(one.num_heads, one.num_kv_heads), one.head_dim, 4
+        work = [work_of_layer(setting, q_runs, kv_runs, layer, *what) for layer in range(llm.info.num_layers)]
         assert llm.bytes_exchanged["alltoall_sparse"] == sum(one.num_bytes for one in work)
         saved = llm.sparse_savings(output)
         assert saved is not None and saved.num_levels == 3

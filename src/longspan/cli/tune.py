@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from longspan.tuning import Header, Journal
 
 _ENGINE = EngineArgs(parallel="4")
-_SETS = {
-    "csa": "off",
-    "exchange": "auto",
-    "layout": "auto",
-    "fractions": None,
-    "max_accuracy_loss": None,
-    "target_ttft": None,
-}
-"""Options that tuning sets itself, and their defaults."""
 _LEAST_SHARED = "512"
 
 
@@ -82,9 +73,8 @@ def tune(
 
 def _checked(engine: EngineArgs) -> EngineArgs:
     """Returns the options with what tuning sets itself; raises ParameterError where one of these is given."""
-    for name, default in _SETS.items():
-        if (value := getattr(engine, name)) != default:
-            raise ParameterError(name, "is set by tuning itself: leave it out", value)
+    for name, value in engine.sharing.items():
+        raise ParameterError(name, "is set by tuning itself: leave it out", value)
     options = {"threshold": _LEAST_SHARED, **(engine.policy_options or {})}
     return replace(engine, policy="csps", policy_options=options, enable_prefix_caching=False, record_times=True)
 

@@ -6,7 +6,7 @@ A field of a dataclass is an option if an `Option` annotates it. Its name, type 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -91,15 +91,7 @@ def at_least_one(**values: int | None) -> None:
 
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
-_SHARING: Mapping[str, str | None] = {
-    "exchange": "auto",
-    "layout": "auto",
-    "fractions": None,
-    "csa": "off",
-    "max_accuracy_loss": None,
-    "target_ttft": None,
-}
-"""Policy options that are options of their own, too, and the values that say nothing."""
+_SHARING = ("exchange", "layout", "fractions", "csa", "max_accuracy_loss", "target_ttft")
 _scheduling = partial(Option, group="Scheduling and memory", configures=True)
 
 
@@ -184,18 +176,19 @@ class SchedulingArgs:
         if self.target_ttft is not None and self.max_accuracy_loss is not None:
             problem = f"and max_accuracy_loss {self.max_accuracy_loss:g} exclude each other: give one of them"
             raise ParameterError("target_ttft", problem, self.target_ttft)
-        if self.target_ttft is not None and not self.target_ttft > 0:
-            problem = f"must be more than 0, but {self.target_ttft:g} given"
-            raise ParameterError("target_ttft", problem, self.target_ttft)
 
     def all_policy_options(self) -> dict[str, str]:
         """Returns the options of the policy, also those that are options of their own; raises for one given twice."""
         options = dict(self.policy_options or {})
-        for name, unset in _SHARING.items():
-            value = getattr(self, name)
-            if value != unset:
-                if name in options:
-                    problem = f"{value} and policy option {name}={options[name]} are given: give one of them"
-                    raise ParameterError(name, problem, value)
-                options[name] = option_text(value)
+        for name, value in self.sharing.items():
+            if name in options:
+                problem = f"{value} and policy option {name}={options[name]} are given: give one of them"
+                raise ParameterError(name, problem, value)
+            options[name] = option_text(value)
         return options
+
+    @property
+    def sharing(self) -> dict[str, str | float]:
+        """The policy options that are options of their own, too, and are given: by default they say nothing."""
+        defaults = {field.name: field.default for field in fields(SchedulingArgs)}
+        return {name: value for name in _SHARING if (value := getattr(self, name)) != defaults[name]}

@@ -303,18 +303,23 @@ class SparseWork:
         )
 
 
+def drops_in(layer: int, stages: Sequence[range]) -> bool:
+    """Tells whether a layer may drop tokens: the last may not, nor the first of a stage, before which nobody rates."""
+    return layer < stages[-1].stop - 1 and all(layer != stage.start for stage in stages)
+
+
 def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
     setting: SparseSetting,
     q_runs: SpanShards,
     kv_runs: SpanShards,
     layer: int,
-    num_layers: int,
+    stages: Sequence[range],
     heads: Heads,
     dim: int,
     element_bytes: int,
 ) -> SparseWork:
-    """Counts what a layer takes, as the exchange does it; a first and a last layer drop nothing."""
-    if layer in (0, num_layers - 1):
+    """Counts what a layer of some pipeline stage takes, as the exchange does it."""
+    if not drops_in(layer, stages):
         setting = setting.exact
     plan, readers = sparse_plan(setting, q_runs, kv_runs), heads.num_heads // heads.num_kv_heads
     vectors = sampled = results = far = 0
@@ -335,7 +340,7 @@ def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
                     if query.member != member:
                         results += num_queries(setting, query, layer, heads.first + head // readers, job.level)
     near = sum(_visible_pairs(query, key) for query, keys in plan.near.items() for key in keys)
-    if layer + 1 < num_layers - 1:
+    if drops_in(layer + 1, stages):
         rows = sum(len(sampled_rows(num_tokens(runs), setting.samples)) for runs in q_runs)
         sampled = (len(q_runs) - 1) * heads.num_heads * rows
     with_lse = element_bytes * dim + 4
@@ -367,21 +372,23 @@ class Savings:
 def savings(
     parts: Sequence[tuple[SparseSetting, SpanShards, SpanShards]],
     layers: Sequence[tuple[int, int, int]],
+    stages: Sequence[range],
     element_bytes: int,
 ) -> Savings:
     """Sums up the parts of a request, of which there is one at least.
 
     Args:
         layers: the query heads, KV heads and head size of each.
+        stages: the layers of each pipeline stage.
     """
     taken = full = SparseWork()
     ratios: list[float] = []
     for setting, q_runs, kv_runs in parts:
         for layer, (num_heads, num_kv_heads, dim) in enumerate(layers):
-            what = q_runs, kv_runs, layer, len(layers), Heads(num_heads, num_kv_heads), dim, element_bytes
+            what = q_runs, kv_runs, layer, stages, Heads(num_heads, num_kv_heads), dim, element_bytes
             taken += work_of_layer(setting, *what)
             full += work_of_layer(setting.exact, *what)
-            drops = layer not in (0, len(layers) - 1)
+            drops = drops_in(layer, stages)
             ratios += [
                 setting.ratio(layer, head, level) if drops else 0.0
                 for head in range(num_kv_heads)

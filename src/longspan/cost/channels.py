@@ -293,7 +293,7 @@ def _sparse_work(
     heads, layers = Heads(shape.num_heads, shape.num_kv_heads), shape.num_layers
     work = (
         [
-            work_of_layer(one, runs, runs, layer, layers, heads, shape.head_dim, round(element_bytes))
+            work_of_layer(one, runs, runs, layer, (range(layers),), heads, shape.head_dim, round(element_bytes))
             for layer in range(layers)
         ]
         for one in (setting.exact, setting)

@@ -250,4 +250,4 @@ def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a li
         for choice in choices:
             yield from _wanted(choice)
     else:
-        yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",)}[hint]
+        yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",)}.get(hint, ())

@@ -139,8 +139,8 @@ class CspsOptions(ContextOptions):
     Attributes:
         csa: `off` for exact attention, the settings of sparse attention as JSON, or a tuned file, by which they are
             chosen for each prompt.
-        max_accuracy_loss: the points of score that a chosen setting may lose.
-        target_ttft: seconds to the first token within which a chosen setting loses least; 0 limits the loss instead.
+        max_accuracy_loss: the points of score that a chosen setting may lose; by default none.
+        target_ttft: seconds to the first token within which a chosen setting loses least, in place of that.
         partition: the most tokens of a prompt that an instance has, by which the length says how many instances share
             it; `memory` is half of what the KV memory of an instance holds. With `auto`, `threshold` says how many, and
             all have equally many tokens.
@@ -149,8 +149,8 @@ class CspsOptions(ContextOptions):
     exchange: str = ALLTOALL.kind
     layout: Literal["auto", "zigzag", "striped", "contiguous"] = "contiguous"
     csa: str = _OFF
-    max_accuracy_loss: float = 0.0
-    target_ttft: float = 0.0
+    max_accuracy_loss: float | None = None
+    target_ttft: float | None = None
     partition: int | Literal["auto", "memory"] = "auto"
 
     def __post_init__(self) -> None:
@@ -195,12 +195,15 @@ class CspsOptions(ContextOptions):
 
     def _check_objective(self) -> None:
         objectives = {"max_accuracy_loss": self.max_accuracy_loss, "target_ttft": self.target_ttft}
-        for name, value in objectives.items():
-            if not 0 <= value < math.inf:
-                raise ParameterError(name, f"must be a number from 0 on, but {value:g} given", value)
-            if value and self.tuned is None:
-                raise ParameterError(name, f"is for csa auto, or a tuned file, but csa is {self.csa[:60]}", value)
-        if all(objectives.values()):
+        given = {name: value for name, value in objectives.items() if value is not None}
+        for name, value in given.items():
+            if not 0 <= value < math.inf or (name == "target_ttft" and not value):
+                least = "above 0" if name == "target_ttft" else "from 0 on"
+                raise ParameterError(name, f"must be a number {least}, but {value:g} given", value)
+            if self.tuned is None:
+                csa = self.csa if self.csa == _OFF else "settings of its own"
+                raise ParameterError(name, f"is for csa auto, or a tuned file, but csa is {csa}", value)
+        if len(given) > 1:
             problem = f"and max_accuracy_loss {self.max_accuracy_loss:g} exclude each other: leave one of them out"
             raise ParameterError("target_ttft", problem, self.target_ttft)
 
@@ -211,7 +214,7 @@ class CspsOptions(ContextOptions):
 
     @property
     def objective(self) -> Objective:
-        return Objective(max_loss=self.max_accuracy_loss, target_s=self.target_ttft or None)
+        return Objective(max_loss=self.max_accuracy_loss or 0.0, target_s=self.target_ttft)
 
     @cached_property
     def config(self) -> CsaConfig | None:
@@ -340,9 +343,10 @@ class Csps(Context):
 
     def change(self, options: CspsOptions, changes: Mapping[str, str]) -> CspsOptions:
         """Takes other settings for requests to come; returns all options then."""
-        unset = {"max_accuracy_loss": 0.0, "target_ttft": 0.0}  # a new objective takes the place of one before
-        kept = {} if unset.keys().isdisjoint(changes) and "csa" not in changes else unset
-        texts = {name: option_text(value) for name, value in {**asdict(options), **kept}.items()}
+        objectives = {"max_accuracy_loss", "target_ttft"}  # a new one takes the place of one before
+        dropped = objectives if "csa" in changes or objectives & changes.keys() else set()
+        kept = {name: value for name, value in asdict(options).items() if name not in dropped and value is not None}
+        texts = {name: option_text(value) for name, value in kept.items()}
         changed = parse_options(CSPS.name, CspsOptions, {**texts, **changes})
         self._take(changed)
         return changed

@@ -13,8 +13,6 @@ from longspan.attn.comm import Calls, Pending, Transport
 
 _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
 """Attention without its messages; linear layers; everything else; waiting for messages; waiting for the controller."""
-
-
 _WAITING = {"messages", "controller"}
 
 

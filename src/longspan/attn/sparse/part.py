@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial, merge_each, nothing_seen
+from longspan.attn.backends import Partial, nothing_seen
 from longspan.attn.exchanges import Call
 from longspan.attn.member import MemberPart, attend_runs
 from longspan.core.cluster import HeadShare, uniform_pieces
@@ -120,8 +120,7 @@ class SparsePart:
         if self._ratings is None:
             return None
         if piece not in self._orders:
-            rated = self._ratings[:, piece.offset : piece.offset + piece.size]
-            self._orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices.to(torch.int32)
+            self._orders[piece] = _sorted(self._ratings[:, piece.offset : piece.offset + piece.size])
         return self._orders[piece]
 
     def _query_order(self, piece: Piece) -> Tensor | None:
@@ -132,8 +131,7 @@ class SparsePart:
             [keys] = [one for one in self.plan.keys[self._me] if one.partition == piece.partition]
             assert positions(keys.runs)[-piece.size :] == positions(piece.runs), "who computes a token has its key"
             last = keys.offset + keys.size
-            rated = self._ratings[:, last - piece.size : last]
-            self._query_orders[piece] = rated.sort(dim=1, descending=True, stable=True).indices.to(torch.int32)
+            self._query_orders[piece] = _sorted(self._ratings[:, last - piece.size : last])
         return self._query_orders[piece]
 
     # ------------------------------------------------------------ attention
@@ -179,9 +177,10 @@ class SparsePart:
             tokens = self._tokens(level, keys, kv_heads, num_pieces - 1, num_pieces, sources)
             if tokens is not None:
                 partials.append(self._attend(q, tokens, heads, kv_heads))
-            self._found[key] = (
-                merge_each(partials) if len(partials) > 1 else partials[0] if partials else nothing_seen(q)
-            )
+            if len(partials) > 1:
+                out = torch.empty_like(q)
+                partials = [(out, self._call.parts.backend.merge_into(out, partials))]
+            self._found[key] = partials[0] if partials else nothing_seen(q)
 
     def _regions(self, level: int) -> Iterator[tuple[tuple[int, Piece, int], Piece, list[Piece], range, range]]:
         """Yields, with a key, queries and the keys that they meet at a level, for some heads of this member."""
@@ -216,13 +215,19 @@ class SparsePart:
         return (k[0], v[0], None) if len(wanted) == 1 else (torch.cat(k, dim=1), torch.cat(v, dim=1), None)
 
     def _own_keys(self, wanted: Sequence[tuple[Piece, range]], kv_heads: range) -> _Keys:
-        """Returns some of this member's own keys, by their indices where these are sorted."""
+        """Returns some of this member's own keys, by their indices where these are sorted; else all of these pieces,
+        which are neighbours.
+        """
         k, v = (kind[kv_heads.start : kv_heads.stop] for kind in (self.k, self.v))
+        if self._ratings is None:
+            first, last = wanted[0][0], wanted[-1][0]
+            start, stop = first.offset, last.offset + last.size
+            assert sum(len(tokens) for _, tokens in wanted) == stop - start, "without ratings all are kept"
+            return k[:, start:stop], v[:, start:stop], None
         found = []
         for piece, tokens in wanted:
             order = self._order(piece)
-            if order is None:
-                order = torch.arange(piece.size, dtype=torch.int32, device=k.device).expand(len(self.k), -1)
+            assert order is not None, "there are ratings"
             found.append(order[kv_heads.start : kv_heads.stop, tokens.start : tokens.stop] + piece.offset)
         return k, v, torch.cat(found, dim=1)
 
@@ -313,6 +318,10 @@ class SparsePart:
             order = self._query_order(query) if self._setting.mode == "qkv" else None
             lses.append(call.parts.backend.merge_into(out, partials, order))
         return torch.cat(lses, dim=1) if lses else call.q.new_empty(call.spec.num_heads, 0, dtype=torch.float32)
+
+
+def _sorted(ratings: Tensor) -> Tensor:
+    return ratings.sort(dim=1, descending=True, stable=True).indices.to(torch.int32)
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
