@@ -100,16 +100,19 @@ class _Returning:
     def send(self, level: int, number: int) -> None:
         """Sends everybody what was found for its queries; this member keeps its own."""
         group, me = self._call.group, self._call.group.rank
-        answers = {asker: self._room(me, asker, level, number) for asker in range(group.size)}
-        for asker, message in answers.items():
-            partials = partials_of(message)
+        sends = {asker: self._room(me, asker, level, number) for asker in group.others}
+        for asker, message in sends.items():
+            rooms = partials_of(message)
             for part in self._parts:
-                part.answer(asker, partials, level, number)
+                for found in part.found(asker, level, number):
+                    for room, tensor in zip(next(rooms), found, strict=True):
+                        room.copy_(tensor)
+        for part in self._parts:
+            part.take_results(me, part.found(me, level, number), level, number)
         results = {member: self._room(member, me, level, number) for member in group.others}
-        sends = {asker: answers[asker] for asker in group.others}
         hop = RESULTS_HOP + (level - 2) * MOST_PIECES + number
         pending = group.start(sends=sends, receives=results, hop=hop)
-        self._coming.append((level, number, {**results, me: answers[me]}, pending))
+        self._coming.append((level, number, results, pending))
 
     def take(self) -> None:
         """Waits for all results, in the order in which they were sent."""

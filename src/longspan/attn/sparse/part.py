@@ -211,8 +211,13 @@ class SparsePart:
             return None
         if all(piece.member == self._me for piece, _ in wanted):
             return self._own_keys(wanted, kv_heads)
-        k, v = zip(*(self._cut(piece, kv_heads, tokens) for piece, tokens in wanted), strict=True)
-        return (k[0], v[0], None) if len(wanted) == 1 else (torch.cat(k, dim=1), torch.cat(v, dim=1), None)
+        if len(wanted) == 1 and len(came := self._came(*wanted[0], kv_heads)) == 1:
+            return *came[0][2], None
+        sizes = [len(tokens) for _, tokens in wanted]
+        k, v = self.k.new_empty(2, len(kv_heads), sum(sizes), self.k.shape[2])
+        for (piece, tokens), *rooms in zip(wanted, k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True):
+            self._copy(piece, tokens, kv_heads, (rooms[0], rooms[1]))
+        return k, v, None
 
     def _own_keys(self, wanted: Sequence[tuple[Piece, range]], kv_heads: range) -> _Keys:
         """Returns some of this member's own keys, by their indices where these are sorted; else all of these pieces,
@@ -231,24 +236,32 @@ class SparsePart:
             found.append(order[kv_heads.start : kv_heads.stop, tokens.start : tokens.stop] + piece.offset)
         return k, v, torch.cat(found, dim=1)
 
-    def _cut(self, piece: Piece, kv_heads: range, tokens: range) -> tuple[Tensor, Tensor]:
-        """Returns some tokens of some heads out of all that has come of a piece, or that this member has."""
+    def _copy(self, piece: Piece, tokens: range, kv_heads: range, rooms: tuple[Tensor, Tensor]) -> None:
+        """Copies some tokens of some heads out of all that has come of a piece, or that this member has."""
         if piece.member == self._me:
-            k, v = self.k.new_empty(2, len(kv_heads), len(tokens), self.k.shape[2])
-            self._select_keys(piece, kv_heads, tokens, (k, v))
-            return k, v
-        by_heads: dict[range, list[tuple[Tensor, Tensor]]] = {}
+            self._select_keys(piece, kv_heads, tokens, rooms)
+            return
+        for *place, found in self._came(piece, tokens, kv_heads):
+            for room, tensor in zip(rooms, found, strict=True):
+                room[*place].copy_(tensor)
+
+    def _came(self, piece: Piece, tokens: range, kv_heads: range) -> list[tuple[slice, slice, tuple[Tensor, Tensor]]]:
+        """Lists what has come of some tokens of some heads, and where among these it is."""
+        found = []
         for heads, have, tensors in self._keys[piece]:
             first, last = max(heads.start, kv_heads.start), min(heads.stop, kv_heads.stop)
             start, stop = max(have.start, tokens.start), min(have.stop, tokens.stop)
             if first < last and start < stop:
-                place = slice(first - heads.start, last - heads.start), slice(start - have.start, stop - have.start)
-                by_heads.setdefault(heads, []).append((tensors[0][place], tensors[1][place]))
-        found = []
-        for kind in range(2):
-            rows = [_joined([some[kind] for some in of_heads], 1) for of_heads in by_heads.values()]
-            found.append(_joined(rows, 0))
-        return found[0], found[1]
+                k, v = (
+                    kind[first - heads.start : last - heads.start, start - have.start : stop - have.start]
+                    for kind in tensors
+                )
+                place = (
+                    slice(first - kv_heads.start, last - kv_heads.start),
+                    slice(start - tokens.start, stop - tokens.start),
+                )
+                found.append((*place, (k, v)))
+        return found
 
     def _alike(self, job: Job, share: HeadShare) -> Iterator[tuple[range, range]]:
         """Cuts a share into query heads and their KV heads that keep equally many tokens."""
@@ -284,29 +297,38 @@ class SparsePart:
     # ------------------------------------------------------------ results
 
     def results(self, source: int, target: int, level: int, number: int) -> Iterator[tuple[int, Piece, range, range]]:
-        """Yields what one member finds for queries of another, and returns together: job, piece, heads, and queries."""
+        """Yields what one member finds for queries of another, and returns together: job, piece, heads, and queries,
+        of which there are some.
+        """
         for index, job in enumerate(self.plan.jobs):
             if job.level == level and source in job.members:
                 share = job.share(source, self._heads.num_heads, self._heads.num_kv_heads)
                 for query in job.queries:
                     for heads, kv_heads in self._alike(job, share) if query.member == target else ():
                         count = self._num_queries(query, level, kv_heads.start)
-                        yield index, query, heads, _piece_of(count, number, self._setting.num_pieces(level))
+                        if rows := _piece_of(count, number, self._setting.num_pieces(level)):
+                            yield index, query, heads, rows
 
-    def answer(self, target: int, partials: Iterator[Partial], level: int, number: int) -> None:
-        for index, query, heads, rows in self.results(self._me, target, level, number):
-            rooms = next(partials)
-            for room, tensor in zip(rooms, self._found[index, query, heads.start], strict=True) if rows else ():
-                room.copy_(tensor)
+    def found(self, target: int, level: int, number: int) -> Iterator[Partial]:
+        """Yields what this member has found for queries of a member."""
+        for index, query, heads, _ in self.results(self._me, target, level, number):
+            yield self._found[index, query, heads.start]
 
     def take_results(self, source: int, partials: Iterator[Partial], level: int, number: int) -> None:
         """Puts results where their heads are among all; queries are in order, and dropped ones have found nothing."""
         for index, query, heads, rows in self.results(source, self._me, level, number):
             by_job = self._far.setdefault(query, {})
             if index not in by_job:
-                by_job[index] = nothing_seen(self._rows(query))
+                by_job[index] = self._room_of(query)
             for all_of, some in zip(by_job[index], next(partials), strict=True):
                 all_of[heads.start : heads.stop, rows.start : rows.stop] = some
+
+    def _room_of(self, query: Piece) -> Partial:
+        """Allocates room for results; with `kv` all queries have some, and else those that are dropped saw nothing."""
+        q = self._rows(query)
+        if self._setting.mode == "qkv":
+            return nothing_seen(q)
+        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
     def finish(self) -> Tensor:
         """Merges all levels into the output; returns the log-sum-exp `[heads, queries]`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from longspan.attn.comm import Message, Pending
 from longspan.attn.exchanges import Call
 from longspan.attn.sparse.messages import SAMPLES_HOP, partial_room, partials_of
 from longspan.attn.sparse.part import SparsePart
-from longspan.core.runs import num_tokens, positions
+from longspan.core.runs import Run, SpanShards, num_tokens, positions
 from longspan.core.sparse_plan import sampled_rows
 
 
@@ -42,25 +43,16 @@ class Ratings:
     def of_keys(self) -> list[Tensor]:
         """Waits for the samples; returns for each part the mean attention `[kv_heads, keys]` of those that see them."""
         self._pending.wait()
-        each, found = {member: partials_of(message) for member, message in self._coming.items()}, []
+        each, found = [partials_of(message) for _, message in sorted(self._coming.items())], []
         for part in self._parts:
-            own = torch.tensor(positions(part.part.kv_runs[self._me]), device=part.k.device)
-            samples = [(*next(partials), self._positions(part, member)) for member, partials in each.items()]
-            q, lse, asked = (torch.cat(kind, dim=-1 if kind[0].dim() < 3 else 1) for kind in zip(*samples, strict=True))
-            seen = torch.searchsorted(own, asked, right=True)
-            ratings = self._backend.rate(q, lse, seen, part.k, self._spec)
-            keys = torch.arange(len(own), device=own.device)
-            unseen_by = torch.searchsorted(seen.sort().values, keys, right=True)
-            ratings /= (len(seen) - unseen_by).clamp_min(1)
+            q, lse = (torch.cat(kind, dim=1) for kind in zip(*(next(partials) for partials in each), strict=True))
+            runs = part.part.q_runs, part.part.kv_runs[self._me]
+            seen, num_seeing = (one.to(q.device) for one in _visible(self._setting.samples, *runs))
+            ratings = self._backend.rate(q, lse, seen, part.k, self._spec) / num_seeing
             if self._setting.rate_by == "layer":
                 ratings = ratings.sum(dim=0, keepdim=True).expand_as(ratings)
             found.append(ratings)
         return found
-
-    def _positions(self, part: SparsePart, member: int) -> Tensor:
-        asked = positions(part.part.q_runs[member])
-        found = [asked[row] for row in self._sampled(part, member)]
-        return torch.tensor(found, dtype=torch.int64, device=part.k.device)
 
     def _room(self, call: Call, member: int) -> Message:
         counts = [(call.spec.num_heads, len(self._sampled(part, member))) for part in self._parts]
@@ -68,3 +60,13 @@ class Ratings:
 
     def _sampled(self, part: SparsePart, member: int) -> tuple[int, ...]:
         return sampled_rows(num_tokens(part.part.q_runs[member]), self._setting.samples)
+
+
+@lru_cache(maxsize=64)
+def _visible(samples: int, q_runs: SpanShards, kv_runs: tuple[Run, ...]) -> tuple[Tensor, Tensor]:
+    """Counts the keys that each sampled query of all members sees, and by how many each is seen, or 1."""
+    own = torch.tensor(positions(kv_runs))
+    asked = [positions(runs)[row] for runs in q_runs for row in sampled_rows(num_tokens(runs), samples)]
+    seen = torch.searchsorted(own, torch.tensor(asked), right=True)
+    unseen_by = torch.searchsorted(seen.sort().values, torch.arange(len(own)), right=True)
+    return seen, (len(seen) - unseen_by).clamp_min(1)
