@@ -215,6 +215,7 @@ def test_a_model_is_as_exact_with_it_as_without(smollm2_oracle: Oracle, monkeypa
             attention_backend=backend,
             block_size=16,
             threads_per_rank=1,
+            policy="context" if instances > 1 else "chunked",
             policy_options=options,
         ) as llm:
             assert native.is_loaded() == (backend == "native")

@@ -74,6 +74,7 @@ VALUES: dict[str, str | list[str]] = {
     "csa": str(Path(__file__).parents[1] / "support" / "csa.yaml"),
     "max_accuracy_loss": "2.5",
     "target_ttft": "20.5",
+    "target_tbt": "0.05",
     "policy_option": ["threshold=2000", "other=1"],
     "max_model_len": "4096",
     "block_size": "16",

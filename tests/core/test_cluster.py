@@ -40,7 +40,7 @@ def test_instances_and_stages_divide_the_ranks(cluster: Cluster) -> None:
 @given(CLUSTERS)
 def test_every_instance_has_its_role(cluster: Cluster) -> None:
     assert [*cluster.prefill, *cluster.decode] == list(cluster.instances)
-    assert cluster.has_roles == bool(cluster.decode) == bool(cluster.backends)
+    assert cluster.has_roles == bool(cluster.decode) and cluster.backends
     for instance in cluster.instances:
         spec = cluster.decode_spec if instance in cluster.decode else cluster.spec
         assert spec is not None

@@ -131,7 +131,7 @@ def test_choices_that_there_are_not(named: dict[str, Any], says: str) -> None:
 
 def test_roles() -> None:
     uniform = EngineArgs(parallel="2xtp2").resolve()
-    assert (uniform.cluster.num_ranks, uniform.cluster.has_roles, uniform.cluster.backends) == (4, False, 0)
+    assert (uniform.cluster.num_ranks, uniform.cluster.has_roles, uniform.cluster.backends) == (4, False, 2)
     with pytest.raises(ValueError, match="transfer_backends 3 is for instances that decode only"):
         EngineArgs(parallel="2xtp2", transfer_backends=3).resolve()
     split = partial(EngineArgs, prefill_parallel="3", decode_parallel="2xtp2")

@@ -201,7 +201,12 @@ def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:
     prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(5, 200))] for _ in range(6)]
     params = [SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=i, max_tokens=20) for i in range(6)]
     with ThreadLLM(
-        str(tiny), instances=2, skip_tokenizer_init=True, policy_options={"threshold": "50"}, block_size=16
+        str(tiny),
+        instances=2,
+        skip_tokenizer_init=True,
+        policy="context",
+        policy_options={"threshold": "50"},
+        block_size=16,
     ) as llm:
         together = llm.generate(prompts, params)
         alone = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
@@ -274,6 +279,7 @@ def test_penalties_count_every_token_so_far(tiny: Path, instances: int, async_sc
         skip_tokenizer_init=True,
         block_size=16,
         async_scheduling=async_scheduling,
+        policy="context" if instances > 1 else "chunked",
         policy_options={"threshold": "20"} if instances > 1 else {},
     ) as llm:
         outputs = [output.outputs[0] for output in llm.generate(prompts, params)]

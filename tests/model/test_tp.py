@@ -34,7 +34,10 @@ def test_what_ranks_add_up_is_the_whole_projection_with_its_bias_once(name: str,
     torch.testing.assert_close(total, torch.nn.functional.linear(given, weight, bias), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("arguments", [{"tp": 2}, {"instances": 2, "policy_options": {"exchange": "gather_hidden"}}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tp": 2}, {"instances": 2, "policy": "context", "policy_options": {"exchange": "gather_hidden"}}],
+)
 def test_a_model_that_nobody_knows_how_to_split_is_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """OLMo 2 normalises all query heads together, which no rank has."""
     write_checkpoint(Olmo2Config(**BASE), tmp_path)

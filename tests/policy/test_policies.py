@@ -25,9 +25,14 @@ from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import Room, Shape, block_owners, shard_chunk
 
 
-@pytest.mark.parametrize(("instances", "name"), [(1, "chunked"), (2, "context"), (7, "context")])
-def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, name: str) -> None:
+@pytest.mark.parametrize(("instances", "name"), [(1, "chunked"), (2, "auto"), (7, "auto")])
+def test_auto_is_chunked_on_one_instance(instances: int, name: str) -> None:
     assert make_policy("auto", num_instances=instances, options={}).settings.name == name
+
+
+@pytest.mark.parametrize("options", [{"threshold": "9"}, {"exchange": "chain"}, {"fractions": "0.5,0.5"}])
+def test_auto_is_context_with_options_that_only_that_has(options: dict[str, str]) -> None:
+    assert make_policy("auto", num_instances=2, options=options).settings.name == "context"
 
 
 @pytest.mark.parametrize(

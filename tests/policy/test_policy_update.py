@@ -46,7 +46,8 @@ def test_a_policy_tells_its_name_and_all_its_options(
 
 
 def test_auto_is_told_by_its_real_name() -> None:
-    assert make_policy("auto", num_instances=2, options={}).settings.name == "context"
+    assert make_policy("auto", num_instances=2, options={}).settings.name == "auto"
+    assert make_policy("auto", num_instances=1, options={}).settings.name == "chunked"
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny:
 @pytest.mark.parametrize("with_forkserver", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_forkserver: bool) -> None:
     before = left_names()
-    llm = LLM(str(tiny), instances=2, skip_tokenizer_init=True, step_timeout_s=2.0)
+    llm = LLM(str(tiny), instances=2, policy="context", skip_tokenizer_init=True, step_timeout_s=2.0)
     llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
     time.sleep(2.5)  # while there is nothing to do, nobody is late
     llm.generate([[3, 4, 5]], LONG)
@@ -147,7 +147,8 @@ def test_a_worker_that_raises_is_named_with_its_reason(tiny: Path, monkeypatch: 
 def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
     """A request may hold KV without being in flight; ending it must not hide what happened."""
     prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
-    llm = LLM(instances=2, skip_tokenizer_init=True, policy_options={"threshold": "3000"}, max_num_seqs=1)
+    shared = {"policy": "context", "policy_options": {"threshold": "3000"}}
+    llm = LLM(instances=2, skip_tokenizer_init=True, max_num_seqs=1, **shared)  # type: ignore[arg-type]
     timer = threading.Timer(1.0, os.kill, (llm.service.executor.pids[0], signal.SIGKILL))
     timer.start()
     with pytest.raises(WorkerLostError, match=r"rank 0 .*SIGKILL"):

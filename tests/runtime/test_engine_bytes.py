@@ -62,7 +62,8 @@ def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
 @pytest.mark.parametrize("record_times", [False, True])
 def test_times_of_each_rank_are_told_if_they_are_recorded(record_times: bool, tmp_path: Path) -> None:
     folder, begin_s = make_tiny("llama", tmp_path), time.perf_counter()
-    options = {"instances": 2, "policy_options": {"threshold": "10"}, "record_times": record_times, "block_size": BLOCK}
+    shared = {"policy": "context", "policy_options": {"threshold": "10"}}
+    options = {"instances": 2, **shared, "record_times": record_times, "block_size": BLOCK}
     with ThreadLLM(str(folder), skip_tokenizer_init=True, **options) as llm:
         llm.generate([[5] * 40], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         found = llm.worker_times()

@@ -50,13 +50,17 @@ def alone(tiny: Path, prompts: list[list[int]]) -> Iterator[list[RequestOutput]]
         ]
 
 
+SHARED = {"policy": "context", "policy_options": {"threshold": "200"}}
+
 COMPANY: dict[str, dict[str, Any]] = {
     "1 instance": {},
     "1 instance, one step at a time": {"async_scheduling": False},
     "1 instance, preempted": {"num_gpu_blocks_override": 75},
-    "2 instances": {"instances": 2, "policy_options": {"threshold": "200"}},
-    "2 instances, preempted": {"instances": 2, "policy_options": {"threshold": "200"}, "num_gpu_blocks_override": 30},
-    "3 instances": {"instances": 3, "policy_options": {"threshold": "200"}},
+    "2 instances": {"instances": 2, **SHARED},
+    "2 instances, preempted": {"instances": 2, **SHARED, "num_gpu_blocks_override": 30},
+    "3 instances": {"instances": 3, **SHARED},
+    "2 instances, by default": {"instances": 2},
+    "3 instances, by default, preempted": {"instances": 3, "num_gpu_blocks_override": 20},
 }
 ALIKE = ("1 instance", "3 instances")
 """Others of `COMPANY` show what these show."""

@@ -40,7 +40,8 @@ def config(num_instances: int = 1, **others: Any) -> EngineConfig:
 
 
 def run(arrivals: list[Arrival], num_instances: int = 1, options: dict[str, str] | None = None, **how: Any) -> Result:
-    policy = make_policy(how.pop("policy", "auto"), num_instances=num_instances, options=options or {})
+    usual = "context" if num_instances > 1 else "chunked"
+    policy = make_policy(how.pop("policy", usual), num_instances=num_instances, options=options or {})
     others = {name: how.pop(name) for name in ("prefix_caching", "num_blocks", "max_model_len") if name in how}
     return simulate(arrivals, config(num_instances, **others), policy, how.pop("cost", COST), **how)
 

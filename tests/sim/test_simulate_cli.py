@@ -67,7 +67,8 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 def test_the_same_options_give_the_same_numbers(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "20")
+    base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
+    options = (*base, "--rate", "1", "--num-requests", "20")
     first = simulated(capsys, *options)
     assert first == simulated(capsys, *options)
     assert first != simulated(capsys, *options, "--seed", "1")
@@ -128,13 +129,14 @@ def test_a_rate_above_the_highest_makes_ttft_too_long(profile: Path, capsys: pyt
 
 
 def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
+    base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
+    options = (*base, "--num-requests", "3", "--rate", "1")
     assert run("simulate", "smollm2-135m", *options, "--find-max-rate", "--json") == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert found["max_rate"] is None
     assert shown.err == (
-        "longspan: auto: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
+        "longspan: context: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
         f"{found['light_ttft_p99_s']:.3g} s of light load: give a larger --num-requests\n"
     )
 
@@ -163,7 +165,7 @@ def test_an_improvement_rate_that_goes_by_nothing_is_told(
 def test_traces_quantiles_and_conversations_are_workloads(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = ("--profile", str(profile), "--gpus-per-host", "2", "--workload")
+    base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2", "--workload")
     mooncake = tmp_path / "trace.jsonl.gz"
     rows = [
         {"timestamp": 4000 * i, "input_length": 1500, "output_length": 5, "hash_ids": [1, 2, 9 + i]} for i in range(4)
@@ -199,7 +201,8 @@ def test_traces_quantiles_and_conversations_are_workloads(
 
 def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, trace = tmp_path / "out.html", tmp_path / "out.json"
-    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "12")
+    base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
+    options = (*base, "--rate", "1", "--num-requests", "12")
     found = simulated(capsys, *options, "--report", str(page), "--trace", str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     chunks = [event for event in events if event["ph"] == "X"]
@@ -351,7 +354,8 @@ def test_what_is_found_from_times_needs_a_request_that_is_served(
 def test_a_result_that_cannot_be_written_is_told(
     flag: str, profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "2")
+    base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
+    options = (*base, "--rate", "1", "--num-requests", "2")
     assert run("simulate", "smollm2-135m", *options, flag, str(tmp_path)) == 2
     assert f"{flag} {str(tmp_path)!r} cannot be written: Is a directory" in capsys.readouterr().err
 
@@ -435,7 +439,8 @@ def test_the_profiled_model_can_be_a_folder_that_has_moved(
 
 
 def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "9")
+    base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
+    options = (*base, "--rate", "1", "--num-requests", "9")
     assert run("simulate", "smollm2-135m", *options, "--max-model-len", "9000", "--json") == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)

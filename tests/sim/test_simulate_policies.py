@@ -233,7 +233,8 @@ def test_a_trace_of_several_policies_has_their_processes_apart(tmp_path: Path) -
         ("a100-sxm-80g", ("--attention", "eager"), ("computed for a100, eager attention", "KV-Runahead, Table 3")),
         ("h100-sxm-80g", ("--policy", "tetris"), ("None of them was measured with what tetris does", "TP64 / CP8")),
         ("a40", (), ("No paper&#x27;s times were compared for a40 with flash attention", "Tetris, Table 1")),
-        ("h100-sxm-80g", (), ("attention, against what papers measured.</p>", "TP64 / CP8", ">context<")),  # auto
+        ("h100-sxm-80g", ("--policy", "context"), ("against what papers measured.</p>", "TP64 / CP8", ">context<")),
+        ("h100-sxm-80g", (), ("None of them was measured with what auto does", "TP64 / CP8")),
         ("a100-sxm-80g", ("--policy", "loongserve"), ("Those of loongserve have not been compared", ">chunked<")),
     ],
 )

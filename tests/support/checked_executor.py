@@ -169,7 +169,7 @@ class CheckedExecutor:
             assert part.first_block == 0 and part.sampling is not None, "new members are told everything"
             request = self.requests[part.request_id]
             assert not request.keeps_history or part.new_output == tuple(request.output)
-        live.group = part.group
+        live.group, live.targets = part.group, self.requests[part.request_id].targets
         for ref in live.table[part.first_block :]:
             self._owners[ref].remove(part.request_id)
         assert tables[0][: len(live.table)] == live.table, "what is told again has not changed"
@@ -338,11 +338,11 @@ class CheckedExecutor:
             assert source not in filling, "no step in flight fills what moves"
 
     def _move(self, move: MoveKV) -> None:
-        """From prefill to decode."""
+        """From who prefills to who decodes."""
         cluster, live, request = self._setup.cluster, self.live[move.request_id], self.requests[move.request_id]
-        assert cluster.has_roles
         ([source], [target]) = (move.sources, move.targets)
-        assert source in cluster.prefill and target in cluster.decode and target in request.targets
+        assert source != target and target in request.targets
+        assert not cluster.has_roles or (source in cluster.prefill and target in cluster.decode)
         self._check_held(move)
         to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
         busy = {(id(moving.live), moving.move.sources) for moving in to_target}
@@ -402,19 +402,18 @@ class CheckedExecutor:
         fewer = len(_holders(live.table)) < len(block_owners)
         assert fewer or unevenness[1] < unevenness[0], "what members hold is more even than before, or fewer hold any"
 
-    def _has_moved(self, live: _Live, request: Request) -> bool:
-        cluster = self._setup.cluster
-        return live.group[0] in cluster.prefill and request.group[0] in cluster.decode
-
     def _take_over(self) -> None:
         """Requests that have moved since the step before: all their KV is where they go on."""
         cluster = self._setup.cluster
         for number, live in self.live.items():
             request = self.requests[number]
-            if not cluster.has_roles or not request.table or not self._has_moved(live, request):
+            if request.targets:
+                live.targets = request.targets
+            if request.targets or not live.targets or not request.table or request.group != live.targets:
                 continue
+            live.targets = ()
             group, table = set(request.group), request.table[: len(live.table)]  # the next block may be there already
-            assert group <= set(cluster.decode) and {ref.instance for ref in table} == group
+            assert {ref.instance for ref in table} == group <= set(cluster.decode or cluster.instances)
             assert not any(p.request_id == number for f in self.in_flight.values() for p in f.parts)
             coming = {target for moving in self.moving.values() for _, target in moving.move.copies}
             assert not coming & set(table), "all has arrived"
@@ -438,6 +437,7 @@ class _Live:
     rotation: Rotation | None = None
     sampled_on: int | None = None
     reservations: dict[int, tuple[object, set[int]]] = field(default_factory=dict)
+    targets: tuple[int, ...] = ()
     is_new_there: bool = False
     table: list[BlockRef] = field(default_factory=list)
     names: list[int] = field(default_factory=list)

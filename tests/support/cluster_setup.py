@@ -41,12 +41,12 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A cluster; what is left out is plenty."""
+    """A cluster; what is left out is plenty. Without a policy it is `context` on several instances."""
 
     num_instances: int = 1
     num_blocks: int = 256
     block_size: int = 16
-    policy: str = "auto"
+    policy: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
@@ -65,6 +65,11 @@ class Setup:
     host_blocks: tuple[int, ...] = ()
     disk_blocks: tuple[int, ...] = ()
     swap: SwapCost | None = None
+
+    def __post_init__(self) -> None:
+        if not self.policy:
+            usual = "tetris" if self.roles is not None else "chunked" if self.num_instances == 1 else "context"
+            object.__setattr__(self, "policy", usual)
 
     @property
     def cluster(self) -> Cluster:

@@ -109,7 +109,7 @@ def test_every_output_has_its_form() -> None:
 OTHERS: dict[str, dict[str, Any]] = {
     "one step at a time": {"async_scheduling": False},
     "preempted": {"block_size": 4, "num_gpu_blocks_override": 16, "max_model_len": 60},
-    "2 instances": {"instances": 2, "policy_options": {"threshold": "0"}, "block_size": 8},
+    "2 instances": {"instances": 2, "policy": "context", "policy_options": {"threshold": "0"}, "block_size": 8},
 }
 
 

@@ -201,6 +201,12 @@ class KvAccount:
             found.append(ref)
         return found
 
+    def replace(self, blocks: list[BlockRef], index: int, ref: BlockRef) -> None:
+        """Puts a block of the same pool, which others hold, in the place of one that was reserved."""
+        self.pool(ref.pool).share(ref.block)
+        self.give_back((blocks[index],))
+        blocks[index] = ref
+
     def hold(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):
             self._pools[pool].hold(*blocks)

@@ -262,9 +262,7 @@ class Cluster:
 
     @property
     def backends(self) -> int:
-        """Transfers that a decode instance receives at once; 0 without roles."""
-        if self.decode_spec is None:
-            return 0
+        """Transfers that an instance which decodes receives at once: by default, one from each that prefills."""
         return self.spec.instances if self.transfer_backends is None else self.transfer_backends
 
     # ------------------------------------------------------------ pools

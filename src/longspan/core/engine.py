@@ -380,8 +380,23 @@ class Engine:
         request.max_tokens = min(request.max_tokens, self._max_len - request.num_prompt)
 
     def _relents(self) -> bool:
-        """Lets requests that wait for KV on hosts go on without it, if nothing else could happen."""
-        return bool(self._waiting) and not (self._steps or self._is_moving) and self.tiers.relent()
+        """Lets requests that wait for KV on hosts go on without it, if nothing else could happen; or else preempts one
+        that waits for room on the instance that it goes to, where others wait for room here.
+        """
+        if self._steps or self._is_moving:
+            return False
+        if self._waiting and self.tiers.relent():
+            return True
+        if (stuck := self._transfers.stuck()) is None:
+            return False
+        self._preempt(stuck)
+        self._send_waiting()  # before somebody else has the room
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        self._retract(request)
 
     def _hand_over(self) -> bool:
         """Sends pending KV, and hands over requests whose KV has arrived; returns whether there were any."""
@@ -463,10 +478,7 @@ class Engine:
                 may_fetch = False
                 continue
             for preempted in plan.preempted:
-                request = self._requests[preempted.id]
-                request.metrics.num_preemptions += 1
-                self.num_preemptions += 1
-                self._retract(request)
+                self._preempt(self._requests[preempted.id])
             if not plan.preempted or (plan.batches and not self.tiers.on_devices):
                 return plan.batches
 

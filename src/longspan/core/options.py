@@ -91,7 +91,7 @@ def at_least_one(**values: int | None) -> None:
 
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
-_SHARING = ("exchange", "layout", "fractions", "csa", "max_accuracy_loss", "target_ttft")
+_SHARING = ("exchange", "layout", "fractions", "csa", "max_accuracy_loss", "target_ttft", "target_tbt")
 _scheduling = partial(Option, group="Scheduling and memory", configures=True)
 
 
@@ -131,6 +131,14 @@ class SchedulingArgs:
     target_ttft: Annotated[
         float | None,
         _scheduling("Seconds to the first token, within which --csa auto loses as little as it can.", minimum=0.001),
+    ] = None
+    target_tbt: Annotated[
+        float | None,
+        _scheduling(
+            "Seconds between tokens that steps with prompts should keep to, for policy auto.",
+            default="3 times what a token takes alone",
+            minimum=0.001,
+        ),
     ] = None
     policy_options: Annotated[
         Mapping[str, str] | None,

@@ -22,7 +22,7 @@ class Transfer:
     """The KV of one request on its way to one instance; its first `num_computed` tokens are computed.
 
     Attributes:
-        target: the instance that is to decode with it.
+        target: the instance that is to decode with it; what that has computed itself stays where it is.
         places: in the request's table, of the blocks that go there.
         num_tokens: that all KV of the request has when it is computed.
         waiting: indices of blocks that are computed and not sent, first computed first.
@@ -42,7 +42,7 @@ class Transfer:
         self.waiting = [*_common(places, 0, num_full)]
         self.sent: set[int] = set()
         self.backends = 0
-        self.blocks: tuple[BlockRef, ...] = ()
+        self.blocks: list[BlockRef] = []
         self.num_shared = self.num_arrived = 0
         self.moves: dict[int, int] = {}
         self.busy: set[int] = set()
@@ -102,6 +102,13 @@ class Transfer:
         self._unsent[source] -= len(indices)
         self._count(self._num_placed)
 
+    def keep(self, indices: Collection[int]) -> None:
+        """Records that these blocks are on the target already."""
+        self.sent.update(indices)
+        self._unsent[self.target] -= len(indices)
+        self.num_arrived += len(indices)
+        self._count(self._num_placed)
+
     def end(self, number: int) -> int:
         """Records that a move is done; returns the instance that sent it."""
         source = self.moves.pop(number)
@@ -114,6 +121,7 @@ class Transfer:
         self.sources = self.busy.union([instance for instance, number in self._unsent.items() if number])
         if num_placed < self.places.stop:
             self.sources.update(self.request.kv_owners)  # of what is not computed yet
+        self.sources.discard(self.target)
 
 
 def _common(places: range, first: int, stop: int) -> range:
@@ -184,7 +192,7 @@ class Transfers:
         """Makes moves of what is computed and was not sent, as far as backends are free; first handshakes first."""
         found: list[MoveKV] = []
         for transfer in self._reserve():
-            if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
+            if transfer.waiting and (not transfer.sources or any(map(transfer.can_send, transfer.sources))):
                 found += self._send(transfer, transfer.waiting)
                 waiting = (index for index in transfer.waiting if index not in transfer.sent)
                 transfer.waiting = [index for index in waiting if index in transfer.to_move]
@@ -223,6 +231,11 @@ class Transfers:
             self._end(shares)
         self.dirty = bool(ready)
         return ready
+
+    def stuck(self) -> Request | None:
+        """Returns the last admitted request that has no room yet where it goes."""
+        waiting = [shares[0].request for shares in self._transfers.values() if not all(one.blocks for one in shares)]
+        return max(waiting, key=lambda request: request.admission, default=None)
 
     def give_up(self, request: Request) -> None:
         """Drops the transfer of a request that ends or loses its KV; this leaves more room for others."""
@@ -285,10 +298,15 @@ class Transfers:
 
     def _send(self, transfer: Transfer, indices: Iterable[int]) -> list[MoveKV]:
         found, table = [], transfer.request.table
+        first = transfer.places.start
         for source, there in transfer.to_send(indices).items():
+            if source == transfer.target:
+                for index in there if transfer.blocks else ():
+                    self._account.replace(transfer.blocks, index - first, table[index])
+                transfer.keep(there if transfer.blocks else ())
+                continue
             if not transfer.can_send(source):
                 continue
-            first = transfer.places.start
             copies = tuple((table[index], transfer.blocks[index - first]) for index in there)
             move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
             self._account.hold(chain(*zip(*copies, strict=True)))
@@ -308,7 +326,7 @@ class Transfers:
                 if left <= 0 or not (transfer.blocks or self._allocate(transfer)):
                     break
                 self._set_backends(transfer, min(transfer.backends + left, len(transfer.sources)))
-            found += [transfer for transfer in transfers.values() if transfer.backends]
+            found += [one for one in transfers.values() if one.backends or (one.blocks and not one.sources)]
         return found
 
     def _set_backends(self, transfer: Transfer, number: int) -> None:
@@ -338,7 +356,7 @@ class Transfers:
         if found is None:
             self._refused[target] = request.id, num_free - num_needed
             return False
-        transfer.blocks, transfer.num_shared = found
+        transfer.blocks, transfer.num_shared = [*found[0]], found[1]
         transfer.table_changed()
         self.promised[target] -= transfer.num_blocks
         return True

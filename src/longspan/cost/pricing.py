@@ -13,7 +13,7 @@ from longspan.core.runs import Run, chunk_tokens
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost.flows import alone_s
 from longspan.cost.forward import pipelined_s
-from longspan.cost.profile import Prefill, Profile, ProfileKey
+from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey
 from longspan.cost.step_cost import StepCost
 
 
@@ -84,7 +84,7 @@ def predicted_profile(
     """Predicts the profile of a machine that is only known by its cost, so that policies choose as on a real one.
 
     Prefills of (new, cached) tokens are one step each, or some that fill its stages, on one instance and on groups of
-    2, 4, 8 and so on to all.
+    2, 4, 8 and so on to all; decodes are on one instance.
 
     Args:
         sizes: of further groups; those larger than the cluster are left out.
@@ -103,7 +103,22 @@ def predicted_profile(
         for exchange in (exchanges if members > 1 else (LOCAL,))
         for new, cached in prompts
     ]
-    return Profile(profile_key=profile_key, prefills=tuple(prefills))
+    decodes = [
+        Decode(
+            members=1,
+            exchange=str(LOCAL),
+            batch=batch,
+            context_tokens=context,
+            seconds=(max(map(sum, cost.stage_seconds(_decodes(batch, context)).values())),),
+        )
+        for batch in _BATCHES
+        for context in _CONTEXTS
+    ]
+    return Profile(profile_key=profile_key, prefills=tuple(prefills), decodes=tuple(decodes))
+
+
+_BATCHES, _CONTEXTS = (1, 16, 64), (1024, 16384)
+"""The decodes that are predicted."""
 
 
 def _prefill_s(cost: StepCost, members: int, exchange: Exchange, new: int, cached: int) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hint
 
 import msgspec
 
-from longspan.core.exchange import Exchange, exchange_of
+from longspan.core.exchange import Exchange, exchange_of, of_any_layout
 from longspan.core.sparse import SparseSetting
 from longspan.core.view import Admitted, ClusterView, Plan, Policy
 from longspan.errors import ParameterError
@@ -148,6 +148,7 @@ class PolicySettings:
 
 
 _REGISTRY: dict[str, str | PolicySpec[Any, Any]] = {
+    "auto": "auto:AUTO",
     "chunked": "chunked:CHUNKED",
     "context": "context:CONTEXT",
     "runahead": "runahead:RUNAHEAD",
@@ -168,7 +169,7 @@ def register_policy(spec: PolicySpec[Any, Any]) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    return ("auto", *_REGISTRY)
+    return tuple(_REGISTRY)
 
 
 def make_policy(
@@ -176,7 +177,8 @@ def make_policy(
 ) -> ChosenPolicy:
     """Makes the policy of that name, which chooses by the `facts` known of model and hardware.
 
-    `auto` is `chunked` on one instance and `context` on several, or `tetris` where instances have roles.
+    `auto` is `chunked` on one instance, `tetris` where instances have roles, and else `context` with options that only
+    that has.
 
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
@@ -185,7 +187,7 @@ def make_policy(
 
     facts = facts or Facts()
     if name == "auto":
-        name = "tetris" if facts.has_roles else "chunked" if num_instances == 1 else "context"
+        name = "tetris" if facts.has_roles else "chunked" if num_instances == 1 else _of_several(options)
         if name == "chunked" and options:
             raise ValueError(
                 f"option {next(iter(options))!r} is of prompts that instances share, but there is 1 instance: set "
@@ -198,6 +200,12 @@ def make_policy(
         raise ParameterError("policy", f"{problem} parallel instead of prefill_parallel and decode_parallel", name)
     instances = tuple(sorted(facts.prefill(num_instances), key=facts.location))
     return spec.chosen(instances, parse_options(name, spec.options, options), facts)
+
+
+def _of_several(options: Mapping[str, str]) -> str:
+    known = {field.name for field in fields(spec_of("auto").options)}
+    able = {"auto", *(one.kind for one in of_any_layout())}
+    return "auto" if known.issuperset(options) and options.get("exchange", "auto") in able else "context"
 
 
 def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
@@ -239,8 +247,7 @@ def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str,
     if key not in options:
         return str(error)
     wanted = list(_wanted(get_type_hints(kind)[key]))
-    one_of = "one of " if len(wanted) > 1 else ""
-    return f"option {key} is {one_of}{', '.join(wanted)}, but {options[key]!r} given"
+    return f"option {key} is {'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)}, but {options[key]!r} given"
 
 
 def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a literal or what it lists

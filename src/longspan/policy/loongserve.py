@@ -107,7 +107,7 @@ class LoongServeOptions:
 
     @property
     def group(self) -> GroupOptions:
-        return GroupOptions(exchange=self.exchange, layout=self.layout, balance=False)
+        return GroupOptions(exchange=self.exchange, layout=self.layout)
 
     def planner(self, instances: tuple[int, ...], facts: Facts) -> Planner:
         return planner_of(facts, instances, self.group.exchanges, self.sp_sizes)

@@ -30,14 +30,12 @@ class GroupOptions:
 
     Attributes:
         exchange, decode, layout, rotate: as of `context`, but for chains and `gather_hidden`.
-        balance: whether the KV of earlier chunks is spread evenly over a group that has grown.
     """
 
     exchange: str = "auto"
     decode: str = RING_Q.kind
     layout: Literal["auto", "zigzag", "striped"] = "auto"
     rotate: Literal["block", "token"] = "block"
-    balance: bool = True
 
     def __post_init__(self) -> None:
         check_exchange("exchange", self.exchange, of_any_layout())
@@ -47,8 +45,8 @@ class GroupOptions:
         layout = "zigzag" if self.layout == "auto" else self.layout
         return SharingOptions(exchange=self.exchange, decode=self.decode, layout=layout, rotate=self.rotate)
 
-    def group_parts(self, instances: Sequence[int], facts: Facts) -> GroupParts:
-        return GroupParts(len(instances), self.sharing(), facts, balance=self.balance)
+    def group_parts(self, instances: Sequence[int], facts: Facts, *, balance: bool = False) -> GroupParts:
+        return GroupParts(len(instances), self.sharing(), facts, balance=balance)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -67,6 +65,7 @@ class TetrisOptions(GroupOptions):
         chunking: whether a prompt may be cut into chunks on growing groups.
         sp_sizes: of groups; `auto` is powers of two, see also `_usual_size`.
         min_chunk: tokens below which a chunk does not pay, unless it is the last.
+        balance: whether the KV of earlier chunks is spread evenly over a group that has grown.
     """
 
     improvement_rate: float | Literal["auto"] = "auto"
@@ -74,6 +73,7 @@ class TetrisOptions(GroupOptions):
     chunking: bool = True
     sp_sizes: str = "auto"
     min_chunk: int = 256
+    balance: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,6 +108,7 @@ class FixedOptions(GroupOptions):
     """Options of `fixed-sp`: the size of groups, which must be given, and how they compute."""
 
     sp: int = 0
+    balance: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +132,7 @@ class Tetris(Cdsp):
         super().__init__(
             instances,
             planner,
-            options.group_parts(instances, facts),
+            options.group_parts(instances, facts, balance=options.balance),
             RateWatch(options.rate_table(self._default_rate)),
             chunking=options.chunking,
             decode=facts.decode,
@@ -218,7 +219,8 @@ def _make_fixed(instances: tuple[int, ...], options: FixedOptions, facts: Facts)
         )
     times = sp_times(facts, options.exchanges, str(size), number)[size]
     planner = FixedGroups(times, instances, size)
-    return Cdsp(instances, planner, options.group_parts(instances, facts), decode=facts.decode)
+    parts = options.group_parts(instances, facts, balance=options.balance)
+    return Cdsp(instances, planner, parts, decode=facts.decode)
 
 
 # ---------------------------------------------------------------- times of chunks

@@ -324,7 +324,7 @@ class InFlight:
         carried = (step,) if isinstance(step, MoveKV) else step.streams
         workers = self.ranks(instances)
         for move in carried:
-            assert move.way == "in" or not {*move.targets} & {*instances}, "KV moves to others than those who send it"
+            assert move.way == "in" or not {*move.targets} & {*move.sources}, "KV moves to others than who sends it"
             sources = self.ranks(move.sources)
             self._steps[move.number] = _StepInFlight(
                 awaited={*self.ranks(move.targets)}, unsent={*sources}, leaving={*sources}

@@ -1,0 +1,462 @@
+"""The default: a group size for each prompt by what it costs everybody, and decodes where prompts disturb them least.
+
+A prompt is given a group when instances are free for it, and not before: the first in line chooses first. More
+instances give its first token sooner, but use more seconds of instances in all, for which others wait, and prompts
+delay the decodes that are on their instances. The group with the smallest sum of these is taken (`_choose`).
+
+Its KV goes, layer by layer while it is computed, to one instance that decodes it (`_home`): where a token takes least,
+for itself and for those that decode there. Prompts avoid instances that decode, and decodes those that prefill; so
+instances lean to one of both by load, and back. What no instance has room for is decoded by its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+from longspan.core.exchange import Exchange
+from longspan.core.owners import PrefixHit, Target, coupled_instances
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.cost.profile import DecodeFit, PrefillTime
+from longspan.errors import ParameterError
+from longspan.policy import PolicySpec
+from longspan.policy.batching import Batch, Budget, is_decode, single_part
+from longspan.policy.choosing import Facts
+from longspan.policy.routing import goes_on
+from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
+
+_WINDOW_S = 30.0
+"""Over which arrivals are counted."""
+_MEMORY_S = 10.0
+"""An instance that has prefilled counts so long as one that will."""
+_BUSIEST = 0.9
+"""The largest part of the time that instances are taken to be busy: it bounds what others are expected to wait."""
+_SLOWER = 3.0
+"""A token of others may take so many times as long as alone, by default, while a prompt is prefilled beside it."""
+_AHEAD_S = 0.05
+"""An instance is given a prompt so long before it is free for it, and not sooner: later is better for the choice."""
+_WEIGHT = 2.0
+"""An answer that takes twice as long counts as much as so many first tokens that do."""
+_ANSWER, _FORGETS = 200.0, 0.05
+"""Tokens of an answer before any was seen, and the weight of each that is."""
+_EFFICIENT = 2
+"""Prompts are cut into steps of so many times their start at least, whatever decodes: less costs more than it saves."""
+_BESIDE = 1.25
+"""Prompts are taken to need so many times as long beside decodes, which want short steps."""
+_SPARE = 1.4
+"""Prompts are left so many times the instances that they keep busy; and half of all, if decodes need no more."""
+_COMFORT = 0.6
+"""The part of the target that a step of decodes alone may take before more instances decode."""
+_GUESSED_DECODE = DecodeFit(mean_error=0.0, max_error=0.0, num_samples=0, start_s=0.02, request_s=1e-4, context_s=1e-7)
+"""Stands for measurements, for want of any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions(GroupOptions):
+    """Options of `auto`: what prompts may do to others, and how groups compute.
+
+    Attributes:
+        target_tbt: seconds between tokens of a request that a step with a prompt should not exceed; `auto` is three
+            times what a token takes alone.
+    """
+
+    target_tbt: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_tbt != "auto" and self.target_tbt <= 0:
+            problem = f"must be above 0 seconds, but {self.target_tbt} given"
+            raise ParameterError("target_tbt", problem, self.target_tbt)
+
+
+class Arrivals:
+    """The prompts of the last seconds: how many there were, and what each takes on one instance, and at best.
+
+    Attributes:
+        usual_s, usual_quick_s: the medians of these seconds, not always of the very latest.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float, float]] = deque()
+        self._total_s, self._begun_s, self._last_id, self._num_unseen = 0.0, math.inf, -1, 0
+        self.usual_s = self.usual_quick_s = 0.0
+
+    def add(self, request: RequestView, single_s: float, quick_s: float) -> None:
+        """Counts a request once, however often it waits."""
+        if request.id <= self._last_id:
+            return
+        self._last_id = request.id
+        self._begun_s = min(self._begun_s, request.arrival_s)
+        self._recent.append((request.arrival_s, single_s, quick_s))
+        self._total_s += single_s
+        self._num_unseen += 1
+        if self._num_unseen > len(self._recent) // 16:
+            self._num_unseen = 0
+            self.usual_s = median([one for _, one, _ in self._recent])
+            self.usual_quick_s = median([one for _, _, one in self._recent])
+
+    def rates(self, now_s: float) -> tuple[float, float]:
+        """Returns requests per second, and seconds of one instance that they take per second."""
+        while self._recent and self._recent[0][0] < now_s - _WINDOW_S:
+            self._total_s -= self._recent.popleft()[1]
+        span_s = min(_WINDOW_S, max(1.0, now_s - self._begun_s))
+        return len(self._recent) / span_s, max(0.0, self._total_s) / span_s
+
+
+class Answers:
+    """The tokens that answers have, as far as it was seen."""
+
+    def __init__(self) -> None:
+        self.usual = _ANSWER
+        self._growing: dict[int, int] = {}
+
+    def see(self, running: Mapping[int, int]) -> None:
+        """Learns from answers that have ended; others have so many tokens by now."""
+        for one, number in self._growing.items():
+            if one not in running and number:
+                self.usual += _FORGETS * (number - self.usual)
+        self._growing = dict(running)
+
+
+@dataclass(kw_only=True)
+class Instance:
+    """An instance as it is known while a plan is made.
+
+    Attributes:
+        decodes: requests that decode here, or will.
+        context: tokens that they have.
+        due_tokens: tokens of prompts that nobody has scheduled yet.
+        wait_s: until it is done with those that were.
+        shares: whether a prompt that several share has it until its last chunk is scheduled.
+        room: blocks that nothing needs.
+        seats: requests that may still join, here or from others.
+    """
+
+    decodes: int
+    context: int
+    due_tokens: int
+    wait_s: float
+    shares: bool
+    room: int
+    seats: int
+
+
+class Auto:
+    """Chooses for every prompt a group and where it decodes; decodes and prompts are then batched as by `chunked`."""
+
+    def __init__(self, instances: tuple[int, ...], options: AutoOptions, facts: Facts) -> None:
+        self._everyone, self._all = instances, frozenset(instances)
+        self._times = group_times(facts, options.exchanges, len(instances))
+        fits = {} if facts.profile is None else facts.profile.decode_fits()
+        alone = [fit for (members, _), fit in fits.items() if members == 1]
+        self._decode = alone[0] if alone else _GUESSED_DECODE
+        target = options.target_tbt
+        self._target_s = _SLOWER * self._decode.seconds(1, 0) if target == "auto" else target
+        self._hosts: dict[object, list[int]] = {}
+        for instance in instances:
+            self._hosts.setdefault(facts.location(instance).host_id, []).append(instance)
+        self._parts = options.group_parts(instances, facts)
+        self._arrivals, self._answers = Arrivals(), Answers()
+        self._groups: dict[int, tuple[int, ...]] = {}
+        """Chosen for requests that have not begun, first come first."""
+        self._free_at_s = dict.fromkeys(instances, 0.0)
+        """When steps that were planned are expected to be done with prompts."""
+        self._prefilled_s = dict.fromkeys(instances, 0.0)
+        self._prefilled_at_s = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Counts all instances: a request that outgrows one is shared by all."""
+        return len(self._everyone)
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Goes on with running requests, and admits those that wait and have a group that can step."""
+        if self._all <= view.full:
+            return Plan()
+        self._forget(view)
+        known = self._known(view)
+        if view.waiting:
+            self._assign(view, known)
+        groups = [group for group in self._groups.values() if len(group) > 1]
+        coupled = view.running.coupled_sets
+        batch = Batch(view, self._all, coupled_sets=coupled_instances([*coupled, *groups]) if groups else coupled)
+        for request in batch.running():
+            batch.add(self._next(request, batch.budget, known))
+        assigned = [r for r in view.waiting if r.id in self._groups] if self._groups else ()
+        for request in batch.waiting(r for r in assigned if batch.instances.issuperset(self._groups[r.id])):
+            batch.add(self._first(request, batch.budget, known))
+        for part in batch.parts:
+            if part.stop - part.start > 1:
+                seconds = self._seconds(len(part.group), part.stop - part.start, part.start)
+                end_s = max(view.now_s, *(self._free_at_s[i] for i in part.group)) + seconds
+                for instance in part.group:
+                    self._prefilled_s[instance] += seconds
+                    self._free_at_s[instance] = end_s
+        return batch.plan()
+
+    # ---------------------------------------------------------------- what is known
+
+    def _forget(self, view: ClusterView) -> None:
+        """Forgets groups of requests that wait no more, and by and by who has prefilled."""
+        if self._groups:
+            waiting = {request.id for request in view.waiting}
+            self._groups = {one: group for one, group in self._groups.items() if one in waiting}
+        fades = math.exp((self._prefilled_at_s - view.now_s) / _MEMORY_S)
+        self._prefilled_at_s = view.now_s
+        for instance in self._prefilled_s:
+            self._prefilled_s[instance] *= fades
+
+    def _known(self, view: ClusterView) -> dict[int, Instance]:
+        kv, reserved = view.kv, view.running.due_blocks
+        found = {
+            i: Instance(
+                decodes=0,
+                context=0,
+                due_tokens=0,
+                wait_s=0.0,
+                shares=False,
+                room=kv.num_free(i) - max(0, reserved[i]) - view.promised.get(i, 0),
+                seats=view.max_num_seqs - len(view.running.on(i)),
+            )
+            for i in self._everyone
+        }
+        self._answers.see({request.id: request.num_known - request.num_prompt for request in view.running})
+        for request in view.running:
+            due = request.num_tokens - request.num_scheduled
+            prefills = due > 1 or request.num_scheduled < request.num_prompt
+            for instance in request.targets or (() if prefills else request.group):
+                found[instance].decodes += 1
+                found[instance].seats -= bool(request.targets)
+                found[instance].context += request.num_tokens
+            if request.num_computed < request.num_prompt:
+                for instance in request.group if request.in_flight else ():
+                    found[instance].wait_s = max(0.0, self._free_at_s[instance] - view.now_s)
+            if prefills:
+                for instance in request.group:
+                    found[instance].due_tokens += -(-due // len(request.group))
+                    found[instance].shares |= len(request.group) > 1
+        for request in view.waiting if self._groups else ():
+            if request.id in self._groups:
+                self._take(request, self._groups[request.id], found)
+        return found
+
+    def _take(self, request: RequestView, group: Sequence[int], known: Mapping[int, Instance]) -> None:
+        for instance in group:
+            known[instance].due_tokens += -(-request.num_tokens // len(group))
+            known[instance].shares |= len(group) > 1
+
+    def _time(self, members: int) -> PrefillTime:
+        """Predicts prompts on a group: those that go on elsewhere may be on fewer than any that is chosen."""
+        return self._times[max(size for size in self._times if size <= members)]
+
+    def _seconds(self, members: int, new_tokens: int, cached_tokens: int) -> float:
+        return self._time(members).seconds(new_tokens, cached_tokens)
+
+    def _quickest_s(self, num_tokens: int) -> float:
+        return min([times.seconds(num_tokens) for times in self._times.values()])
+
+    # ---------------------------------------------------------------- groups
+
+    def _assign(self, view: ClusterView, known: Mapping[int, Instance]) -> None:
+        """Gives requests groups, first come first, until no instance is free for one."""
+        for index, request in enumerate(view.waiting):
+            single_s = self._seconds(1, request.num_tokens, 0)
+            self._arrivals.add(request, single_s, self._quickest_s(request.num_tokens))
+            if request.id in self._groups:
+                continue
+            able = [i for i in self._everyone if self._is_free(known[i], view)]
+            if not able:
+                break
+            group = self._choose(request, able, len(view.waiting) - index - 1, view, known)
+            if not group:
+                break
+            if all(known[i].wait_s <= _AHEAD_S for i in group):
+                self._groups[request.id] = group
+            self._take(request, group, known)
+
+    def _is_free(self, instance: Instance, view: ClusterView) -> bool:
+        """Tells whether a step of it could hold more of prompts."""
+        return not instance.shares and instance.due_tokens < view.max_num_batched_tokens
+
+    def _choose(
+        self,
+        request: RequestView,
+        able: Sequence[int],
+        num_behind: int,
+        view: ClusterView,
+        known: Mapping[int, Instance],
+    ) -> tuple[int, ...]:
+        """Chooses the group with the smallest sum of slowdowns: of its first token, over the quickest that it could
+        have; of prompts that come later, for which more of the instances' time is spent, or all are busy for longer
+        than usual; and of answers on the group, which wait meanwhile.
+        """
+        returning = view.returning.get(request.id, ())
+        if returning:
+            return self._in_order(returning) if set(able).issuperset(returning) else ()
+        hit = view.kv.match(request, self._everyone)
+        cached = Counter(ref.instance for ref in hit.refs) if hit.num_tokens else Counter[int]()
+        num_tokens, everyone = request.num_tokens, len(self._everyone)
+        requests_per_s, busy = self._arrivals.rates(view.now_s)
+        slack = 1 - min(_BUSIEST, busy / everyone)
+        single_s = self._seconds(1, num_tokens - hit.num_tokens, hit.num_tokens)
+        num_free, usual_s = sum([known[i].wait_s <= _AHEAD_S for i in able]), self._arrivals.usual_s
+        quick_s, answer_s = self._quickest_s(num_tokens), self._answers.usual * self._decode.seconds(1, num_tokens)
+        usual_quick_s = max(1e-6, min(usual_s, self._arrivals.usual_quick_s))
+        least = math.inf
+        best: tuple[int, ...] = ()
+        for size in self._times:
+            for group in self._candidates(size, able, cached, known):
+                if not self._has_room(request, group, known):
+                    continue
+                reused = hit.num_tokens if cached and set(group).issuperset(cached) else 0
+                seconds = self._seconds(size, num_tokens - reused, reused)
+                wait_s = max(known[i].wait_s + known[i].due_tokens * self._times[1].token_s for i in group)
+                more_s = max(0.0, size * seconds - single_s) / everyone
+                coming = num_behind + requests_per_s * seconds
+                delayed = sum([known[i].decodes for i in group])
+                seconds *= _BESIDE if delayed else 1.0
+                none_left = self._none_left(num_free - size, requests_per_s * usual_s)
+                held_up_s = max(0.0, seconds / 2 - usual_s) * none_left
+                cost = (wait_s + seconds) / quick_s
+                cost += coming * more_s / slack / max(usual_quick_s, quick_s)
+                cost += coming * held_up_s / max(usual_quick_s, usual_s)
+                cost += _WEIGHT * delayed * seconds / answer_s
+                if cost < least:
+                    least, best = cost, group
+        return self._in_order(best)
+
+    def _none_left(self, num_left: int, load: float) -> float:
+        """Estimates how likely it is that the usual prompt finds none of `num_left` instances free."""
+        return min(1.0, load / num_left) ** num_left if num_left > 0 else 1.0
+
+    def _candidates(
+        self, size: int, able: Sequence[int], cached: Mapping[int, int], known: Mapping[int, Instance]
+    ) -> Iterator[tuple[int, ...]]:
+        """Yields groups of a size: on each host those of its instances that are least in use; whole hosts if larger.
+
+        One more has those that have the beginning of the prompt.
+        """
+        found = {
+            i: (one.wait_s > _AHEAD_S, one.decodes, one.due_tokens, -one.room) for i in able for one in (known[i],)
+        }
+        hosts = [sorted((i for i in host if i in found), key=found.__getitem__) for host in self._hosts.values()]
+        hosts.sort(key=len, reverse=True)
+        most = len(hosts[0])
+        if size <= most:
+            for host in hosts:
+                if len(host) >= size:
+                    yield tuple(host[:size])
+                    held = [i for i in host if i in cached]
+                    if held and len(held) <= size and held != host[: len(held)]:
+                        yield tuple([*held, *(i for i in host if i not in cached)][:size])
+        elif size <= len(able):
+            yield tuple([i for host in hosts for i in host][:size])
+
+    def _has_room(self, request: RequestView, group: Sequence[int], known: Mapping[int, Instance]) -> bool:
+        return request.blocks_for(request.num_tokens) <= sum([max(0, known[i].room) for i in group])
+
+    def _in_order(self, group: Sequence[int]) -> tuple[int, ...]:
+        return tuple([i for i in self._everyone if i in group]) if len(group) > 1 else tuple(group)
+
+    # ---------------------------------------------------------------- where it decodes
+
+    def _home(self, request: RequestView, group: tuple[int, ...], known: Mapping[int, Instance]) -> tuple[Target, ...]:
+        """Chooses the instance that decodes a request; none when that is the only one of its group, or the whole group.
+
+        Beside its own tokens' seconds count those by which others' become longer. An instance that spends a part of
+        its time on prompts decodes in the rest of it.
+        """
+        if not goes_on(request):
+            return ()
+        num_blocks, fit = request.blocks_for(request.num_tokens), self._decode
+        own_share = -(-num_blocks // len(group))
+        best_s, best = math.inf, -1
+        for i in self._decoders(known, request):
+            one = known[i]
+            has_room = one.seats > 0 and one.room >= num_blocks + (own_share if i in group else 0)
+            if not has_room and group != (i,):
+                continue
+            own_s = fit.request_s + fit.context_s * request.num_tokens
+            each_s = fit.start_s + fit.request_s * one.decodes + fit.context_s * one.context + own_s
+            added_s = own_s * one.decodes
+            seconds = (each_s + added_s) / (1 - min(_BUSIEST, self._prefilled_s[i] / _MEMORY_S))
+            if seconds < best_s:
+                best_s, best = seconds, i
+        if best < 0 or group == (best,):
+            return ()
+        return (Target(best, num_blocks),)
+
+    def _decoders(self, known: Mapping[int, Instance], request: RequestView) -> list[int]:
+        """Lists the instances that should decode: as many as prompts leave, or as decodes need to be quick enough."""
+        fit, everyone = self._decode, len(self._everyone)
+        decodes = 1 + sum([one.decodes for one in known.values()])
+        context = request.num_tokens + sum([one.context for one in known.values()])
+        spread_s = fit.request_s * decodes + fit.context_s * context
+        needed = spread_s / max(1e-9, _COMFORT * self._target_s - fit.start_s)
+        _, busy = self._arrivals.rates(self._prefilled_at_s)
+        left = everyone - max(everyone / 2, _SPARE * busy)
+        number = min(everyone, max(1, math.ceil(needed), int(left)))
+        return sorted(self._everyone, key=lambda i: (-known[i].decodes, -i))[:number]
+
+    # ---------------------------------------------------------------- parts
+
+    def _first(self, request: RequestView, budget: Budget, known: Mapping[int, Instance]) -> ScheduledPart | None:
+        group = self._groups[request.id]
+        if any(known[i].seats <= 0 for i in group):
+            return None
+        hit = budget.view.kv.match(request, group)
+        part = self._prefill(request, group, hit.num_tokens, budget, hit, known)
+        if part is None:
+            return None
+        for instance in group:
+            known[instance].seats -= 1
+        targets = self._home(request, group, known)
+        for target, _ in targets:
+            known[target].seats -= 1
+        for target, num_blocks in targets or ((group[0], 0),):
+            known[target].decodes += 1
+            known[target].context += request.num_tokens
+            known[target].room -= num_blocks
+        return replace(part, targets=targets)
+
+    def _next(self, request: RequestView, budget: Budget, known: Mapping[int, Instance]) -> ScheduledPart | None:
+        if is_decode(request, request.num_scheduled):
+            return self._parts.next(request, budget, budget.view.max_num_batched_tokens)
+        return self._prefill(request, request.group, request.num_scheduled, budget, None, known)
+
+    def _prefill(
+        self,
+        request: RequestView,
+        group: tuple[int, ...],
+        start: int,
+        budget: Budget,
+        hit: PrefixHit | None,
+        known: Mapping[int, Instance],
+    ) -> ScheduledPart | None:
+        """Schedules as much of a prompt as others that decode on its group can wait for."""
+        most = budget.view.max_num_batched_tokens
+        decodes = max([known[i].decodes for i in group])
+        if decodes:
+            times = self._time(len(group))
+            in_time = times.most_tokens(max(self._target_s, (1 + _EFFICIENT) * times.start_s), start)
+            most = max(min(most, int(in_time) // len(group)), request.block_size)
+        if len(group) == 1:
+            return single_part(request, group[0], start, budget, hit, most=most)
+        if any(i not in budget.tokens for i in group):
+            return None
+        return self._parts.chunk(request, budget, group, hit, most=most, end=request.num_tokens)
+
+
+def group_times(facts: Facts, exchanges: Collection[Exchange], number: int) -> dict[int, PrefillTime]:
+    """Predicts prompts on 1, 2, 4 and so on instances, and on all."""
+    times = sp_times(facts, exchanges, "auto", number)
+    missing = {1, number} - times.keys()
+    times |= {size: one for size, one in measured_times(facts, exchanges).items() if size in missing}
+    return dict(sorted((expected_times(facts, missing) | times).items()))
+
+
+AUTO = PolicySpec(name="auto", options=AutoOptions, make=Auto)

@@ -1,0 +1,159 @@
+"""The default policy: groups by what they cost everybody, and decodes on one instance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from cluster import Cluster, Setup
+from hypothesis import strategies as st
+from test_tetris import GROUPS, machine
+from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
+
+from longspan.core.cluster import Location
+from longspan.core.owners import PrefixHit, Target
+from longspan.core.view import ClusterView, Plan
+from longspan.errors import ParameterError
+from longspan.policy import PolicySpec, make_policy
+from longspan.policy.batching import Batch, single_part
+from longspan.policy.choosing import Facts
+from longspan.policy.chunked import ChunkedOptions
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    number = draw(st.integers(2, 4))
+    options = dict(draw(st.sampled_from(GROUPS)))
+    if draw(st.booleans()):
+        options["target_tbt"] = draw(st.sampled_from(["0.001", "0.05"]))
+    facts = draw(st.sampled_from([Facts(), machine(*range(1, number + 1), start_s=0.0)]))
+    locations = tuple(Location(host=i % 2, device=i) for i in range(number))
+    setup = replace(draw(setups_of("auto", number, options)), num_instances=number, facts=facts, locations=locations)
+    return replace(setup, max_model_len=min(100, Cluster(setup).engine.config.max_model_len))
+
+
+test_any_workload_finishes_lawfully = finishes_lawfully(setups())
+test_the_same_input_gives_the_same_steps = repeats(setups())
+
+
+# ---------------------------------------------------------------- groups
+
+
+def cluster(number: int = 4, **wishes: object) -> Cluster:
+    facts = machine(*(size for size in (1, 2, 4, 8) if size <= number), start_s=0.001)
+    return Cluster(replace(Setup(num_instances=number, policy="auto", facts=facts), **wishes))  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_alone_is_shared_by_all_and_decoded_by_one() -> None:
+    made = cluster(num_blocks=1000)
+    request = made.add(range(4000), max_tokens=20)
+    made.run()
+    assert_lawful(made)
+    groups = [part.group for part in made.parts_of(request)]
+    assert groups[0] == (0, 1, 2, 3) and len(groups[-1]) == 1 and groups[-1] == groups[-18]
+
+
+def test_a_queue_of_short_prompts_has_an_instance_for_each() -> None:
+    made = cluster()
+    requests = [made.add([number] * 10, max_tokens=2) for number in range(16)]
+    made.run()
+    assert Counter(len(made.parts_of(request)[0].group) for request in requests)[1] >= 12
+    assert {(i,) for i in range(4)} <= {made.parts_of(request)[0].group for request in requests}
+
+
+def test_a_document_leaves_instances_to_chats() -> None:
+    made = cluster(num_blocks=4000, max_num_batched_tokens=8192)
+    for number in range(12):
+        made.add([number] * 10, max_tokens=2)
+        made.run()
+    document = made.add(range(40_000), max_tokens=2)
+    made.engine.step()
+    chat = made.add(range(50, 60), max_tokens=2)
+    made.run()
+    assert len(made.parts_of(document)[0].group) < 4
+    assert not {*made.parts_of(chat)[0].group} & {*made.parts_of(document)[0].group}
+    assert chat.metrics.ttft_s is not None and document.metrics.ttft_s is not None
+    assert chat.metrics.ttft_s < 0.1 * document.metrics.ttft_s
+
+
+def test_prompts_avoid_who_decodes() -> None:
+    made = cluster(2, facts=machine(1, 2, start_s=0.1), num_blocks=1000)
+    decoding = made.add(range(10), max_tokens=200)
+    while len(decoding.output) < 5:
+        made.engine.step()
+    [home] = decoding.group
+    prompts = [made.add([number] * 10, max_tokens=2) for number in range(1, 4)]
+    made.run()
+    assert [made.parts_of(prompt)[0].group for prompt in prompts] == [(1 - home,)] * 3
+
+
+# ---------------------------------------------------------------- where requests decode
+
+
+def test_what_the_target_has_computed_itself_is_not_sent() -> None:
+    made = cluster(2, num_blocks=1000)
+    request = made.add(range(3200), max_tokens=5)
+    made.run()
+    assert len(made.parts_of(request)[0].group) == 2
+    [home] = made.parts_of(request)[-1].group
+    assert sum(len(move.copies) for move in made.moves) == 100, "of 200 blocks, half are there"
+    assert all(move.targets == (home,) for move in made.moves)
+    assert [made.executor.pool(i).num_free for i in range(2)] == [1000, 1000]
+
+
+def test_what_no_instance_has_room_for_stays_where_it_is() -> None:
+    made = cluster(2, num_blocks=20)
+    request = made.add(range(500), max_tokens=5)
+    made.run()
+    assert not made.moves and made.parts_of(request)[-1].group == (0, 1)
+
+
+def test_a_prompt_is_cut_for_answers_beside_it() -> None:
+    made = cluster(2, num_blocks=1000, options={"target_tbt": "0.05"})
+    answer = made.add([1] * 10, max_tokens=100)
+    while len(answer.output) < 5:
+        made.engine.step()
+    beside, alone = made.add(range(5, 2005), max_tokens=2), cluster(2, num_blocks=1000)
+    made.run()
+    prompt = alone.add(range(5, 2005), max_tokens=2)
+    alone.run()
+    assert made.parts_of(beside)[0].group == alone.parts_of(prompt)[0].group == (0, 1)
+    assert max(part.stop - part.start for part in made.parts_of(beside)) < 2 * 0.05 / 5e-4
+    assert alone.parts_of(prompt)[0].stop == 2000
+
+
+def test_a_target_that_is_no_time_is_refused() -> None:
+    with pytest.raises(ParameterError, match="target_tbt must be above 0 seconds, but -1"):
+        make_policy("auto", num_instances=2, options={"target_tbt": "-1"})
+
+
+def test_who_waits_for_room_that_nobody_gives_up_begins_anew() -> None:
+    """Two requests fill an instance each, and are to be decoded on the other: one gives its KV up."""
+    made = Cluster(Setup(num_instances=2, num_blocks=4, block_size=16, policy="auto"))
+    made.engine.set_policy(SWAPPED.chosen((0, 1), ChunkedOptions(), None))
+    requests = [made.add([number] * 60, max_tokens=4) for number in range(2)]
+    made.run()
+    assert [request.metrics.num_preemptions for request in requests] == [0, 1]
+    assert [request.output for request in requests] == [made.expected_output(request) for request in requests]
+
+
+class Swapped:
+    """Prefills each request on the instance of its number, and has the other one decode it."""
+
+    capacity = 1
+
+    def plan(self, view: ClusterView) -> Plan:
+        batch = Batch(view, frozenset((0, 1)))
+        for request in batch.running():
+            batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
+        for request in batch.waiting():
+            here = request.id % 2
+            able = here in batch.budget.tokens
+            part = single_part(request, here, 0, batch.budget, PrefixHit()) if able else None
+            targets = (Target(1 - here, request.blocks_for(request.num_tokens)),)
+            batch.add(None if part is None else replace(part, targets=targets))
+        return batch.plan()
+
+
+SWAPPED = PolicySpec(name="swapped", options=ChunkedOptions, make=lambda *_: Swapped())
