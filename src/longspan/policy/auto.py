@@ -115,7 +115,7 @@ class Answers:
         self._growing: dict[int, int] = {}
 
     def see(self, running: Mapping[int, int]) -> None:
-        """Learns from answers that have ended; others have so many tokens by now."""
+        """Learns from the answers that are not among these any more, which have so many tokens so far."""
         for one, number in self._growing.items():
             if one not in running and number:
                 self.usual += _FORGETS * (number - self.usual)
