@@ -115,7 +115,7 @@ class Answers:
         self._growing: dict[int, int] = {}
 
     def see(self, running: Mapping[int, int]) -> None:
-        """Learns from the answers that are not among these any more, which have so many tokens so far."""
+        """Takes the tokens of all answers so far, and learns from those missing since the last time."""
         for one, number in self._growing.items():
             if one not in running and number:
                 self.usual += _FORGETS * (number - self.usual)
