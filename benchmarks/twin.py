@@ -44,7 +44,7 @@ from longspan.workload.requests import draw_lengths, quantiles
 INPUT_LEN = quantiles("input_len", {"0": 100, "1": 6000})
 OUTPUT_LEN = quantiles("output_len", {"0": 8, "1": 64})
 PERCENTS = (50, 90)
-POLICIES = ("chunked", "context", "tetris", "runahead")
+POLICIES = ("auto", "chunked", "context", "tetris", "runahead")
 INSTANCES = 2
 FAR_APART_S = 1e6
 ALONE = (500, 1500, 4000)
