@@ -61,7 +61,7 @@ class AutoOptions(GroupOptions):
 
     Attributes:
         target_tbt: seconds between tokens of a request that a step with a prompt should not exceed; `auto` is three
-            times what a token takes alone.
+            times what a token takes alone, and no bound where that was not measured.
     """
 
     target_tbt: float | Literal["auto"] = "auto"
@@ -154,8 +154,8 @@ class Auto:
         fits = {} if facts.profile is None else facts.profile.decode_fits()
         alone = [fit for (members, _), fit in fits.items() if members == 1]
         self._decode = alone[0] if alone else _GUESSED_DECODE
-        target = options.target_tbt
-        self._target_s = _SLOWER * self._decode.seconds(1, 0) if target == "auto" else target
+        usual_s = _SLOWER * self._decode.seconds(1, 0) if alone else math.inf  # a guess is no reason to cut steps
+        self._target_s = usual_s if options.target_tbt == "auto" else options.target_tbt
         self._hosts: dict[object, list[int]] = {}
         for instance in instances:
             self._hosts.setdefault(facts.location(instance).host_id, []).append(instance)
@@ -440,7 +440,7 @@ class Auto:
         """Schedules as much of a prompt as others that decode on its group can wait for."""
         most = budget.view.max_num_batched_tokens
         decodes = max([known[i].decodes for i in group])
-        if decodes:
+        if decodes and self._target_s < math.inf:
             times = self._time(len(group))
             in_time = times.most_tokens(max(self._target_s, (1 + _EFFICIENT) * times.start_s), start)
             most = max(min(most, int(in_time) // len(group)), request.block_size)
