@@ -44,8 +44,8 @@ def _interpret() -> None:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Run]:
-    """Runs a function in a process where Triton interprets; what it raises is raised here."""
+def assert_interpreted() -> Iterator[Run]:
+    """Runs a comparison in a process where Triton interprets; where it fails there, it fails here."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_interpret) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
@@ -94,7 +94,7 @@ def compare_attention(
     seed=st.integers(0, 9),
 )
 def test_attention_to_kept_keys_is_that_of_pytorch(
-    interpreted: Run,
+    assert_interpreted: Run,
     spec: AttnSpec,
     *,
     num_queries: int,
@@ -105,14 +105,14 @@ def test_attention_to_kept_keys_is_that_of_pytorch(
 ) -> None:
     start = data.draw(st.integers(0, num_keys - 1))
     kept = start, data.draw(st.integers(start + 1, num_keys))
-    interpreted(compare_attention, spec, num_queries, num_keys, kept, dtype, seed)
+    assert_interpreted(compare_attention, spec, num_queries, num_keys, kept, dtype, seed)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 72, 128, 192, 256])
-def test_every_tile(interpreted: Run, head_dim: int, dtype: torch.dtype) -> None:
+def test_every_tile(assert_interpreted: Run, head_dim: int, dtype: torch.dtype) -> None:
     for softcap in (None, 20.0):
-        interpreted(compare_attention, _spec((9, 3), head_dim, softcap), 47, 130, (1, 121), dtype, 0)
+        assert_interpreted(compare_attention, _spec((9, 3), head_dim, softcap), 47, 130, (1, 121), dtype, 0)
 
 
 def compare_large_head() -> None:
@@ -120,8 +120,8 @@ def compare_large_head() -> None:
         compare_attention(_spec((9, 3), 272), 5, 30, (1, 21), torch.float32, 0)
 
 
-def test_heads_too_large_for_a_tile_are_for_pytorch(interpreted: Run) -> None:
-    interpreted(compare_large_head)
+def test_heads_too_large_for_a_tile_are_for_pytorch(assert_interpreted: Run) -> None:
+    assert_interpreted(compare_large_head)
 
 
 def compare_empty() -> None:
@@ -134,8 +134,8 @@ def compare_empty() -> None:
             assert torch.equal(found, wanted)
 
 
-def test_nobody_keeps_or_asks(interpreted: Run) -> None:
-    interpreted(compare_empty)
+def test_nobody_keeps_or_asks(assert_interpreted: Run) -> None:
+    assert_interpreted(compare_empty)
 
 
 def compare_nan(softcap: float | None) -> None:
@@ -150,8 +150,8 @@ def compare_nan(softcap: float | None) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_nan_is_not_hidden_where_it_is_kept(interpreted: Run, softcap: float | None) -> None:
-    interpreted(compare_nan, softcap)
+def test_nan_is_not_hidden_where_it_is_kept(assert_interpreted: Run, softcap: float | None) -> None:
+    assert_interpreted(compare_nan, softcap)
 
 
 # ---------------------------------------------------------------- rating
@@ -177,15 +177,15 @@ def compare_rating(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch
     st.integers(0, 9),
 )
 def test_keys_are_rated_as_by_pytorch(
-    interpreted: Run, spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
+    assert_interpreted: Run, spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
 ) -> None:
-    interpreted(compare_rating, spec, num_queries, num_keys, dtype, seed)
+    assert_interpreted(compare_rating, spec, num_queries, num_keys, dtype, seed)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256, 272])
-def test_large_heads_are_rated(interpreted: Run, head_dim: int) -> None:
+def test_large_heads_are_rated(assert_interpreted: Run, head_dim: int) -> None:
     for dtype in TOLERANCE if head_dim <= 256 else (torch.float32,):
-        interpreted(compare_rating, _spec((9, 3), head_dim), 21, 70, dtype, 0)
+        assert_interpreted(compare_rating, _spec((9, 3), head_dim), 21, 70, dtype, 0)
 
 
 # ---------------------------------------------------------------- selection and combination
@@ -210,9 +210,9 @@ def compare_selection(num_heads: tuple[int, int], dim: int, kept: tuple[int, int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kept", [(0, 1), (7, 71), (3, 140), (5, 5)])
-def test_tokens_are_selected_as_by_pytorch(interpreted: Run, kept: tuple[int, int], dtype: torch.dtype) -> None:
-    interpreted(compare_selection, (3, 3), 64, kept, dtype)
-    interpreted(compare_selection, (9, 3), 40, kept, dtype)
+def test_tokens_are_selected_as_by_pytorch(assert_interpreted: Run, kept: tuple[int, int], dtype: torch.dtype) -> None:
+    assert_interpreted(compare_selection, (3, 3), 64, kept, dtype)
+    assert_interpreted(compare_selection, (9, 3), 40, kept, dtype)
 
 
 def compare_combination(
@@ -249,7 +249,7 @@ def compare_combination(
     seed=st.integers(0, 99),
 )
 def test_results_are_combined_as_by_pytorch(
-    interpreted: Run,
+    assert_interpreted: Run,
     *,
     num_heads: tuple[int, int],
     num_queries: int,
@@ -259,7 +259,7 @@ def test_results_are_combined_as_by_pytorch(
     seed: int,
 ) -> None:
     count = data.draw(st.one_of(st.just(num_queries), st.integers(0, num_queries)))
-    interpreted(compare_combination, num_heads, num_queries, count, share, dtype, seed)
+    assert_interpreted(compare_combination, num_heads, num_queries, count, share, dtype, seed)
 
 
 # ---------------------------------------------------------------- compilation

@@ -109,6 +109,14 @@ def test_what_no_instance_has_room_for_stays_where_it_is() -> None:
     assert not made.moves and made.parts_of(request)[-1].group == (0, 1)
 
 
+def test_what_no_instance_has_room_for_is_sharded_over_as_few_as_have() -> None:
+    made = cluster(num_blocks=20)
+    request = made.add(range(500), max_tokens=5)
+    made.run()
+    assert_lawful(made)
+    assert len(made.parts_of(request)[0].group) == 4 and len(made.parts_of(request)[-1].group) == 3
+
+
 def test_a_prompt_is_cut_for_answers_beside_it() -> None:
     made = cluster(2, num_blocks=1000, options={"target_tbt": "0.05"})
     answer = made.add([1] * 10, max_tokens=100)

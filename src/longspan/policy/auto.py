@@ -6,13 +6,13 @@ delay the decodes that are on their instances. The group with the smallest sum o
 
 Its KV goes, layer by layer while it is computed, to one instance that decodes it (`_home`): where a token takes least,
 for itself and for those that decode there. Prompts avoid instances that decode, and decodes those that prefill; so
-instances lean to one of both by load, and back. What no instance has room for is decoded by its group.
+instances lean to one of both by load, and back. What no instance has room for is decoded by as few as have.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -26,7 +26,7 @@ from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.choosing import Facts
-from longspan.policy.routing import goes_on
+from longspan.policy.routing import goes_on, shares_by
 from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
 
 _WINDOW_S = 30.0
@@ -42,7 +42,7 @@ _AHEAD_S = 0.05
 _WEIGHT = 2.0
 """An answer that takes twice as long counts as much as so many first tokens that do."""
 _ANSWER, _FORGETS = 200.0, 0.05
-"""Tokens of an answer before any was seen, and the weight of each that is."""
+"""Tokens of an answer before any was seen, and the weight of what is seen then: on average half of those that run."""
 _EFFICIENT = 2
 """Prompts are cut into steps of so many times their start at least, whatever decodes: less costs more than it saves."""
 _BESIDE = 1.25
@@ -107,21 +107,6 @@ class Arrivals:
         return len(self._recent) / span_s, max(0.0, self._total_s) / span_s
 
 
-class Answers:
-    """The tokens that answers have, as far as it was seen."""
-
-    def __init__(self) -> None:
-        self.usual = _ANSWER
-        self._growing: dict[int, int] = {}
-
-    def see(self, running: Mapping[int, int]) -> None:
-        """Takes the tokens of all answers so far, and learns from those missing since the last time."""
-        for one, number in self._growing.items():
-            if one not in running and number:
-                self.usual += _FORGETS * (number - self.usual)
-        self._growing = dict(running)
-
-
 @dataclass(kw_only=True)
 class Instance:
     """An instance as it is known while a plan is made.
@@ -160,7 +145,7 @@ class Auto:
         for instance in instances:
             self._hosts.setdefault(facts.location(instance).host_id, []).append(instance)
         self._parts = options.group_parts(instances, facts)
-        self._arrivals, self._answers = Arrivals(), Answers()
+        self._arrivals, self._answer = Arrivals(), _ANSWER
         self._groups: dict[int, tuple[int, ...]] = {}
         """Chosen for requests that have not begun, first come first."""
         self._free_at_s = dict.fromkeys(instances, 0.0)
@@ -224,7 +209,6 @@ class Auto:
             )
             for i in self._everyone
         }
-        self._answers.see({request.id: request.num_known - request.num_prompt for request in view.running})
         for request in view.running:
             due = request.num_tokens - request.num_scheduled
             prefills = due > 1 or request.num_scheduled < request.num_prompt
@@ -242,6 +226,9 @@ class Auto:
         for request in view.waiting if self._groups else ():
             if request.id in self._groups:
                 self._take(request, self._groups[request.id], found)
+        if (decodes := sum([one.decodes for one in found.values()])) and view.waiting:
+            outputs = sum([max(0, one.num_known - one.num_prompt) for one in view.running])
+            self._answer += _FORGETS * (2 * outputs / decodes - self._answer)
         return found
 
     def _take(self, request: RequestView, group: Sequence[int], known: Mapping[int, Instance]) -> None:
@@ -298,13 +285,13 @@ class Auto:
         if returning:
             return self._in_order(returning) if set(able).issuperset(returning) else ()
         hit = view.kv.match(request, self._everyone)
-        cached = Counter(ref.instance for ref in hit.refs) if hit.num_tokens else Counter[int]()
+        cached = {ref.instance for ref in hit.refs} if hit.num_tokens else set()
         num_tokens, everyone = request.num_tokens, len(self._everyone)
         requests_per_s, busy = self._arrivals.rates(view.now_s)
         slack = 1 - min(_BUSIEST, busy / everyone)
         single_s = self._seconds(1, num_tokens - hit.num_tokens, hit.num_tokens)
         num_free, usual_s = sum([known[i].wait_s <= _AHEAD_S for i in able]), self._arrivals.usual_s
-        quick_s, answer_s = self._quickest_s(num_tokens), self._answers.usual * self._decode.seconds(1, num_tokens)
+        quick_s, answer_s = self._quickest_s(num_tokens), self._answer * self._decode.seconds(1, num_tokens)
         usual_quick_s = max(1e-6, min(usual_s, self._arrivals.usual_quick_s))
         least = math.inf
         best: tuple[int, ...] = ()
@@ -334,7 +321,7 @@ class Auto:
         return min(1.0, load / num_left) ** num_left if num_left > 0 else 1.0
 
     def _candidates(
-        self, size: int, able: Sequence[int], cached: Mapping[int, int], known: Mapping[int, Instance]
+        self, size: int, able: Sequence[int], cached: Collection[int], known: Mapping[int, Instance]
     ) -> Iterator[tuple[int, ...]]:
         """Yields groups of a size: on each host those of its instances that are least in use; whole hosts if larger.
 
@@ -365,7 +352,7 @@ class Auto:
     # ---------------------------------------------------------------- where it decodes
 
     def _home(self, request: RequestView, group: tuple[int, ...], known: Mapping[int, Instance]) -> tuple[Target, ...]:
-        """Chooses the instance that decodes a request; none when that is the only one of its group, or the whole group.
+        """Chooses the instance that decodes a request, or as few as have room; none when these are its group.
 
         Beside its own tokens' seconds count those by which others' become longer. An instance that spends a part of
         its time on prompts decodes in the rest of it.
@@ -386,9 +373,21 @@ class Auto:
             seconds = (each_s + added_s) / (1 - min(_BUSIEST, self._prefilled_s[i] / _MEMORY_S))
             if seconds < best_s:
                 best_s, best = seconds, i
-        if best < 0 or group == (best,):
-            return ()
-        return (Target(best, num_blocks),)
+        if best < 0:
+            return self._homes(num_blocks, group, known)
+        return () if group == (best,) else (Target(best, num_blocks),)
+
+    def _homes(self, num_blocks: int, group: tuple[int, ...], known: Mapping[int, Instance]) -> tuple[Target, ...]:
+        """Shards what no instance has room for over as few as have, if they are fewer than its group."""
+        own_share = -(-num_blocks // len(group))
+        room = {i: one.room - (own_share if i in group else 0) for i, one in known.items() if one.seats > 0}
+        best = sorted(room, key=room.__getitem__, reverse=True)
+        for number in range(2, len(group)):
+            chosen = self._in_order(best[:number])
+            if sum([max(0, room[i]) for i in chosen]) >= num_blocks:
+                shares = shares_by([max(0, room[i]) for i in chosen], num_blocks)
+                return tuple([Target(i, share) for i, share in zip(chosen, shares, strict=True) if share])
+        return ()
 
     def _decoders(self, known: Mapping[int, Instance], request: RequestView) -> list[int]:
         """Lists the instances that should decode: as many as prompts leave, or as decodes need to be quick enough."""
