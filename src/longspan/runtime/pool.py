@@ -134,7 +134,7 @@ def default_step_bytes(cluster: Cluster, device: str) -> int:
 
 
 def _move_bytes(cluster: Cluster) -> int:
-    if cluster.decode_spec is None:
+    if cluster.num_instances == 1:
         return 0
     sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp * cluster.spec.pp
-    return max(sources, cluster.decode_spec.num_ranks) * WINDOW_BYTES
+    return max(sources, (cluster.decode_spec or cluster.spec).num_ranks) * WINDOW_BYTES

@@ -105,7 +105,7 @@ class TetrisOptions(GroupOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions(GroupOptions):
-    """Options of `fixed-sp`: the size of groups, which must be given, and how they compute."""
+    """Options of `fixed-sp`: the size of groups, which must be given, how they compute, and `balance`."""
 
     sp: int = 0
     balance: bool = True
