@@ -40,7 +40,8 @@ def test_what_has_left_for_another_stage_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cluster", "backends", "windows"),
     [
-        (Cluster.of("4"), None, 0),
+        (Cluster.of("1"), None, 0),
+        (Cluster.of("4"), None, 4),
         (Cluster.of("4", "1"), 4, 4),
         (Cluster.of("4", "2xtp4"), 2, 8),
         (Cluster.of("3xtp2", "1"), 2, 4),
