@@ -83,9 +83,9 @@ def test_prompts_avoid_who_decodes() -> None:
     while len(decoding.output) < 5:
         made.engine.step()
     [home] = decoding.group
-    prompts = [made.add([number] * 10, max_tokens=2) for number in range(1, 4)]
+    prompt = made.add([1] * 10, max_tokens=2)
     made.run()
-    assert [made.parts_of(prompt)[0].group for prompt in prompts] == [(1 - home,)] * 3
+    assert made.parts_of(prompt)[0].group == (1 - home,)
 
 
 # ---------------------------------------------------------------- where requests decode

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import median
 from typing import Literal
 
@@ -35,22 +36,26 @@ _MEMORY_S = 10.0
 """An instance that has prefilled counts so long as one that will."""
 _BUSIEST = 0.9
 """The largest part of the time that instances are taken to be busy: it bounds what others are expected to wait."""
-_SLOWER = 3.0
-"""A token of others may take so many times as long as alone, by default, while a prompt is prefilled beside it."""
+_SLOWER = 20.0
+"""A step with a prompt may take so many times as long as a token alone, by default: shorter steps delay answers as
+long in all, and prompts longer.
+"""
 _AHEAD_S = 0.05
 """An instance is given a prompt so long before it is free for it, and not sooner: later is better for the choice."""
 _WEIGHT = 2.0
 """An answer that takes twice as long counts as much as so many first tokens that do."""
-_ANSWER, _FORGETS = 200.0, 0.05
-"""Tokens of an answer before any was seen, and the weight of what is seen then: on average half of those that run."""
+_ANSWER = 200.0
+"""Tokens of an answer before any was seen; those that run are taken to be half way."""
 _EFFICIENT = 2
 """Prompts are cut into steps of so many times their start at least, whatever decodes: less costs more than it saves."""
 _BESIDE = 1.25
 """Prompts are taken to need so many times as long beside decodes, which want short steps."""
 _SPARE = 1.4
 """Prompts are left so many times the instances that they keep busy; and half of all, if decodes need no more."""
+_CALM = 3.0
+"""Tokens should take at most so many times as long as alone, for most of the time."""
 _COMFORT = 0.6
-"""The part of the target that a step of decodes alone may take before more instances decode."""
+"""The part of that which a step of decodes alone may take before more instances decode."""
 _GUESSED_DECODE = DecodeFit(mean_error=0.0, max_error=0.0, num_samples=0, start_s=0.02, request_s=1e-4, context_s=1e-7)
 """Stands for measurements, for want of any."""
 
@@ -60,7 +65,7 @@ class AutoOptions(GroupOptions):
     """Options of `auto`: what prompts may do to others, and how groups compute.
 
     Attributes:
-        target_tbt: seconds between tokens of a request that a step with a prompt should not exceed; `auto` is three
+        target_tbt: seconds between tokens of a request that a step with a prompt should not exceed; `auto` is twenty
             times what a token takes alone, and no bound where that was not measured.
     """
 
@@ -123,11 +128,10 @@ class Instance:
 
     decodes: int
     context: int
-    due_tokens: int
     wait_s: float
-    shares: bool
     room: int
     seats: int
+    strain: float = 0.0
 
 
 class Auto:
@@ -171,7 +175,8 @@ class Auto:
         batch = Batch(view, self._all, coupled_sets=coupled_instances([*coupled, *groups]) if groups else coupled)
         for request in batch.running():
             batch.add(self._next(request, batch.budget, known))
-        assigned = [r for r in view.waiting if r.id in self._groups] if self._groups else ()
+        by_id = {r.id: r for r in view.waiting} if self._groups else {}
+        assigned = [by_id[one] for one in self._groups]
         for request in batch.waiting(r for r in assigned if batch.instances.issuperset(self._groups[r.id])):
             batch.add(self._first(request, batch.budget, known))
         for part in batch.parts:
@@ -192,6 +197,9 @@ class Auto:
             self._groups = {one: group for one, group in self._groups.items() if one in waiting}
         fades = math.exp((self._prefilled_at_s - view.now_s) / _MEMORY_S)
         self._prefilled_at_s = view.now_s
+        answers = [one.num_known - one.num_prompt for one in view.running if one.num_known > one.num_prompt]
+        if answers:
+            self._answer += (1 - fades) * (2 * sum(answers) / len(answers) - self._answer)
         for instance in self._prefilled_s:
             self._prefilled_s[instance] *= fades
 
@@ -201,14 +209,13 @@ class Auto:
             i: Instance(
                 decodes=0,
                 context=0,
-                due_tokens=0,
                 wait_s=0.0,
-                shares=False,
                 room=kv.num_free(i) - max(0, reserved[i]) - view.promised.get(i, 0),
                 seats=view.max_num_seqs - len(view.running.on(i)),
             )
             for i in self._everyone
         }
+        busy_s: dict[int, float] = {}
         for request in view.running:
             due = request.num_tokens - request.num_scheduled
             prefills = due > 1 or request.num_scheduled < request.num_prompt
@@ -218,23 +225,23 @@ class Auto:
                 found[instance].context += request.num_tokens
             if request.num_computed < request.num_prompt:
                 for instance in request.group if request.in_flight else ():
-                    found[instance].wait_s = max(0.0, self._free_at_s[instance] - view.now_s)
+                    busy_s[instance] = max(0.0, self._free_at_s[instance] - view.now_s)
             if prefills:
+                due_s = self._seconds(len(request.group), due, request.num_scheduled)
                 for instance in request.group:
-                    found[instance].due_tokens += -(-due // len(request.group))
-                    found[instance].shares |= len(request.group) > 1
+                    found[instance].wait_s += due_s
+        for instance, seconds in busy_s.items():
+            found[instance].wait_s += seconds
         for request in view.waiting if self._groups else ():
             if request.id in self._groups:
-                self._take(request, self._groups[request.id], found)
-        if (decodes := sum([one.decodes for one in found.values()])) and view.waiting:
-            outputs = sum([max(0, one.num_known - one.num_prompt) for one in view.running])
-            self._answer += _FORGETS * (2 * outputs / decodes - self._answer)
+                group = self._groups[request.id]
+                self._take(group, self._seconds(len(group), request.num_tokens, 0), found)
         return found
 
-    def _take(self, request: RequestView, group: Sequence[int], known: Mapping[int, Instance]) -> None:
+    def _take(self, group: Sequence[int], seconds: float, known: Mapping[int, Instance]) -> None:
+        end_s = max([known[i].wait_s for i in group]) + seconds
         for instance in group:
-            known[instance].due_tokens += -(-request.num_tokens // len(group))
-            known[instance].shares |= len(group) > 1
+            known[instance].wait_s = end_s
 
     def _time(self, members: int) -> PrefillTime:
         """Predicts prompts on a group: those that go on elsewhere may be on fewer than any that is chosen."""
@@ -243,105 +250,117 @@ class Auto:
     def _seconds(self, members: int, new_tokens: int, cached_tokens: int) -> float:
         return self._time(members).seconds(new_tokens, cached_tokens)
 
-    def _quickest_s(self, num_tokens: int) -> float:
-        return min([times.seconds(num_tokens) for times in self._times.values()])
+    def _quickest_s(self, num_tokens: int, num_cached: int = 0) -> float:
+        return min([times.seconds(num_tokens - num_cached, num_cached) for times in self._times.values()])
 
     # ---------------------------------------------------------------- groups
 
     def _assign(self, view: ClusterView, known: Mapping[int, Instance]) -> None:
-        """Gives requests groups, first come first, until no instance is free for one."""
-        for index, request in enumerate(view.waiting):
-            single_s = self._seconds(1, request.num_tokens, 0)
-            self._arrivals.add(request, single_s, self._quickest_s(request.num_tokens))
-            if request.id in self._groups:
-                continue
-            able = [i for i in self._everyone if self._is_free(known[i], view)]
-            if not able:
+        """Gives requests groups until no instance is free for one: first comes who has waited longest, for its length.
+
+        That is by the ratio of a request's wait and quickest seconds to these seconds, so that short ones pass long
+        ones of a burst, but not for ever ("highest response ratio next").
+        """
+        waiting = []
+        for request in view.waiting:
+            single_s, quick_s = self._seconds(1, request.num_tokens, 0), self._quickest_s(request.num_tokens)
+            self._arrivals.add(request, single_s, quick_s)
+            if request.id not in self._groups:
+                hit = view.kv.match(request, self._everyone)
+                if hit.num_tokens:
+                    quick_s = self._quickest_s(request.num_tokens, hit.num_tokens)
+                waiting.append((-(view.now_s - request.arrival_s) / quick_s, quick_s, request, hit))
+        waiting.sort(key=itemgetter(0, 1))
+        for instance, one in known.items():
+            one.strain = self._strain(instance, one) if one.decodes else 0.0
+        slowness = sum([1 / quick_s for _, quick_s, _, _ in waiting])
+        for _, quick_s, request, hit in waiting:
+            if all(one.wait_s > _AHEAD_S for one in known.values()):
                 break
-            group = self._choose(request, able, len(view.waiting) - index - 1, view, known)
+            slowness -= 1 / quick_s
+            group, seconds = self._choose(request, hit, quick_s, slowness, view, known)
             if not group:
                 break
             if all(known[i].wait_s <= _AHEAD_S for i in group):
                 self._groups[request.id] = group
-            self._take(request, group, known)
-
-    def _is_free(self, instance: Instance, view: ClusterView) -> bool:
-        """Tells whether a step of it could hold more of prompts."""
-        return not instance.shares and instance.due_tokens < view.max_num_batched_tokens
+            self._take(group, seconds, known)
 
     def _choose(
         self,
         request: RequestView,
-        able: Sequence[int],
-        num_behind: int,
+        hit: PrefixHit,
+        quick_s: float,
+        slowness: float,
         view: ClusterView,
         known: Mapping[int, Instance],
-    ) -> tuple[int, ...]:
-        """Chooses the group with the smallest sum of slowdowns: of its first token, over the quickest that it could
-        have; of prompts that come later, for which more of the instances' time is spent, or all are busy for longer
-        than usual; and of answers on the group, which wait meanwhile.
+    ) -> tuple[tuple[int, ...], float]:
+        """Chooses the group with the smallest sum of slowdowns, and returns its seconds.
+
+        They are those of its first token, over the quickest that it could have (`quick_s`); of prompts that wait behind
+        it (`slowness` is the sum of what a second means to them) or come later, for which more of the instances' time
+        is spent, or all are busy for longer than usual; and of answers on the group, which wait meanwhile.
         """
+        single_s = self._seconds(1, request.num_tokens - hit.num_tokens, hit.num_tokens)
         returning = view.returning.get(request.id, ())
         if returning:
-            return self._in_order(returning) if set(able).issuperset(returning) else ()
-        hit = view.kv.match(request, self._everyone)
+            return self._in_order(returning), single_s
         cached = {ref.instance for ref in hit.refs} if hit.num_tokens else set()
         num_tokens, everyone = request.num_tokens, len(self._everyone)
         requests_per_s, busy = self._arrivals.rates(view.now_s)
         slack = 1 - min(_BUSIEST, busy / everyone)
-        single_s = self._seconds(1, num_tokens - hit.num_tokens, hit.num_tokens)
-        num_free, usual_s = sum([known[i].wait_s <= _AHEAD_S for i in able]), self._arrivals.usual_s
-        quick_s, answer_s = self._quickest_s(num_tokens), self._answer * self._decode.seconds(1, num_tokens)
+        num_free, usual_s = sum([one.wait_s <= _AHEAD_S for one in known.values()]), self._arrivals.usual_s
+        answer_s = self._answer * self._decode.seconds(1, num_tokens)
         usual_quick_s = max(1e-6, min(usual_s, self._arrivals.usual_quick_s))
-        least = math.inf
+        least, best_s = math.inf, 0.0
         best: tuple[int, ...] = ()
         for size in self._times:
-            for group in self._candidates(size, able, cached, known):
+            for group in self._blocks(size):
                 if not self._has_room(request, group, known):
                     continue
                 reused = hit.num_tokens if cached and set(group).issuperset(cached) else 0
                 seconds = self._seconds(size, num_tokens - reused, reused)
-                wait_s = max(known[i].wait_s + known[i].due_tokens * self._times[1].token_s for i in group)
-                more_s = max(0.0, size * seconds - single_s) / everyone
-                coming = num_behind + requests_per_s * seconds
-                delayed = sum([known[i].decodes for i in group])
-                seconds *= _BESIDE if delayed else 1.0
+                waits = [known[i].wait_s for i in group]
+                wait_s = max(waits)
+                idle_s = size * wait_s - sum(waits)
+                more_s = max(0.0, idle_s + size * seconds - single_s) / everyone
+                strain = sum([known[i].strain for i in group])
+                seconds *= _BESIDE if strain else 1.0
                 none_left = self._none_left(num_free - size, requests_per_s * usual_s)
                 held_up_s = max(0.0, seconds / 2 - usual_s) * none_left
+                coming = requests_per_s * seconds
                 cost = (wait_s + seconds) / quick_s
+                cost += slowness * more_s
                 cost += coming * more_s / slack / max(usual_quick_s, quick_s)
                 cost += coming * held_up_s / max(usual_quick_s, usual_s)
-                cost += _WEIGHT * delayed * seconds / answer_s
+                cost += strain * seconds / answer_s
                 if cost < least:
-                    least, best = cost, group
-        return self._in_order(best)
+                    least, best, best_s = cost, group, seconds
+        return self._in_order(best), best_s
+
+    def _strain(self, instance: int, known: Instance) -> float:
+        """Weighs what a prompt does to the answers of an instance, little while tokens come soon enough."""
+        share = min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S)
+        token_s = self._step_s(known.decodes, known.context) / (1 - share)
+        return _WEIGHT * known.decodes * min(1.0, token_s / (_CALM * self._step_s(1, 0))) ** 2
+
+    def _step_s(self, decodes: int, context: int) -> float:
+        fit = self._decode
+        return fit.start_s + fit.request_s * decodes + fit.context_s * context
 
     def _none_left(self, num_left: int, load: float) -> float:
         """Estimates how likely it is that the usual prompt finds none of `num_left` instances free."""
         return min(1.0, load / num_left) ** num_left if num_left > 0 else 1.0
 
-    def _candidates(
-        self, size: int, able: Sequence[int], cached: Collection[int], known: Mapping[int, Instance]
-    ) -> Iterator[tuple[int, ...]]:
-        """Yields groups of a size: on each host those of its instances that are least in use; whole hosts if larger.
+    def _blocks(self, size: int) -> list[tuple[int, ...]]:
+        """Lists groups of a size, which do not overlap: on a host each, or whole hosts if larger.
 
-        One more has those that have the beginning of the prompt.
+        The groups of half the size are halves of these, so that prompts of different lengths seldom wait for a member
+        while others are idle.
         """
-        found = {
-            i: (one.wait_s > _AHEAD_S, one.decodes, one.due_tokens, -one.room) for i in able for one in (known[i],)
-        }
-        hosts = [sorted((i for i in host if i in found), key=found.__getitem__) for host in self._hosts.values()]
-        hosts.sort(key=len, reverse=True)
-        most = len(hosts[0])
-        if size <= most:
-            for host in hosts:
-                if len(host) >= size:
-                    yield tuple(host[:size])
-                    held = [i for i in host if i in cached]
-                    if held and len(held) <= size and held != host[: len(held)]:
-                        yield tuple([*held, *(i for i in host if i not in cached)][:size])
-        elif size <= len(able):
-            yield tuple([i for host in hosts for i in host][:size])
+        hosts = list(self._hosts.values())
+        if size > max(map(len, hosts)):
+            hosts = [[i for host in hosts for i in host]]
+        return [tuple(host[first : first + size]) for host in hosts for first in range(0, len(host) - size + 1, size)]
 
     def _has_room(self, request: RequestView, group: Sequence[int], known: Mapping[int, Instance]) -> bool:
         return request.blocks_for(request.num_tokens) <= sum([max(0, known[i].room) for i in group])
@@ -395,7 +414,7 @@ class Auto:
         decodes = 1 + sum([one.decodes for one in known.values()])
         context = request.num_tokens + sum([one.context for one in known.values()])
         spread_s = fit.request_s * decodes + fit.context_s * context
-        needed = spread_s / max(1e-9, _COMFORT * self._target_s - fit.start_s)
+        needed = spread_s / max(1e-9, _COMFORT * min(_CALM * fit.seconds(1, 0), self._target_s) - fit.start_s)
         _, busy = self._arrivals.rates(self._prefilled_at_s)
         left = everyone - max(everyone / 2, _SPARE * busy)
         number = min(everyone, max(1, math.ceil(needed), int(left)))
