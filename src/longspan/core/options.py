@@ -136,7 +136,7 @@ class SchedulingArgs:
         float | None,
         _scheduling(
             "Seconds between tokens that steps with prompts should keep to, for policy auto.",
-            default="3 times what a token takes alone",
+            default="20 times what a token takes alone",
             minimum=0.001,
         ),
     ] = None

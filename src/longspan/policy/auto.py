@@ -15,9 +15,11 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from longspan.core.exchange import Exchange
 from longspan.core.owners import PrefixHit, Target, coupled_instances
@@ -29,6 +31,8 @@ from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.routing import goes_on, shares_by
 from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
+
+Numbers = NDArray[np.float64]
 
 _WINDOW_S = 30.0
 """Over which arrivals are counted."""
@@ -44,8 +48,8 @@ _AHEAD_S = 0.05
 """An instance is given a prompt so long before it is free for it, and not sooner: later is better for the choice."""
 _WEIGHT = 2.0
 """An answer that takes twice as long counts as much as so many first tokens that do."""
-_ANSWER = 200.0
-"""Tokens of an answer before any was seen; those that run are taken to be half way."""
+_ANSWER, _LEARNS = 200.0, 0.05
+"""Tokens of an answer before any has ended, and how much each that has is believed."""
 _EFFICIENT = 2
 """Prompts are cut into steps of so many times their start at least, whatever decodes: less costs more than it saves."""
 _BESIDE = 1.25
@@ -112,16 +116,14 @@ class Arrivals:
         return len(self._recent) / span_s, max(0.0, self._total_s) / span_s
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True)
 class Instance:
     """An instance as it is known while a plan is made.
 
     Attributes:
         decodes: requests that decode here, or will.
         context: tokens that they have.
-        due_tokens: tokens of prompts that nobody has scheduled yet.
-        wait_s: until it is done with those that were.
-        shares: whether a prompt that several share has it until its last chunk is scheduled.
+        wait_s: until it is done with prompts.
         room: blocks that nothing needs.
         seats: requests that may still join, here or from others.
     """
@@ -131,7 +133,55 @@ class Instance:
     wait_s: float
     room: int
     seats: int
-    strain: float = 0.0
+
+
+class Candidate(NamedTuple):
+    """A request that waits, with what it would find cached, its fewest seconds, and its wait over these."""
+
+    request: RequestView
+    hit: PrefixHit
+    quick_s: float
+    ratio: float
+
+
+class Choice:
+    """The groups to choose from: 1, 2, 4 and so on instances of one host each, whole hosts for more, and all.
+
+    Those of a size do not overlap, and those of half the size are halves of them, so that prompts of different lengths
+    seldom wait for a member while others are idle.
+
+    Attributes:
+        groups: ascending in size.
+        sizes: of each, `[num_groups]`.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[int]], sizes: Collection[int]) -> None:
+        everyone = [instance for host in hosts for instance in host]
+        place = {instance: place for place, instance in enumerate(sorted(everyone))}
+        self.groups: list[tuple[int, ...]] = []
+        kinds = []
+        for kind, size in enumerate(sizes):
+            for host in hosts if size <= max(map(len, hosts)) else [everyone]:
+                groups = [host[first : first + size] for first in range(0, len(host) - size + 1, size)]
+                self.groups += [tuple(sorted(group)) for group in groups]
+                kinds += [kind] * len(groups)
+        self._kinds = np.array(kinds)
+        self._places = np.array([place[instance] for group in self.groups for instance in group])
+        self.sizes = np.array(list(map(len, self.groups)))
+        self._starts = np.cumsum(self.sizes) - self.sizes
+
+    def spread(self, by_size: Sequence[float]) -> Numbers:
+        """Gives each what its size has."""
+        found: Numbers = np.array(by_size)[self._kinds]
+        return found
+
+    def sums(self, values: Numbers) -> Numbers:
+        """Adds up what the members of each have."""
+        return np.add.reduceat(values[self._places], self._starts)
+
+    def most(self, values: Numbers) -> Numbers:
+        """Returns the most that a member of each has."""
+        return np.maximum.reduceat(values[self._places], self._starts)
 
 
 class Auto:
@@ -145,15 +195,22 @@ class Auto:
         self._decode = alone[0] if alone else _GUESSED_DECODE
         usual_s = _SLOWER * self._decode.seconds(1, 0) if alone else math.inf  # a guess is no reason to cut steps
         self._target_s = usual_s if options.target_tbt == "auto" else options.target_tbt
-        self._hosts: dict[object, list[int]] = {}
+        hosts: dict[object, list[int]] = {}
         for instance in instances:
-            self._hosts.setdefault(facts.location(instance).host_id, []).append(instance)
+            hosts.setdefault(facts.location(instance).host_id, []).append(instance)
+        self._choice = Choice(list(hosts.values()), self._times)
+        self._place = {instance: place for place, instance in enumerate(instances)}
         self._parts = options.group_parts(instances, facts)
         self._arrivals, self._answer = Arrivals(), _ANSWER
         self._groups: dict[int, tuple[int, ...]] = {}
         """Chosen for requests that have not begun, first come first."""
         self._free_at_s = dict.fromkeys(instances, 0.0)
         """When steps that were planned are expected to be done with prompts."""
+        self._begun: dict[int, tuple[int, ...]] = {}
+        """Groups of requests that have begun, and do not only decode yet."""
+        self._decoding: dict[int, Sequence[RequestView]] = dict.fromkeys(instances, ())
+        """Who decoded on each instance, with so many tokens (`_context`), after so many changes there (`_counted`)."""
+        self._context, self._counted = dict.fromkeys(instances, 0), dict[int, int]()
         self._prefilled_s = dict.fromkeys(instances, 0.0)
         self._prefilled_at_s = 0.0
 
@@ -167,7 +224,7 @@ class Auto:
         if self._all <= view.full:
             return Plan()
         self._forget(view)
-        known = self._known(view)
+        known = self._known(view) if view.waiting or self._begun else {}
         if view.waiting:
             self._assign(view, known)
         groups = [group for group in self._groups.values() if len(group) > 1]
@@ -197,51 +254,78 @@ class Auto:
             self._groups = {one: group for one, group in self._groups.items() if one in waiting}
         fades = math.exp((self._prefilled_at_s - view.now_s) / _MEMORY_S)
         self._prefilled_at_s = view.now_s
-        answers = [one.num_known - one.num_prompt for one in view.running if one.num_known > one.num_prompt]
-        if answers:
-            self._answer += (1 - fades) * (2 * sum(answers) / len(answers) - self._answer)
         for instance in self._prefilled_s:
             self._prefilled_s[instance] *= fades
 
     def _known(self, view: ClusterView) -> dict[int, Instance]:
-        kv, reserved = view.kv, view.running.due_blocks
-        found = {
-            i: Instance(
-                decodes=0,
-                context=0,
-                wait_s=0.0,
-                room=kv.num_free(i) - max(0, reserved[i]) - view.promised.get(i, 0),
-                seats=view.max_num_seqs - len(view.running.on(i)),
-            )
-            for i in self._everyone
-        }
-        busy_s: dict[int, float] = {}
-        for request in view.running:
-            due = request.num_tokens - request.num_scheduled
-            prefills = due > 1 or request.num_scheduled < request.num_prompt
+        kv, running, reserved = view.kv, view.running, view.running.due_blocks
+        begun = self._still_begun(view)
+        changes, promised, max_num_seqs = running.changes, view.promised, view.max_num_seqs
+        found = {}
+        for i in self._everyone:
+            if self._counted.get(i) != changes[i]:
+                self._count(i, view)
+            decoding, context = self._decoding[i], self._context[i]
+            room = kv.num_free(i) - max(0, reserved[i]) - promised.get(i, 0)
+            found[i] = Instance(len(decoding), context, 0.0, room, max_num_seqs - len(running.on(i)))
+        for request in begun:
+            prefills = self._is_prefill(request)
             for instance in request.targets or (() if prefills else request.group):
                 found[instance].decodes += 1
                 found[instance].seats -= bool(request.targets)
                 found[instance].context += request.num_tokens
-            if request.num_computed < request.num_prompt:
-                for instance in request.group if request.in_flight else ():
-                    busy_s[instance] = max(0.0, self._free_at_s[instance] - view.now_s)
-            if prefills:
-                due_s = self._seconds(len(request.group), due, request.num_scheduled)
-                for instance in request.group:
-                    found[instance].wait_s += due_s
+        self._wait(view, begun, found)
+        return found
+
+    def _wait(self, view: ClusterView, begun: Sequence[RequestView], known: Mapping[int, Instance]) -> None:
+        """Adds up what instances still have to do for prompts."""
+        busy_s: dict[int, float] = {}
+        for request in begun:
+            group = request.group
+            if request.in_flight and request.num_computed < request.num_prompt:
+                busy_s |= {i: max(0.0, self._free_at_s[i] - view.now_s) for i in group}
+            if self._is_prefill(request):
+                seconds = self._seconds(len(group), request.num_tokens - request.num_scheduled, request.num_scheduled)
+                for instance in group:
+                    known[instance].wait_s += seconds
         for instance, seconds in busy_s.items():
-            found[instance].wait_s += seconds
+            known[instance].wait_s += seconds
         for request in view.waiting if self._groups else ():
             if request.id in self._groups:
                 group = self._groups[request.id]
-                self._take(group, self._seconds(len(group), request.num_tokens, 0), found)
-        return found
+                end_s = max([known[i].wait_s for i in group]) + self._seconds(len(group), request.num_tokens, 0)
+                for instance in group:
+                    known[instance].wait_s = end_s
 
-    def _take(self, group: Sequence[int], seconds: float, known: Mapping[int, Instance]) -> None:
-        end_s = max([known[i].wait_s for i in group]) + seconds
-        for instance in group:
-            known[instance].wait_s = end_s
+    def _is_prefill(self, request: RequestView) -> bool:
+        """Tells whether anything but its next token is still to be scheduled."""
+        return request.num_scheduled < max(request.num_prompt, request.num_tokens - 1)
+
+    def _count(self, instance: int, view: ClusterView) -> None:
+        """Looks who decodes on an instance, and how long answers were that have ended there."""
+        for request in self._decoding[instance]:
+            if view.running.get(request.id) is None:
+                self._answer += _LEARNS * (request.num_known - request.num_prompt - self._answer)
+        decoding = [one for one in view.running.on(instance) if one.id not in self._begun]
+        self._counted[instance], self._decoding[instance] = view.running.changes[instance], decoding
+        self._context[instance] = sum([one.num_tokens for one in decoding])
+
+    def _still_begun(self, view: ClusterView) -> list[RequestView]:
+        """Lists the requests that run and are not only decoding yet, and forgets others."""
+        found = []
+        for one, group in list(self._begun.items()):
+            request = view.running.get(one)
+            if request is not None and (
+                request.targets
+                or request.num_computed < request.num_prompt
+                or request.num_tokens > request.num_scheduled + 1
+            ):
+                found.append(request)
+                continue
+            del self._begun[one]
+            for instance in group if request is None else request.group:
+                self._counted.pop(instance, None)
+        return found
 
     def _time(self, members: int) -> PrefillTime:
         """Predicts prompts on a group: those that go on elsewhere may be on fewer than any that is chosen."""
@@ -269,76 +353,73 @@ class Auto:
                 hit = view.kv.match(request, self._everyone)
                 if hit.num_tokens:
                     quick_s = self._quickest_s(request.num_tokens, hit.num_tokens)
-                waiting.append((-(view.now_s - request.arrival_s) / quick_s, quick_s, request, hit))
-        waiting.sort(key=itemgetter(0, 1))
-        for instance, one in known.items():
-            one.strain = self._strain(instance, one) if one.decodes else 0.0
-        slowness = sum([1 / quick_s for _, quick_s, _, _ in waiting])
-        for _, quick_s, request, hit in waiting:
-            if all(one.wait_s > _AHEAD_S for one in known.values()):
+                waiting.append(Candidate(request, hit, quick_s, (view.now_s - request.arrival_s) / quick_s))
+        waiting.sort(key=lambda one: (-one.ratio, one.quick_s))
+        wait_s = np.array([one.wait_s for one in known.values()])
+        strain = np.array([self._strain(i, one) if one.decodes else 0.0 for i, one in known.items()])
+        room = np.array([max(0, one.room) for one in known.values()])
+        strains, rooms = self._choice.sums(strain), self._choice.sums(room)
+        slowness = sum([1 / one.quick_s for one in waiting])
+        for one in waiting:
+            if wait_s.min() > _AHEAD_S:
                 break
-            slowness -= 1 / quick_s
-            group, seconds = self._choose(request, hit, quick_s, slowness, view, known)
+            request, slowness = one.request, slowness - 1 / one.quick_s
+            group = self._in_order(view.returning.get(request.id, ()))
+            seconds = self._seconds(len(group), request.num_tokens, 0) if group else 0.0
             if not group:
-                break
-            if all(known[i].wait_s <= _AHEAD_S for i in group):
+                costs, all_s = self._costs(one, slowness, view.now_s, wait_s, strains)
+                costs[rooms < request.blocks_for(request.num_tokens)] = math.inf
+                best = int(costs.argmin())
+                if costs[best] == math.inf:
+                    break
+                group, seconds = self._choice.groups[best], all_s[best]
+            places = [self._place[i] for i in group]
+            begins_s = wait_s[places].max()
+            if begins_s <= _AHEAD_S:
                 self._groups[request.id] = group
-            self._take(group, seconds, known)
+            wait_s[places] = begins_s + seconds
 
-    def _choose(
-        self,
-        request: RequestView,
-        hit: PrefixHit,
-        quick_s: float,
-        slowness: float,
-        view: ClusterView,
-        known: Mapping[int, Instance],
-    ) -> tuple[tuple[int, ...], float]:
-        """Chooses the group with the smallest sum of slowdowns, and returns its seconds.
+    def _costs(
+        self, one: Candidate, slowness: float, now_s: float, wait_s: Numbers, strains: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """Sums slowdowns for each group, and returns also what the prompt takes there, in seconds.
 
-        They are those of its first token, over the quickest that it could have (`quick_s`); of prompts that wait behind
-        it (`slowness` is the sum of what a second means to them) or come later, for which more of the instances' time
-        is spent, or all are busy for longer than usual; and of answers on the group, which wait meanwhile.
+        They are those of its first token, over the quickest that it could have; of prompts that wait behind it
+        (`slowness` is the sum of what a second means to them) or come later, for which more of the instances' time is
+        spent, or all are busy for longer than usual; and of answers on the group, which wait meanwhile.
+
+        Args:
+            wait_s: `[num_instances]`.
+            strains: `[num_groups]`, see `_strain`.
         """
-        single_s = self._seconds(1, request.num_tokens - hit.num_tokens, hit.num_tokens)
-        returning = view.returning.get(request.id, ())
-        if returning:
-            return self._in_order(returning), single_s
-        cached = {ref.instance for ref in hit.refs} if hit.num_tokens else set()
-        num_tokens, everyone = request.num_tokens, len(self._everyone)
-        requests_per_s, busy = self._arrivals.rates(view.now_s)
+        choice, hit, everyone, num_tokens = self._choice, one.hit, len(self._everyone), one.request.num_tokens
+        requests_per_s, busy = self._arrivals.rates(now_s)
         slack = 1 - min(_BUSIEST, busy / everyone)
-        num_free, usual_s = sum([one.wait_s <= _AHEAD_S for one in known.values()]), self._arrivals.usual_s
+        single_s = self._seconds(1, num_tokens - hit.num_tokens, hit.num_tokens)
+        num_free, usual_s = int((wait_s <= _AHEAD_S).sum()), self._arrivals.usual_s
         answer_s = self._answer * self._decode.seconds(1, num_tokens)
         usual_quick_s = max(1e-6, min(usual_s, self._arrivals.usual_quick_s))
-        least, best_s = math.inf, 0.0
-        best: tuple[int, ...] = ()
-        for size in self._times:
-            for group in self._blocks(size):
-                if not self._has_room(request, group, known):
-                    continue
-                reused = hit.num_tokens if cached and set(group).issuperset(cached) else 0
-                seconds = self._seconds(size, num_tokens - reused, reused)
-                waits = [known[i].wait_s for i in group]
-                wait_s = max(waits)
-                idle_s = size * wait_s - sum(waits)
-                more_s = max(0.0, idle_s + size * seconds - single_s) / everyone
-                strain = sum([known[i].strain for i in group])
-                seconds *= _BESIDE if strain else 1.0
-                none_left = self._none_left(num_free - size, requests_per_s * usual_s)
-                held_up_s = max(0.0, seconds / 2 - usual_s) * none_left
-                coming = requests_per_s * seconds
-                cost = (wait_s + seconds) / quick_s
-                cost += slowness * more_s
-                cost += coming * more_s / slack / max(usual_quick_s, quick_s)
-                cost += coming * held_up_s / max(usual_quick_s, usual_s)
-                cost += strain * seconds / answer_s
-                if cost < least:
-                    least, best, best_s = cost, group, seconds
-        return self._in_order(best), best_s
+        none_left = [self._none_left(num_free - size, requests_per_s * usual_s) for size in self._times]
+
+        seconds = choice.spread([times.seconds(num_tokens) for times in self._times.values()])
+        if hit.num_tokens:
+            reused = [times.seconds(num_tokens - hit.num_tokens, hit.num_tokens) for times in self._times.values()]
+            holds = np.zeros(everyone)
+            holds[[self._place[i] for i in {ref.instance for ref in hit.refs}]] = 1
+            seconds = np.where(choice.sums(holds) == holds.sum(), choice.spread(reused), seconds)
+        begins_s = choice.most(wait_s)
+        idle_s = choice.sizes * begins_s - choice.sums(wait_s)
+        more_s = np.maximum(0.0, idle_s + choice.sizes * seconds - single_s) / everyone
+        seconds = np.where(strains > 0, _BESIDE * seconds, seconds)
+        held_up_s = np.maximum(0.0, seconds / 2 - usual_s) * choice.spread(none_left)
+        coming = requests_per_s * seconds
+        costs = (begins_s + seconds) / one.quick_s + slowness * more_s + strains * seconds / answer_s
+        costs += coming * more_s / (slack * max(usual_quick_s, one.quick_s))
+        costs += coming * held_up_s / max(usual_quick_s, usual_s)
+        return costs, seconds
 
     def _strain(self, instance: int, known: Instance) -> float:
-        """Weighs what a prompt does to the answers of an instance, little while tokens come soon enough."""
+        """Weighs the delay of answers on an instance by a prompt."""
         share = min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S)
         token_s = self._step_s(known.decodes, known.context) / (1 - share)
         return _WEIGHT * known.decodes * min(1.0, token_s / (_CALM * self._step_s(1, 0))) ** 2
@@ -350,20 +431,6 @@ class Auto:
     def _none_left(self, num_left: int, load: float) -> float:
         """Estimates how likely it is that the usual prompt finds none of `num_left` instances free."""
         return min(1.0, load / num_left) ** num_left if num_left > 0 else 1.0
-
-    def _blocks(self, size: int) -> list[tuple[int, ...]]:
-        """Lists groups of a size, which do not overlap: on a host each, or whole hosts if larger.
-
-        The groups of half the size are halves of these, so that prompts of different lengths seldom wait for a member
-        while others are idle.
-        """
-        hosts = list(self._hosts.values())
-        if size > max(map(len, hosts)):
-            hosts = [[i for host in hosts for i in host]]
-        return [tuple(host[first : first + size]) for host in hosts for first in range(0, len(host) - size + 1, size)]
-
-    def _has_room(self, request: RequestView, group: Sequence[int], known: Mapping[int, Instance]) -> bool:
-        return request.blocks_for(request.num_tokens) <= sum([max(0, known[i].room) for i in group])
 
     def _in_order(self, group: Sequence[int]) -> tuple[int, ...]:
         return tuple([i for i in self._everyone if i in group]) if len(group) > 1 else tuple(group)
@@ -430,6 +497,7 @@ class Auto:
         part = self._prefill(request, group, hit.num_tokens, budget, hit, known)
         if part is None:
             return None
+        self._begun[request.id] = group
         for instance in group:
             known[instance].seats -= 1
         targets = self._home(request, group, known)
