@@ -1,14 +1,18 @@
 """Compares the default policy with every fixed choice, simulated: workloads x clusters x loads.
 
-    python benchmarks/choices.py --traces FOLDER [--json FILE] [--jobs 2]     # hours; goes on where FILE ends
-    python benchmarks/choices.py --quick                                      # minutes: one cluster, short workloads
+    python benchmarks/choices.py --traces FOLDER --profile FILE [--json FILE] [--plots FILE] [--jobs 2]
+    python benchmarks/choices.py --quick
+
+The first takes an hour and goes on where its `--json` file ends; the second half a minute. `--profile` is a file that
+`longspan profile` has written, of a small model: its machine's instances are one more cluster, with workloads of their
+own. Cells whose trace or profile is not given are left out.
 
 A load is a part of the highest rate: that at which the best of all policies serves the workload when all of it is there
 at the start. Goodput is the part of the requests whose first token takes at most 5 times as long as alone on the
 cluster (by `context`, which shares every long prompt), and whose mean time between tokens is at most 3 times as long as
 alone (by `chunked`). Exit code 1 if in any cell goodput of `auto` is below 0.98 of the best other policy's, or its TTFT
 P99, TBT P99 or E2E P50 are above 1.1 times that policy's; on the mixture goodput is to be 1.1 times as high, or all of
-it. Cells with a trace are left out where `--traces` has no such file.
+it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,12 +34,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.core.options import SchedulingArgs
+from longspan.cost.profile import Profile
 from longspan.sim.experiment import Experiment
 from longspan.sim.run import Result, percentile
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
-from longspan.workload.arrivals import Workload, prompt_of
-from longspan.workload.requests import make_workload
+from longspan.workload.arrivals import Arrival, Workload, arrival_times, prompt_of
+from longspan.workload.requests import draw_lengths, make_workload, quantiles
 from longspan.workload.spec import WorkloadSpec
 
 _POLICIES = ("auto", "chunked", "context", "tetris", "fixed-sp 2", "fixed-sp 4", "fixed-sp 8", "loongserve")
@@ -55,6 +61,10 @@ _TRACES = {
     "arxiv, answers of 200": "arxiv_summarization_lengths.csv.gz",
 }
 _NAMED, _MIXTURE = ("short", "medium", "long"), "chats and documents"
+_MEASURED = "as profiled"
+_SMALL = {"up to 6K": 1.0, "up to 6K, in bursts": 0.1}
+"""Burstiness, see `arrival_times`."""
+_INPUT_LEN, _OUTPUT_LEN = quantiles("input_len", {"0": 100, "1": 6000}), quantiles("output_len", {"0": 8, "1": 64})
 _SHAREGPT = Path(__file__).parent / "papers" / "sharegpt_quantiles.json"
 _DOCUMENT, _EVERY, _ANSWER = 131_072, 20, 200
 _TTFT_FACTOR, _TBT_FACTOR = 5.0, 3.0
@@ -82,20 +92,30 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return self.cluster, self.workload, self.load
 
 
+class Files(NamedTuple):
+    """Files that cells are made from."""
+
+    traces: Path | None = None
+    profile: Path | None = None
+
+
 def main() -> int:
     """Runs the cells that are not in the file yet, and prints all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one cluster, two workloads, two loads")
     parser.add_argument("--traces", type=Path, help="folder of traces; without it their cells are left out")
-    parser.add_argument("--clusters", nargs="+", choices=tuple(_CLUSTERS), default=tuple(_CLUSTERS))
-    parser.add_argument("--workloads", nargs="+", choices=(*_TRACES, *_NAMED, _MIXTURE))
+    parser.add_argument("--profile", type=Path, help="of a machine; without it its cells are left out")
+    parser.add_argument("--clusters", nargs="+", choices=(*_CLUSTERS, _MEASURED), default=(*_CLUSTERS, _MEASURED))
+    parser.add_argument("--workloads", nargs="+", choices=(*_TRACES, *_NAMED, _MIXTURE, *_SMALL))
     parser.add_argument("--loads", type=float, nargs="+", default=_LOADS)
     parser.add_argument("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
     parser.add_argument("--num-requests", type=int, default=400)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where points are kept, and taken from")
+    parser.add_argument("--plots", type=Path, help="an HTML page with all metrics over loads; needs plotly")
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
-    workloads = asked.workloads or [*(_TRACES if asked.traces else ()), *_NAMED, _MIXTURE]
+    files = Files(asked.traces, asked.profile)
+    workloads = asked.workloads or [*_TRACES, *_NAMED, _MIXTURE, *_SMALL]
     clusters, loads, number = asked.clusters, asked.loads, asked.num_requests
     if asked.quick:
         clusters, loads, number, workloads = ["1x8 A100, 8B"], (0.5, 0.8), 120, ["short", _MIXTURE]
@@ -105,28 +125,37 @@ def main() -> int:
     known = {(*one.cell, one.policy) for one in found}
     with ProcessPoolExecutor(max_workers=asked.jobs) as pool:
         jobs = [
-            pool.submit(_measure, cluster, workload, policy, todo, number, asked.traces)
+            pool.submit(_measure, cluster, workload, policy, todo, number, files)
             for cluster, workload, policy in product(clusters, workloads, asked.policies)
-            if (todo := [load for load in loads if (cluster, workload, load, policy) not in known])
+            if _is_possible(cluster, workload, files)
+            and (todo := [load for load in loads if (cluster, workload, load, policy) not in known])
         ]
         for job in tqdm(jobs, desc="policies", disable=None):
             found += job.result()
             if asked.json is not None:
                 asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    if asked.plots is not None:
+        _plot(found, asked.plots)
     return _report(found)
+
+
+def _is_possible(cluster: str, workload: str, files: Files) -> bool:
+    if cluster == _MEASURED or workload in _SMALL:
+        return cluster == _MEASURED and workload in _SMALL and files.profile is not None
+    return workload not in _TRACES or files.traces is not None
 
 
 # ---------------------------------------------------------------- runs
 
 
 def _measure(
-    cluster: str, workload: str, policy: str, loads: Sequence[float], number: int, traces: Path | None
+    cluster: str, workload: str, policy: str, loads: Sequence[float], number: int, files: Files
 ) -> list[Point]:
-    requests = _requests(workload, number, traces)
-    highest, ttft_s, tbt_s = _references(cluster, workload, number, traces)
+    requests = _requests(workload, number, files)
+    highest, ttft_s, tbt_s = _references(cluster, workload, number, files)
     found = []
     for load in loads:
-        result = _experiment(cluster, policy).run(requests.at_rate(load * highest))
+        result = _experiment(cluster, policy, files).run(requests.at_rate(load * highest))
         good = sum(
             one.ttft_s <= _TTFT_FACTOR * ttft_s[one.index] and one.mean_tbt_s <= _TBT_FACTOR * tbt_s[one.index]
             for one in result.served
@@ -157,16 +186,17 @@ def _measure(
 
 @lru_cache(maxsize=8)
 def _references(
-    cluster: str, workload: str, number: int, traces: Path | None
+    cluster: str, workload: str, number: int, files: Files
 ) -> tuple[float, Mapping[int, float], Mapping[int, float]]:
     """Returns the highest rate, and for each request the seconds of its first token, and between tokens, alone."""
-    requests = _requests(workload, number, traces)
+    requests = _requests(workload, number, files)
     offline = requests.one_by_one(0.0)
-    highest = max(number / _experiment(cluster, policy).run(offline).makespan_s for policy in ("chunked", "fixed-sp 4"))
+    names = ("chunked", "fixed-sp 2" if cluster == _MEASURED else "fixed-sp 4")
+    highest = max(number / _experiment(cluster, policy, files).run(offline).makespan_s for policy in names)
     alone = requests.one_by_one(_GAP_S)
     first = replace(alone, arrivals=[replace(one, output_len=1) for one in alone.arrivals])
-    quickest: Result = _experiment(cluster, "context").run(first)
-    steady: Result = _experiment(cluster, "chunked").run(alone)
+    quickest: Result = _experiment(cluster, "context", files).run(first)
+    steady: Result = _experiment(cluster, "chunked", files).run(alone)
     ttft_s = {one.index: one.ttft_s for one in quickest.served}
     for one in steady.served:
         ttft_s[one.index] = min(ttft_s[one.index], one.ttft_s)
@@ -174,19 +204,32 @@ def _references(
 
 
 @lru_cache(maxsize=16)
-def _experiment(cluster: str, policy: str) -> Experiment:
-    model, spec = _CLUSTERS[cluster]
+def _experiment(cluster: str, policy: str, files: Files) -> Experiment:
+    if cluster == _MEASURED:
+        assert files.profile is not None, "its cells are left out"
+        profile = Profile.from_json(files.profile.read_text(encoding="utf-8"))
+        number = max(one.members for one in profile.prefills)
+        model, spec = profile.profile_key.model, ClusterSpec(profile=files.profile, parallel=str(number))
+    else:
+        model, spec = _CLUSTERS[cluster]
     name, _, sp = policy.partition(" ")
     return make_experiment(model, spec, SchedulingArgs(policy=name, policy_options={"sp": sp} if sp else {}))
 
 
 @lru_cache(maxsize=4)
-def _requests(workload: str, number: int, traces: Path | None) -> Workload:
+def _requests(workload: str, number: int, files: Files) -> Workload:
+    if workload in _SMALL:
+        rng = np.random.default_rng(_SEED)
+        inputs, outputs = (draw_lengths(lengths, number, rng) for lengths in (_INPUT_LEN, _OUTPUT_LEN))
+        times = arrival_times(number, rate=1.0, burstiness=_SMALL[workload], rng=rng)
+        each = enumerate(zip(times, inputs, outputs, strict=True))
+        arrivals = [Arrival(due_s=s, prompt=prompt_of(index, new), output_len=out) for index, (s, new, out) in each]
+        return Workload(arrivals=arrivals, shares=False)
     if workload in _TRACES:
-        assert traces is not None, "its cells are left out"
+        assert files.traces is not None, "its cells are left out"
         answer = _ANSWER if workload.startswith("arxiv") else None
         spec = WorkloadSpec(
-            workload=str(traces / _TRACES[workload]), rate=1.0, num_requests=number, output_len=answer, seed=_SEED
+            workload=str(files.traces / _TRACES[workload]), rate=1.0, num_requests=number, output_len=answer, seed=_SEED
         )
         return make_workload(spec)
     if workload in _NAMED:
@@ -222,6 +265,35 @@ def _report(found: Sequence[Point]) -> int:
     Console(width=180).print(table)
     print(f"{len(failures)} requirements failed")
     return 1 if failures else 0
+
+
+def _plot(found: Sequence[Point], file: Path) -> None:
+    """Draws a row for each cluster and workload, a column for each metric, and a line for each policy, over loads."""
+    import plotly.graph_objects as go  # noqa: PLC0415  # optional
+    from plotly.colors import qualitative  # noqa: PLC0415
+    from plotly.subplots import make_subplots  # noqa: PLC0415
+
+    rows = list(dict.fromkeys(one.cell[:2] for one in found))
+    columns = ("goodput", *_TIMES)
+    page = make_subplots(
+        rows=len(rows), cols=len(columns), column_titles=list(columns), row_titles=[", ".join(row) for row in rows]
+    )
+    policies = list(dict.fromkeys(one.policy for one in found))
+    for row, column, (place, policy) in product(range(len(rows)), range(len(columns)), enumerate(policies)):
+        points = sorted((one for one in found if one.cell[:2] == rows[row] and one.policy == policy), key=_load)
+        line = {"color": qualitative.Dark24[place], "width": 3 if policy == "auto" else 1}
+        values = [getattr(one, columns[column]) for one in points]
+        drawn = go.Scatter(x=list(map(_load, points)), y=values, name=policy, legendgroup=policy, line=line)
+        drawn.showlegend = not row and not column
+        page.add_trace(drawn, row=row + 1, col=column + 1)
+    page.update_xaxes(range=[0, 1])
+    page.update_yaxes(rangemode="tozero")
+    page.update_layout(height=230 * len(rows), width=1500, template="plotly_white")
+    page.write_html(file)
+
+
+def _load(point: Point) -> float:
+    return point.load
 
 
 _TIMES = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99", "e2e_p50")

@@ -1,6 +1,7 @@
 """The same requests on two real instances, and on simulated ones that cost what `longspan profile` measured.
 
     python benchmarks/twin.py [--policies chunked context tetris runahead] [--runs 2] [--num-requests 60] [--load 0.9]
+                              [--burstiness 1 0.1]
 
 Percentiles of times, errors, and where each request was placed, side by side. Machines that others use, too, drift by
 tens of percent within minutes, so everything is profiled anew before and after each run of all policies, in place of
@@ -93,8 +94,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--num-requests", type=int, default=60)
     parser.add_argument(
-        "--load", type=float, default=0.9, help="part of the rate that keeps the simulated cluster busy"
+        "--load", type=float, default=0.9, help="part of the rate that keeps simulated instances busy with `chunked`"
     )
+    parser.add_argument("--burstiness", type=float, nargs="+", default=[1.0], help="each: of gaps, below 1 in bursts")
     parser.add_argument("--lengths", default="128,1024,2048,4096", help="prompts that are profiled")
     parser.add_argument("--repeats", type=int, default=2, help="how often everything is measured in each profile")
     parser.add_argument("--seed", type=int, default=0)
@@ -152,10 +154,10 @@ def _serve_online(asked: argparse.Namespace) -> None:
 
     before = profiled()
     for run in range(asked.runs):
-        served = [_Served.by(start, name, asked, before) for name in asked.policies]
+        served = [_Served.by(start, name, asked, how, before) for how in asked.burstiness for name in asked.policies]
         after = profiled()
         for one in served:
-            print(f"\nrun {run}, policy {one.twin.name}, {INSTANCES} x 1 thread")
+            print(f"\nrun {run}, policy {one.twin.name}, {INSTANCES} x 1 thread, burstiness {one.burstiness:g}")
             one.report(before, after)
         print(f"\nrun {run}, profiled after / before, single instance: {_drift(before, after):.2f}", flush=True)
         before = after
@@ -179,14 +181,14 @@ class Twin:
         drawn = np.random.default_rng([input_len, place]).integers(self.vocab_size, size=input_len)
         return Arrival(due_s=FAR_APART_S * place, prompt=tuple(drawn.tolist()), output_len=output_len)
 
-    def arrivals(self, number: int, load: float, seed: int, profile: Profile) -> list[Arrival]:
-        """Draws Poisson arrivals, at a rate near what the simulated cluster can do."""
-        rng = np.random.default_rng(seed)
+    def arrivals(self, asked: argparse.Namespace, burstiness: float, profile: Profile) -> list[Arrival]:
+        """Draws arrivals, the same for every policy, at a rate near what a simulated cluster without groups can do."""
+        number, rng = asked.num_requests, np.random.default_rng(asked.seed)
         inputs, outputs = (draw_lengths(lengths, number, rng) for lengths in (INPUT_LEN, OUTPUT_LEN))
         arrivals = [self.arrival(place, *lengths) for place, lengths in enumerate(zip(inputs, outputs, strict=True))]
-        busy_s = self._run(arrivals, profile, self.policy()).busy_s
-        rate = load * number * len(busy_s) / sum(busy_s)
-        times = arrival_times(number, rate=rate, burstiness=1.0, rng=rng)
+        busy_s = self._run(arrivals, profile, replace(self, name="chunked").policy()).busy_s
+        rate = asked.load * number * len(busy_s) / sum(busy_s)
+        times = arrival_times(number, rate=rate, burstiness=burstiness, rng=rng)
         return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
 
     def simulate(self, arrivals: Sequence[Arrival], profile: Profile, slower: float = 1.0) -> Times:
@@ -220,18 +222,21 @@ class _Served:
     """Times of real instances under a policy: with all requests, and with each of `ALONE`."""
 
     twin: Twin
+    burstiness: float
     arrivals: Sequence[Arrival]
     real: Times
     alone: Sequence[Times]
 
     @classmethod
-    def by(cls, start: Callable[[int], LLM], name: str, asked: argparse.Namespace, profile: Profile) -> _Served:
+    def by(
+        cls, start: Callable[[int], LLM], name: str, asked: argparse.Namespace, burstiness: float, profile: Profile
+    ) -> _Served:
         with start(INSTANCES) as llm:
             twin = Twin(name=name, facts=llm.facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
-            arrivals = twin.arrivals(asked.num_requests, asked.load, asked.seed, profile)
+            arrivals = twin.arrivals(asked, burstiness, profile)
             real = _serve(llm, twin.policy(), arrivals)
             alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
-        return cls(twin=twin, arrivals=arrivals, real=real, alone=alone)
+        return cls(twin=twin, burstiness=burstiness, arrivals=arrivals, real=real, alone=alone)
 
     def report(self, before: Profile, after: Profile) -> None:
         """Prints it beside what is simulated by the profiles."""

@@ -46,14 +46,15 @@ def setups(draw: st.DrawFn) -> Setup:
     num_prefill, num_decode = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     roles = Roles(num_prefill=num_prefill, num_decode=num_decode, backends=draw(st.integers(1, 4)))
     options = dict(draw(st.sampled_from(GROUPS)))
-    policy = draw(st.sampled_from(["tetris", "tetris", "fixed-sp"]))
+    policy = draw(st.sampled_from(["tetris", "tetris", "fixed-sp", "auto"]))
     if policy == "fixed-sp":
         options["sp"] = str(draw(st.sampled_from([size for size in (1, 2, 3, 4) if num_prefill % size == 0])))
-    else:
+    elif policy == "tetris":
         options |= {"improvement_rate": draw(st.sampled_from(["0", "0.3"])), "min_chunk": "1"}
         sizes = draw(st.sets(st.integers(1, num_prefill), min_size=1))
         options["sp_sizes"] = ",".join(map(str, sorted(sizes)))
-    options["balance"] = draw(st.sampled_from(["true", "true", "false"]))
+    if policy != "auto":
+        options["balance"] = draw(st.sampled_from(["true", "true", "false"]))
     facts = draw(st.sampled_from([Facts(), machine(*range(1, num_prefill + 1), start_s=0.0)]))
     locations = tuple(Location(host=i % 2, device=i) for i in range(num_prefill + num_decode))
     setup = replace(
@@ -384,7 +385,7 @@ def test_choices_and_further_turns_move_only_what_is_new() -> None:
 
 @pytest.mark.parametrize("policy", ["chunked", "context", "runahead", "prefill-first"])
 def test_policies_without_roles_are_refused(policy: str) -> None:
-    with pytest.raises(ValueError, match=f"policy {policy} prefills and decodes .* choose tetris or fixed-sp"):
+    with pytest.raises(ValueError, match=f"policy {policy} prefills and decodes .* choose auto or tetris or fixed-sp"):
         make_policy(policy, num_instances=3, options={}, facts=Facts(cluster=ROLES.cluster))
 
 

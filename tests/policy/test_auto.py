@@ -62,6 +62,34 @@ def test_a_queue_of_short_prompts_has_an_instance_for_each() -> None:
     assert {(i,) for i in range(4)} <= {made.parts_of(request)[0].group for request in requests}
 
 
+def test_short_prompts_of_a_burst_pass_long_ones_but_not_for_ever() -> None:
+    made = cluster(2, num_blocks=4000)
+    burst = [made.add([number] * length, max_tokens=1) for number, length in enumerate((4000, 40, 400))]
+    made.run()
+    long, short, middle = (request.metrics.ttft_s for request in burst)
+    assert long is not None and short is not None and middle is not None
+    assert short <= middle < long
+    waited = made.add([7] * 4000, max_tokens=1)
+    for number in range(8, 2000):
+        made.add([number] * 400, max_tokens=1)
+        if number > 40:
+            made.engine.step()
+        if waited.finish_reason is not None:
+            break
+    assert waited.finish_reason is not None and made.engine.num_waiting > 10
+
+
+def test_a_group_that_is_soon_free_is_worth_waiting_for() -> None:
+    """A long prompt does not take the one instance that is idle while others finish a short one."""
+    made = cluster(4, num_blocks=4000)
+    made.add([1] * 400, max_tokens=1)
+    made.add([2] * 400, max_tokens=1)
+    made.engine.step()
+    long = made.add(range(10, 6010), max_tokens=1)
+    made.run()
+    assert len(made.parts_of(long)[0].group) > 1
+
+
 def test_a_document_leaves_instances_to_chats() -> None:
     made = cluster(num_blocks=4000, max_num_batched_tokens=8192)
     for number in range(12):

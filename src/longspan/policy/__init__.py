@@ -177,8 +177,8 @@ def make_policy(
 ) -> ChosenPolicy:
     """Makes the policy of that name, which chooses by the `facts` known of model and hardware.
 
-    `auto` is `chunked` on one instance, `tetris` where instances have roles, and else `context` with options that only
-    that has.
+    `auto` is `chunked` on one instance; with options that it lacks it is `context`, or `tetris` where instances have
+    roles.
 
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
@@ -187,7 +187,7 @@ def make_policy(
 
     facts = facts or Facts()
     if name == "auto":
-        name = "tetris" if facts.has_roles else "chunked" if num_instances == 1 else _of_several(options)
+        name = "chunked" if num_instances == 1 else _of_several(options, "tetris" if facts.has_roles else "context")
         if name == "chunked" and options:
             raise ValueError(
                 f"option {next(iter(options))!r} is of prompts that instances share, but there is 1 instance: set "
@@ -202,10 +202,10 @@ def make_policy(
     return spec.chosen(instances, parse_options(name, spec.options, options), facts)
 
 
-def _of_several(options: Mapping[str, str]) -> str:
+def _of_several(options: Mapping[str, str], other: str) -> str:
     known = {field.name for field in fields(spec_of("auto").options)}
     able = {"auto", *(one.kind for one in of_any_layout())}
-    return "auto" if known.issuperset(options) and options.get("exchange", "auto") in able else "context"
+    return "auto" if known.issuperset(options) and options.get("exchange", "auto") in able else other
 
 
 def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:

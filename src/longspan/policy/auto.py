@@ -27,9 +27,9 @@ from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
-from longspan.policy.batching import Batch, Budget, is_decode, single_part
+from longspan.policy.batching import Batch, Budget, is_decode, joined, plan_alone, single_part
 from longspan.policy.choosing import Facts
-from longspan.policy.routing import goes_on, shares_by
+from longspan.policy.routing import Router, goes_on, shares_by
 from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
 
 Numbers = NDArray[np.float64]
@@ -136,12 +136,12 @@ class Instance:
 
 
 class Candidate(NamedTuple):
-    """A request that waits, with what it would find cached, its fewest seconds, and its wait over these."""
+    """A request that waits, what it would find cached, its fewest seconds, and how long it has waited for these."""
 
     request: RequestView
     hit: PrefixHit
     quick_s: float
-    ratio: float
+    urgency: float
 
 
 class Choice:
@@ -155,15 +155,14 @@ class Choice:
         sizes: of each, `[num_groups]`.
     """
 
-    def __init__(self, hosts: Sequence[Sequence[int]], sizes: Collection[int]) -> None:
+    def __init__(self, hosts: Sequence[Sequence[int]], sizes: Collection[int], place: Mapping[int, int]) -> None:
         everyone = [instance for host in hosts for instance in host]
-        place = {instance: place for place, instance in enumerate(sorted(everyone))}
         self.groups: list[tuple[int, ...]] = []
         kinds = []
         for kind, size in enumerate(sizes):
             for host in hosts if size <= max(map(len, hosts)) else [everyone]:
                 groups = [host[first : first + size] for first in range(0, len(host) - size + 1, size)]
-                self.groups += [tuple(sorted(group)) for group in groups]
+                self.groups += [tuple(group) for group in groups]
                 kinds += [kind] * len(groups)
         self._kinds = np.array(kinds)
         self._places = np.array([place[instance] for group in self.groups for instance in group])
@@ -188,7 +187,7 @@ class Auto:
     """Chooses for every prompt a group and where it decodes; decodes and prompts are then batched as by `chunked`."""
 
     def __init__(self, instances: tuple[int, ...], options: AutoOptions, facts: Facts) -> None:
-        self._everyone, self._all = instances, frozenset(instances)
+        self._everyone, self._all, self._only_decode = instances, frozenset(instances), facts.decode
         self._times = group_times(facts, options.exchanges, len(instances))
         fits = {} if facts.profile is None else facts.profile.decode_fits()
         alone = [fit for (members, _), fit in fits.items() if members == 1]
@@ -198,8 +197,8 @@ class Auto:
         hosts: dict[object, list[int]] = {}
         for instance in instances:
             hosts.setdefault(facts.location(instance).host_id, []).append(instance)
-        self._choice = Choice(list(hosts.values()), self._times)
         self._place = {instance: place for place, instance in enumerate(instances)}
+        self._choice = Choice(list(hosts.values()), self._times, self._place)
         self._parts = options.group_parts(instances, facts)
         self._arrivals, self._answer = Arrivals(), _ANSWER
         self._groups: dict[int, tuple[int, ...]] = {}
@@ -221,8 +220,9 @@ class Auto:
 
     def plan(self, view: ClusterView) -> Plan:
         """Goes on with running requests, and admits those that wait and have a group that can step."""
+        decodes = plan_alone(view, self._only_decode, self._token)
         if self._all <= view.full:
-            return Plan()
+            return decodes
         self._forget(view)
         known = self._known(view) if view.waiting or self._begun else {}
         if view.waiting:
@@ -232,10 +232,11 @@ class Auto:
         batch = Batch(view, self._all, coupled_sets=coupled_instances([*coupled, *groups]) if groups else coupled)
         for request in batch.running():
             batch.add(self._next(request, batch.budget, known))
+        router = Router(view, self._only_decode) if self._only_decode else None
         by_id = {r.id: r for r in view.waiting} if self._groups else {}
         assigned = [by_id[one] for one in self._groups]
         for request in batch.waiting(r for r in assigned if batch.instances.issuperset(self._groups[r.id])):
-            batch.add(self._first(request, batch.budget, known))
+            batch.add(self._first(request, batch.budget, known, router))
         for part in batch.parts:
             if part.stop - part.start > 1:
                 seconds = self._seconds(len(part.group), part.stop - part.start, part.start)
@@ -243,7 +244,7 @@ class Auto:
                 for instance in part.group:
                     self._prefilled_s[instance] += seconds
                     self._free_at_s[instance] = end_s
-        return batch.plan()
+        return joined([batch.plan(), decodes])
 
     # ---------------------------------------------------------------- what is known
 
@@ -270,7 +271,8 @@ class Auto:
             found[i] = Instance(len(decoding), context, 0.0, room, max_num_seqs - len(running.on(i)))
         for request in begun:
             prefills = self._is_prefill(request)
-            for instance in request.targets or (() if prefills else request.group):
+            homes = request.targets or (() if prefills else request.group)
+            for instance in () if self._only_decode else homes:
                 found[instance].decodes += 1
                 found[instance].seats -= bool(request.targets)
                 found[instance].context += request.num_tokens
@@ -342,8 +344,8 @@ class Auto:
     def _assign(self, view: ClusterView, known: Mapping[int, Instance]) -> None:
         """Gives requests groups until no instance is free for one: first comes who has waited longest, for its length.
 
-        That is by the ratio of a request's wait and quickest seconds to these seconds, so that short ones pass long
-        ones of a burst, but not for ever ("highest response ratio next").
+        That is by the wait over the square root of a request's quickest seconds, between first come, first served, and
+        the highest response ratio: short ones of a burst pass long ones, which still have their turn under load.
         """
         waiting = []
         for request in view.waiting:
@@ -353,8 +355,8 @@ class Auto:
                 hit = view.kv.match(request, self._everyone)
                 if hit.num_tokens:
                     quick_s = self._quickest_s(request.num_tokens, hit.num_tokens)
-                waiting.append(Candidate(request, hit, quick_s, (view.now_s - request.arrival_s) / quick_s))
-        waiting.sort(key=lambda one: (-one.ratio, one.quick_s))
+                waiting.append(Candidate(request, hit, quick_s, (view.now_s - request.arrival_s) / math.sqrt(quick_s)))
+        waiting.sort(key=lambda one: (-one.urgency, one.quick_s))
         wait_s = np.array([one.wait_s for one in known.values()])
         strain = np.array([self._strain(i, one) if one.decodes else 0.0 for i, one in known.items()])
         room = np.array([max(0, one.room) for one in known.values()])
@@ -419,7 +421,7 @@ class Auto:
         return costs, seconds
 
     def _strain(self, instance: int, known: Instance) -> float:
-        """Weighs the delay of answers on an instance by a prompt."""
+        """Returns the weight of what a prompt takes on an instance to the answers there."""
         share = min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S)
         token_s = self._step_s(known.decodes, known.context) / (1 - share)
         return _WEIGHT * known.decodes * min(1.0, token_s / (_CALM * self._step_s(1, 0))) ** 2
@@ -489,7 +491,9 @@ class Auto:
 
     # ---------------------------------------------------------------- parts
 
-    def _first(self, request: RequestView, budget: Budget, known: Mapping[int, Instance]) -> ScheduledPart | None:
+    def _first(
+        self, request: RequestView, budget: Budget, known: Mapping[int, Instance], router: Router | None
+    ) -> ScheduledPart | None:
         group = self._groups[request.id]
         if any(known[i].seats <= 0 for i in group):
             return None
@@ -500,6 +504,8 @@ class Auto:
         self._begun[request.id] = group
         for instance in group:
             known[instance].seats -= 1
+        if router is not None:
+            return replace(part, targets=router.route(request))
         targets = self._home(request, group, known)
         for target, _ in targets:
             known[target].seats -= 1
@@ -511,8 +517,11 @@ class Auto:
 
     def _next(self, request: RequestView, budget: Budget, known: Mapping[int, Instance]) -> ScheduledPart | None:
         if is_decode(request, request.num_scheduled):
-            return self._parts.next(request, budget, budget.view.max_num_batched_tokens)
+            return self._token(request, budget)
         return self._prefill(request, request.group, request.num_scheduled, budget, None, known)
+
+    def _token(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
+        return self._parts.next(request, budget, budget.view.max_num_batched_tokens)
 
     def _prefill(
         self,
@@ -545,4 +554,4 @@ def group_times(facts: Facts, exchanges: Collection[Exchange], number: int) -> d
     return dict(sorted((expected_times(facts, missing) | times).items()))
 
 
-AUTO = PolicySpec(name="auto", options=AutoOptions, make=Auto)
+AUTO = PolicySpec(name="auto", options=AutoOptions, make=Auto, knows_roles=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from longspan.core.owners import PrefixHit, coupled_instances
 from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
-from longspan.policy.batching import Batch, Budget, Growing, single_part
+from longspan.policy.batching import Batch, Budget, Growing, joined, plan_alone, single_part
 from longspan.policy.group_parts import GroupParts
 from longspan.policy.routing import Router
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
@@ -129,7 +129,7 @@ class Cdsp:
 
     def plan(self, view: ClusterView) -> Plan:
         """Plans the decode instances one by one, and the others in the order of their prompts."""
-        decodes = self._plan_decodes(view)
+        decodes = plan_alone(view, self._decode, self._next)
         if self._all <= view.full:
             return decodes
         if self._idle is not None and self._idle == self._seen(view):
@@ -140,7 +140,7 @@ class Cdsp:
         if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
             plan, _ = self._plan_turns(view)
         self._idle = None if plan.batches or plan.preempted else self._seen(view)
-        return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
+        return joined([plan, decodes])
 
     def _seen(self, view: ClusterView) -> tuple[KvView, int]:
         return view.kv, view.changes(self._everyone)
@@ -227,16 +227,6 @@ class Cdsp:
         return tuple(spans)
 
     # ---------------------------------------------------------------- turns
-
-    def _plan_decodes(self, view: ClusterView) -> Plan:
-        """Plans each instance that only decodes by itself; nobody is admitted there."""
-        full, occupied = view.full, view.running.occupied
-        alone = [frozenset((i,)) for i in self._decode if i in occupied and i not in full]
-        plans = [self._with_running(Batch(view, instance, coupled_sets=())).plan() for instance in alone]
-        return Plan(
-            preempted=tuple([request for plan in plans for request in plan.preempted]),
-            batches=tuple([parts for plan in plans for parts in plan.batches]),
-        )
 
     def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
         """Plans the requests whose turn it is, and returns whether one of them waits for room."""
