@@ -401,7 +401,7 @@ class Auto:
         num_free, usual_s = int((wait_s <= _AHEAD_S).sum()), self._arrivals.usual_s
         answer_s = self._answer * self._decode.seconds(1, num_tokens)
         usual_quick_s = max(1e-6, min(usual_s, self._arrivals.usual_quick_s))
-        none_left = [self._none_left(num_free - size, requests_per_s * usual_s) for size in self._times]
+        queues_s = [_queue_s(num_free - size, requests_per_s, usual_s) for size in self._times]
 
         seconds = choice.spread([times.seconds(num_tokens) for times in self._times.values()])
         if hit.num_tokens:
@@ -413,7 +413,7 @@ class Auto:
         idle_s = choice.sizes * begins_s - choice.sums(wait_s)
         more_s = np.maximum(0.0, idle_s + choice.sizes * seconds - single_s) / everyone
         seconds = np.where(strains > 0, _BESIDE * seconds, seconds)
-        held_up_s = np.maximum(0.0, seconds / 2 - usual_s) * choice.spread(none_left)
+        held_up_s = np.minimum(seconds / 2, choice.spread(queues_s))
         coming = requests_per_s * seconds
         costs = (begins_s + seconds) / one.quick_s + slowness * more_s + strains * seconds / answer_s
         costs += coming * more_s / (slack * max(usual_quick_s, one.quick_s))
@@ -429,10 +429,6 @@ class Auto:
     def _step_s(self, decodes: int, context: int) -> float:
         fit = self._decode
         return fit.start_s + fit.request_s * decodes + fit.context_s * context
-
-    def _none_left(self, num_left: int, load: float) -> float:
-        """Estimates how likely it is that the usual prompt finds none of `num_left` instances free."""
-        return min(1.0, load / num_left) ** num_left if num_left > 0 else 1.0
 
     def _in_order(self, group: Sequence[int]) -> tuple[int, ...]:
         return tuple([i for i in self._everyone if i in group]) if len(group) > 1 else tuple(group)
@@ -544,6 +540,12 @@ class Auto:
         if any(i not in budget.tokens for i in group):
             return None
         return self._parts.chunk(request, budget, group, hit, most=most, end=request.num_tokens)
+
+
+def _queue_s(number: int, requests_per_s: float, service_s: float) -> float:
+    """Estimates how long a prompt waits for one of so many free instances (M/M/c, with all busy as often as each is)."""
+    load = requests_per_s * service_s
+    return (load / number) ** number * service_s / (number - load) if number > load else math.inf
 
 
 def group_times(facts: Facts, exchanges: Collection[Exchange], number: int) -> dict[int, PrefillTime]:
