@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--burstiness", type=float, nargs="+", default=[1.0], help="each: of gaps, below 1 in bursts")
     parser.add_argument("--lengths", default="128,1024,2048,4096", help="prompts that are profiled")
     parser.add_argument("--repeats", type=int, default=2, help="how often everything is measured in each profile")
+    parser.add_argument("--stored", action="store_true", help="measure no profile: go by the one that is stored")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host-kv-gib", type=float, default=0.3, help="of seesaw")
     asked = parser.parse_args()
@@ -149,6 +150,8 @@ def _serve_online(asked: argparse.Namespace) -> None:
         stored = profile_file(llm.profile_key)
 
     def profiled() -> Profile:
+        if asked.stored:
+            return Profile.from_json(stored.read_text(encoding="utf-8"))
         stored.unlink(missing_ok=True)
         return measure_links(measure(start, INSTANCES, lengths, asked.repeats), INSTANCES)
 
