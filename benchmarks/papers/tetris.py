@@ -289,8 +289,11 @@ def main() -> bool:
 def _main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serving", action="store_true", help="simulate clusters that serve")
+    parser.add_argument("--auto", action="store_true", help="the default policy's highest rates on these clusters")
     tetris_serving.options(parser)
     given = parser.parse_args()
+    if given.auto:
+        return tetris_serving.run_auto(given)
     if given.serving:
         studies = tetris_serving.run(given)
         report_claims("Tetris, serving", tetris_serving_claims.claims(tetris_serving.figures(studies)))

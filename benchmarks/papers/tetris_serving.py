@@ -1,6 +1,7 @@
 """Tetris, Figures 8 to 13: request rates, TTFT and ablations, on simulated clusters.
 
     python benchmarks/papers/tetris.py --serving [--quick] [--num-requests N] [--jobs N] [--json FILE]
+    python benchmarks/papers/tetris.py --auto [--num-requests N] [--jobs N]
 
 `--json tetris_serving.json` replaces the figures by which the claims page goes, which are of a run with the defaults.
 
@@ -13,6 +14,9 @@ Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instance
 - "25x of the light-load latency" is 25 times the P99 of TTFT of `tetris` at light load, for all systems.
 - Improvement rates are profiled with another seed than the one they are measured with.
 - Steps have up to 32,768 tokens per instance, so that hardly any chunk is cut.
+
+`--auto` finds the highest rates of the default policy, with these roles, and on as many devices without any; then it has
+answers to decode, too.
 
 Answers do not change TTFT where others decode, so that only what is printed of TBT is simulated with them.
 """
@@ -50,6 +54,7 @@ _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
 """Parts of the highest rate of `tetris` at which its options are compared."""
 _PRECISION = 1.05
 _FEWEST = 200
+_AS_GOOD = 0.98
 _STORED = Path(__file__).with_name("tetris_serving.json")
 
 
@@ -148,6 +153,26 @@ class Systems:
         scheduling = SchedulingArgs(policy=policy, policy_options=options, max_num_batched_tokens=32_768)
         return make_experiment(setup.model, cluster, scheduling)
 
+    def profile(self) -> tuple[float, str]:
+        """Gives `tetris` its improvement rates, and returns its TTFT at light load with them."""
+        tetris = self.experiments["tetris"]
+        light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(self.requests(output_len=1))
+        assert light_s is not None
+        roughly = _max_rate(tetris.with_options({"improvement_rate": "0.5"}), self.answers("tetris"), light_s)
+        profiled = self.requests(seed=_PROFILED_SEED, output_len=1, num=self._num_requests // 4)
+        table, _ = tetris.improvement_rates(profiled, roughly)
+        self.experiments["tetris"] = tetris.with_options({"improvement_rates": str(table)})
+        return light_s, str(table)
+
+    def auto(self) -> dict[str, Experiment]:
+        """Lists the default policy beside `tetris`: on the same roles, and on as many devices without."""
+        options = {"exchange": "ring_kv"}
+        return {
+            "tetris": self.experiments["tetris"],
+            "auto with roles": self._experiment("auto", options),
+            "auto": self._experiment("auto", options, unified=True),
+        }
+
     def requests(self, *, seed: int = _SEED, output_len: int = _OUTPUT_LEN, num: int | None = None) -> Workload:
         """Sends requests at one per second."""
         return make_workload(
@@ -162,20 +187,14 @@ class Systems:
 
     def answers(self, system: str) -> Workload:
         """Requests whose answers are as long as they must be for TTFT."""
-        return self.requests(output_len=_OUTPUT_LEN if system == "loongserve" else 1)
+        return self.requests(output_len=_OUTPUT_LEN if system in {"loongserve", "auto"} else 1)
 
 
 def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ...]) -> Study:
     """Runs all of one setup and workload."""
     systems = Systems(setup, workload, num_requests)
-    tetris = systems.experiments["tetris"]
-    light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(systems.requests(output_len=1))
-    assert light_s is not None
-    roughly = _max_rate(tetris.with_options({"improvement_rate": "0.5"}), systems.answers("tetris"), light_s)
-    profiled = systems.requests(seed=_PROFILED_SEED, output_len=1, num=num_requests // 4)
-    table, _ = tetris.improvement_rates(profiled, roughly)
-    systems.experiments["tetris"] = tetris = tetris.with_options({"improvement_rates": str(table)})
-    found = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=str(table))
+    light_s, table = systems.profile()
+    found = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=table)
     for name, experiment in systems.experiments.items():
         found.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
     limit = found.max_rates[found.best_baseline]
@@ -184,6 +203,29 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
     for load in loads:
         _ablations(found, systems.experiments["tetris"], systems.answers("tetris"), load)
     return found
+
+
+def auto_rates(setup: Setup, workload: str, num_requests: int) -> dict[str, float]:
+    """Finds the highest rates of the default policy, and of `tetris`."""
+    systems = Systems(setup, workload, num_requests)
+    light_s, _ = systems.profile()
+    return {name: _max_rate(one, systems.answers(name), light_s) for name, one in systems.auto().items()}
+
+
+def run_auto(given: argparse.Namespace) -> bool:
+    """Prints highest rates, each case when it is done; tells whether `auto` has the highest in all, but for 2 %."""
+    cases = list(product([setup for setup in SETUPS if setup.model in given.models], given.workloads))
+    table, passed = Table("", title="highest rate, requests/s"), True
+    with ProcessPoolExecutor(max_workers=given.jobs) as pool:
+        waiting = [pool.submit(auto_rates, *case, given.num_requests or 1000) for case in cases]
+        for (setup, workload), one in zip(cases, tqdm(waiting, desc="cases", disable=None), strict=True):
+            rates = one.result()
+            for name in rates if not table.row_count else ():
+                table.add_column(name, justify="right")
+            table.add_row(f"{setup.model}, {workload}", *(f"{rate:.2f}" for rate in rates.values()))
+            passed &= max(rates["auto"], rates["auto with roles"]) >= _AS_GOOD * rates["tetris"]
+    Console(width=120).print(table)
+    return passed
 
 
 def _ablations(found: Study, experiment: Experiment, requests: Workload, load: float) -> None:

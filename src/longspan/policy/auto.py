@@ -1,8 +1,9 @@
 """The default: a group size for each prompt by what it costs everybody, and decodes where prompts disturb them least.
 
-A prompt is given a group when instances are free for it, and not before: the first in line chooses first. More
-instances give its first token sooner, but use more seconds of instances in all, for which others wait, and prompts
-delay the decodes that are on their instances. The group with the smallest sum of these is taken (`_choose`).
+A prompt is given a group when instances are free for it, and not before; who has waited longest, for its length, is
+first in line (`_assign`). More instances give its first token sooner, but use more seconds of instances in all, for
+which others wait, and prompts delay the decodes that are on their instances. The group with the smallest sum of these
+is taken (`_costs`).
 
 Its KV goes, layer by layer while it is computed, to one instance that decodes it (`_home`): where a token takes least,
 for itself and for those that decode there. Prompts avoid instances that decode, and decodes those that prefill; so
@@ -202,7 +203,7 @@ class Auto:
         self._parts = options.group_parts(instances, facts)
         self._arrivals, self._answer = Arrivals(), _ANSWER
         self._groups: dict[int, tuple[int, ...]] = {}
-        """Chosen for requests that have not begun, first come first."""
+        """Chosen for requests that have not begun, first in line first."""
         self._free_at_s = dict.fromkeys(instances, 0.0)
         """When steps that were planned are expected to be done with prompts."""
         self._begun: dict[int, tuple[int, ...]] = {}
