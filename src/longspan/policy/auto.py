@@ -61,6 +61,8 @@ _CALM = 3.0
 """Tokens should take at most so many times as long as alone, for most of the time."""
 _COMFORT = 0.6
 """The part of that which a step of decodes alone may take before more instances decode."""
+_LEAST_S = 1e-4
+"""Less is not measured well."""
 _GUESSED_DECODE = DecodeFit(mean_error=0.0, max_error=0.0, num_samples=0, start_s=0.02, request_s=1e-4, context_s=1e-7)
 """Stands for measurements, for want of any."""
 
@@ -92,16 +94,12 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float, float]] = deque()
-        self._total_s, self._begun_s, self._last_id, self._num_unseen = 0.0, math.inf, -1, 0
+        self._total_s, self._begun_s, self._num_unseen = 0.0, math.inf, 0
         self.usual_s = self.usual_quick_s = 0.0
 
-    def add(self, request: RequestView, single_s: float, quick_s: float) -> None:
-        """Counts a request once, however often it waits."""
-        if request.id <= self._last_id:
-            return
-        self._last_id = request.id
-        self._begun_s = min(self._begun_s, request.arrival_s)
-        self._recent.append((request.arrival_s, single_s, quick_s))
+    def add(self, arrival_s: float, single_s: float, quick_s: float) -> None:
+        self._begun_s = min(self._begun_s, arrival_s)
+        self._recent.append((arrival_s, single_s, quick_s))
         self._total_s += single_s
         self._num_unseen += 1
         if self._num_unseen > len(self._recent) // 16:
@@ -123,6 +121,7 @@ class Instance:
 
     Attributes:
         decodes: requests that decode here, or will.
+        active: those that do.
         context: tokens that they have.
         wait_s: until it is done with prompts.
         room: blocks that nothing needs.
@@ -130,26 +129,25 @@ class Instance:
     """
 
     decodes: int
+    active: int
     context: int
     wait_s: float
     room: int
     seats: int
 
 
-class Candidate(NamedTuple):
-    """A request that waits, what it would find cached, its fewest seconds, and how long it has waited for these."""
+class Seen(NamedTuple):
+    """A request that waits: its fewest seconds, by what was cached when it came."""
 
     request: RequestView
-    hit: PrefixHit
     quick_s: float
-    urgency: float
 
 
 class Choice:
-    """The groups to choose from: 1, 2, 4 and so on instances of one host each, whole hosts for more, and all.
+    """The groups to choose from: 1, 2, 4 and so on neighbours, of one host if it has so many, and all.
 
-    Those of a size do not overlap, and those of half the size are halves of them, so that prompts of different lengths
-    seldom wait for a member while others are idle.
+    Those of a size do not overlap, and where hosts have 2, 4 or 8 instances those of half the size are halves of them,
+    so that prompts of different lengths seldom wait for a member while others are idle.
 
     Attributes:
         groups: ascending in size.
@@ -193,7 +191,8 @@ class Auto:
         fits = {} if facts.profile is None else facts.profile.decode_fits()
         alone = [fit for (members, _), fit in fits.items() if members == 1]
         self._decode = alone[0] if alone else _GUESSED_DECODE
-        usual_s = _SLOWER * self._decode.seconds(1, 0) if alone else math.inf  # a guess is no reason to cut steps
+        self._usual_token_s = max(_LEAST_S, self._decode.seconds(1, 0))
+        usual_s = _SLOWER * self._usual_token_s if alone else math.inf  # a guess is no reason to cut steps
         self._target_s = usual_s if options.target_tbt == "auto" else options.target_tbt
         hosts: dict[object, list[int]] = {}
         for instance in instances:
@@ -202,8 +201,10 @@ class Auto:
         self._choice = Choice(list(hosts.values()), self._times, self._place)
         self._parts = options.group_parts(instances, facts)
         self._arrivals, self._answer = Arrivals(), _ANSWER
+        self._seen: dict[int, Seen] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
-        """Chosen for requests that have not begun, first in line first."""
+        """Chosen for requests that have not begun, first in line first; of each the seconds, and blocks (`_wants`)."""
+        self._wants: dict[int, tuple[float, int]] = {}
         self._free_at_s = dict.fromkeys(instances, 0.0)
         """When steps that were planned are expected to be done with prompts."""
         self._begun: dict[int, tuple[int, ...]] = {}
@@ -227,6 +228,7 @@ class Auto:
         self._forget(view)
         known = self._known(view) if view.waiting or self._begun else {}
         if view.waiting:
+            self._reconsider(view, known)
             self._assign(view, known)
         groups = [group for group in self._groups.values() if len(group) > 1]
         coupled = view.running.coupled_sets
@@ -236,8 +238,9 @@ class Auto:
         router = Router(view, self._only_decode) if self._only_decode else None
         by_id = {r.id: r for r in view.waiting} if self._groups else {}
         assigned = [by_id[one] for one in self._groups]
-        for request in batch.waiting(r for r in assigned if batch.instances.issuperset(self._groups[r.id])):
-            batch.add(self._first(request, batch.budget, known, router))
+        for one in assigned:  # whoever is refused holds nobody up
+            for request in batch.waiting([one] if batch.instances.issuperset(self._groups[one.id]) else ()):
+                batch.add(self._first(request, batch.budget, known, router))
         for part in batch.parts:
             if part.stop - part.start > 1:
                 seconds = self._seconds(len(part.group), part.stop - part.start, part.start)
@@ -250,9 +253,10 @@ class Auto:
     # ---------------------------------------------------------------- what is known
 
     def _forget(self, view: ClusterView) -> None:
-        """Forgets groups of requests that wait no more, and by and by who has prefilled."""
-        if self._groups:
+        """Forgets what was known of requests that wait no more, and by and by who has prefilled."""
+        if self._seen:
             waiting = {request.id for request in view.waiting}
+            self._seen = {one: seen for one, seen in self._seen.items() if one in waiting}
             self._groups = {one: group for one, group in self._groups.items() if one in waiting}
         fades = math.exp((self._prefilled_at_s - view.now_s) / _MEMORY_S)
         self._prefilled_at_s = view.now_s
@@ -269,16 +273,21 @@ class Auto:
                 self._count(i, view)
             decoding, context = self._decoding[i], self._context[i]
             room = kv.num_free(i) - max(0, reserved[i]) - promised.get(i, 0)
-            found[i] = Instance(len(decoding), context, 0.0, room, max_num_seqs - len(running.on(i)))
-        for request in begun:
-            prefills = self._is_prefill(request)
-            homes = request.targets or (() if prefills else request.group)
-            for instance in () if self._only_decode else homes:
-                found[instance].decodes += 1
+            found[i] = Instance(len(decoding), len(decoding), context, 0.0, room, max_num_seqs - len(running.on(i)))
+        for request in begun if not self._only_decode else ():
+            homes = request.targets or request.group
+            self._add_decode(request, homes, found)
+            for instance in homes:
                 found[instance].seats -= bool(request.targets)
-                found[instance].context += request.num_tokens
+                found[instance].active += not self._is_prefill(request) and not request.targets
         self._wait(view, begun, found)
         return found
+
+    def _add_decode(self, request: RequestView, homes: Collection[int], known: Mapping[int, Instance]) -> None:
+        """Counts what will decode on its homes, unless it ends with its next token."""
+        for instance in homes if goes_on(request) else ():
+            known[instance].decodes += 1
+            known[instance].context += request.num_tokens // len(homes)
 
     def _wait(self, view: ClusterView, begun: Sequence[RequestView], known: Mapping[int, Instance]) -> None:
         """Adds up what instances still have to do for prompts."""
@@ -291,14 +300,22 @@ class Auto:
                 seconds = self._seconds(len(group), request.num_tokens - request.num_scheduled, request.num_scheduled)
                 for instance in group:
                     known[instance].wait_s += seconds
-        for instance, seconds in busy_s.items():
-            known[instance].wait_s += seconds
-        for request in view.waiting if self._groups else ():
-            if request.id in self._groups:
-                group = self._groups[request.id]
-                end_s = max([known[i].wait_s for i in group]) + self._seconds(len(group), request.num_tokens, 0)
+        for instance, one in known.items():
+            one.wait_s += busy_s.get(instance, 0.0)
+            if instance not in busy_s:
+                self._free_at_s[instance] = view.now_s  # whatever was expected
+
+    def _reconsider(self, view: ClusterView, known: Mapping[int, Instance]) -> None:
+        """Takes back groups that have no room or seats any more, and has others wait for the rest."""
+        for one, group in list(self._groups.items()):
+            seconds, num_blocks = self._wants[one]
+            has_room = one in view.returning or sum([max(0, known[i].room) for i in group]) >= num_blocks
+            if has_room and all(known[i].seats > 0 for i in group) and view.returning.get(one, group) == group:
+                end_s = max([known[i].wait_s for i in group]) + seconds
                 for instance in group:
                     known[instance].wait_s = end_s
+            else:
+                del self._groups[one]
 
     def _is_prefill(self, request: RequestView) -> bool:
         """Tells whether anything but its next token is still to be scheduled."""
@@ -306,8 +323,10 @@ class Auto:
 
     def _count(self, instance: int, view: ClusterView) -> None:
         """Looks who decodes on an instance, and how long answers were that have ended there."""
-        for request in self._decoding[instance]:
-            if view.running.get(request.id) is None:
+        gone = [one for one in self._decoding[instance] if view.running.get(one.id) is None]
+        again = {request.id for request in view.waiting} if gone else ()
+        for request in gone:
+            if request.id not in again:
                 self._answer += _LEARNS * (request.num_known - request.num_prompt - self._answer)
         decoding = [one for one in view.running.on(instance) if one.id not in self._begun]
         self._counted[instance], self._decoding[instance] = view.running.changes[instance], decoding
@@ -348,84 +367,102 @@ class Auto:
         That is by the wait over the square root of a request's quickest seconds, between first come, first served, and
         the highest response ratio: short ones of a burst pass long ones, which still have their turn under load.
         """
-        waiting = []
         for request in view.waiting:
-            single_s, quick_s = self._seconds(1, request.num_tokens, 0), self._quickest_s(request.num_tokens)
-            self._arrivals.add(request, single_s, quick_s)
-            if request.id not in self._groups:
+            if request.id not in self._seen:
                 hit = view.kv.match(request, self._everyone)
-                if hit.num_tokens:
-                    quick_s = self._quickest_s(request.num_tokens, hit.num_tokens)
-                waiting.append(Candidate(request, hit, quick_s, (view.now_s - request.arrival_s) / math.sqrt(quick_s)))
-        waiting.sort(key=lambda one: (-one.urgency, one.quick_s))
+                quick_s = max(_LEAST_S, self._quickest_s(request.num_tokens - hit.num_tokens, hit.num_tokens))
+                self._seen[request.id] = Seen(request, quick_s)
+                if not request.was_admitted:
+                    single_s = self._seconds(1, request.num_tokens - hit.num_tokens, hit.num_tokens)
+                    self._arrivals.add(request.arrival_s, single_s, quick_s)
         wait_s = np.array([one.wait_s for one in known.values()])
-        strain = np.array([self._strain(i, one) if one.decodes else 0.0 for i, one in known.items()])
-        room = np.array([max(0, one.room) for one in known.values()])
-        strains, rooms = self._choice.sums(strain), self._choice.sums(room)
+        if wait_s.min() > _AHEAD_S:
+            return
+        waiting = [one for one in self._seen.values() if one.request.id not in self._groups]
+        waiting.sort(key=lambda one: ((one.request.arrival_s - view.now_s) / math.sqrt(one.quick_s), one.quick_s))
+        strain = np.array([self._strain(i, one) if one.active else 0.0 for i, one in known.items()])
+        room = np.array([float(max(0, one.room)) if one.seats > 0 else -math.inf for one in known.values()])
+        strains = self._choice.sums(strain)
         slowness = sum([1 / one.quick_s for one in waiting])
-        for one in waiting:
+        for request, quick_s in waiting:
             if wait_s.min() > _AHEAD_S:
                 break
-            request, slowness = one.request, slowness - 1 / one.quick_s
+            slowness -= 1 / quick_s
+            num_blocks = request.blocks_for(request.num_tokens)
             group = self._in_order(view.returning.get(request.id, ()))
             seconds = self._seconds(len(group), request.num_tokens, 0) if group else 0.0
             if not group:
-                costs, all_s = self._costs(one, slowness, view.now_s, wait_s, strains)
-                costs[rooms < request.blocks_for(request.num_tokens)] = math.inf
+                seconds_of, blocks_of = self._by_prefix(request, num_blocks, view)
+                costs = self._costs(seconds_of, quick_s, slowness, view.now_s, wait_s, strains)
+                costs[self._choice.sums(room) < blocks_of] = math.inf
                 best = int(costs.argmin())
                 if costs[best] == math.inf:
                     break
-                group, seconds = self._choice.groups[best], all_s[best]
+                group, seconds, num_blocks = self._choice.groups[best], float(seconds_of[best]), int(blocks_of[best])
             places = [self._place[i] for i in group]
-            begins_s = wait_s[places].max()
+            begins_s = float(wait_s[places].max())
             if begins_s <= _AHEAD_S:
-                self._groups[request.id] = group
+                self._groups[request.id], self._wants[request.id] = group, (seconds, num_blocks)
             wait_s[places] = begins_s + seconds
+            room[places] -= num_blocks / len(group)
+
+    def _by_prefix(self, request: RequestView, num_blocks: int, view: ClusterView) -> tuple[Numbers, Numbers]:
+        """Returns for each group the seconds of a prompt, and the blocks it needs, behind what is cached there."""
+        choice = self._choice
+        seconds = choice.spread([times.seconds(request.num_tokens) for times in self._times.values()])
+        blocks = np.full(len(seconds), float(num_blocks))
+        shared = view.kv.match(request, self._everyone)
+        holders = {ref.instance for ref in shared.refs} if shared.num_tokens else set()
+        hits = [((i,), view.kv.match(request, (i,))) for i in holders] if len(holders) > 1 else []
+        for members, hit in sorted([*hits, (tuple(holders), shared)], key=lambda one: one[1].num_tokens):
+            if not hit.num_tokens:
+                continue
+            holds = np.zeros(len(self._everyone))
+            holds[[self._place[i] for i in members]] = 1
+            have = choice.sums(holds) == len(members)
+            left = request.num_tokens - hit.num_tokens
+            seconds[have] = choice.spread([times.seconds(left, hit.num_tokens) for times in self._times.values()])[have]
+            blocks[have] = num_blocks - len(hit.refs) + sum(view.kv.hit_cost(hit, set()).values())
+        return seconds, blocks
 
     def _costs(
-        self, one: Candidate, slowness: float, now_s: float, wait_s: Numbers, strains: Numbers
-    ) -> tuple[Numbers, Numbers]:
-        """Sums slowdowns for each group, and returns also what the prompt takes there, in seconds.
+        self, seconds: Numbers, quick_s: float, slowness: float, now_s: float, wait_s: Numbers, strains: Numbers
+    ) -> Numbers:
+        """Sums slowdowns for each group on which a prompt takes so many seconds.
 
         They are those of its first token, over the quickest that it could have; of prompts that wait behind it
         (`slowness` is the sum of what a second means to them) or come later, for which more of the instances' time is
-        spent, or all are busy for longer than usual; and of answers on the group, which wait meanwhile.
+        spent, or which find none free; and of answers on the group, which wait meanwhile.
 
         Args:
             wait_s: `[num_instances]`.
             strains: `[num_groups]`, see `_strain`.
         """
-        choice, hit, everyone, num_tokens = self._choice, one.hit, len(self._everyone), one.request.num_tokens
+        choice, everyone = self._choice, len(self._everyone)
         requests_per_s, busy = self._arrivals.rates(now_s)
         slack = 1 - min(_BUSIEST, busy / everyone)
-        single_s = self._seconds(1, num_tokens - hit.num_tokens, hit.num_tokens)
         num_free, usual_s = int((wait_s <= _AHEAD_S).sum()), self._arrivals.usual_s
-        answer_s = self._answer * self._decode.seconds(1, num_tokens)
-        usual_quick_s = max(1e-6, min(usual_s, self._arrivals.usual_quick_s))
+        usual_quick_s = max(_LEAST_S, self._arrivals.usual_quick_s)
         queues_s = [_queue_s(num_free - size, requests_per_s, usual_s) for size in self._times]
 
-        seconds = choice.spread([times.seconds(num_tokens) for times in self._times.values()])
-        if hit.num_tokens:
-            reused = [times.seconds(num_tokens - hit.num_tokens, hit.num_tokens) for times in self._times.values()]
-            holds = np.zeros(everyone)
-            holds[[self._place[i] for i in {ref.instance for ref in hit.refs}]] = 1
-            seconds = np.where(choice.sums(holds) == holds.sum(), choice.spread(reused), seconds)
         begins_s = choice.most(wait_s)
         idle_s = choice.sizes * begins_s - choice.sums(wait_s)
+        single_s = seconds[:everyone].min()
         more_s = np.maximum(0.0, idle_s + choice.sizes * seconds - single_s) / everyone
         seconds = np.where(strains > 0, _BESIDE * seconds, seconds)
-        held_up_s = np.minimum(seconds / 2, choice.spread(queues_s))
+        held_up_s = np.minimum(np.maximum(0.0, seconds / 2 - usual_s), choice.spread(queues_s))
         coming = requests_per_s * seconds
-        costs = (begins_s + seconds) / one.quick_s + slowness * more_s + strains * seconds / answer_s
-        costs += coming * more_s / (slack * max(usual_quick_s, one.quick_s))
+        costs: Numbers = (begins_s + seconds) / quick_s + slowness * more_s
+        costs += strains * seconds / (self._answer * self._usual_token_s)
+        costs += coming * more_s / (slack * max(usual_quick_s, quick_s))
         costs += coming * held_up_s / max(usual_quick_s, usual_s)
-        return costs, seconds
+        return costs
 
     def _strain(self, instance: int, known: Instance) -> float:
         """Returns the weight of what a prompt takes on an instance to the answers there."""
         share = min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S)
         token_s = self._step_s(known.decodes, known.context) / (1 - share)
-        return _WEIGHT * known.decodes * min(1.0, token_s / (_CALM * self._step_s(1, 0))) ** 2
+        return _WEIGHT * known.decodes * min(1.0, token_s / (_CALM * self._usual_token_s)) ** 2
 
     def _step_s(self, decodes: int, context: int) -> float:
         fit = self._decode
@@ -444,23 +481,26 @@ class Auto:
         """
         if not goes_on(request):
             return ()
-        num_blocks, fit = request.blocks_for(request.num_tokens), self._decode
+        num_blocks = request.blocks_for(request.num_tokens)
         own_share = -(-num_blocks // len(group))
-        best_s, best = math.inf, -1
-        for i in self._decoders(known, request):
-            one = known[i]
-            has_room = one.seats > 0 and one.room >= num_blocks + (own_share if i in group else 0)
-            if not has_room and group != (i,):
-                continue
-            own_s = fit.request_s + fit.context_s * request.num_tokens
-            each_s = fit.start_s + fit.request_s * one.decodes + fit.context_s * one.context + own_s
-            added_s = own_s * one.decodes
-            seconds = (each_s + added_s) / (1 - min(_BUSIEST, self._prefilled_s[i] / _MEMORY_S))
-            if seconds < best_s:
-                best_s, best = seconds, i
-        if best < 0:
+        by_use = sorted(self._everyone, key=lambda i: (-known[i].decodes, -self._place[i]))
+        has_room = {
+            i: group == (i,) or (one.seats > 0 and one.room >= num_blocks + (own_share if i in group else 0))
+            for i, one in known.items()
+        }
+        number = self._num_decoders(known, request)
+        able = [i for i in by_use[:number] if has_room[i]] or [i for i in by_use[number:] if has_room[i]]
+        if not able:
             return self._homes(num_blocks, group, known)
+        best = min(able, key=lambda i: self._added_s(request, i, known[i]))
         return () if group == (best,) else (Target(best, num_blocks),)
+
+    def _added_s(self, request: RequestView, instance: int, known: Instance) -> float:
+        """Returns the seconds of a token on an instance, and what it adds to those of others there."""
+        without_s = self._step_s(known.decodes, known.context)
+        seconds = self._step_s(known.decodes + 1, known.context + request.num_tokens)
+        added_s = (seconds - without_s) * known.decodes
+        return (seconds + added_s) / (1 - min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S))
 
     def _homes(self, num_blocks: int, group: tuple[int, ...], known: Mapping[int, Instance]) -> tuple[Target, ...]:
         """Shards what no instance has room for over as few as have, if they are fewer than its group."""
@@ -474,17 +514,16 @@ class Auto:
                 return tuple([Target(i, share) for i, share in zip(chosen, shares, strict=True) if share])
         return ()
 
-    def _decoders(self, known: Mapping[int, Instance], request: RequestView) -> list[int]:
-        """Lists the instances that should decode: as many as prompts leave, or as decodes need to be quick enough."""
+    def _num_decoders(self, known: Mapping[int, Instance], request: RequestView) -> int:
+        """Counts the instances that should decode: as many as prompts leave, or as decodes need to be quick enough."""
         fit, everyone = self._decode, len(self._everyone)
         decodes = 1 + sum([one.decodes for one in known.values()])
         context = request.num_tokens + sum([one.context for one in known.values()])
         spread_s = fit.request_s * decodes + fit.context_s * context
-        needed = spread_s / max(1e-9, _COMFORT * min(_CALM * fit.seconds(1, 0), self._target_s) - fit.start_s)
+        needed = spread_s / max(1e-9, _COMFORT * min(_CALM * self._usual_token_s, self._target_s) - fit.start_s)
         _, busy = self._arrivals.rates(self._prefilled_at_s)
         left = everyone - max(everyone / 2, _SPARE * busy)
-        number = min(everyone, max(1, math.ceil(needed), int(left)))
-        return sorted(self._everyone, key=lambda i: (-known[i].decodes, -i))[:number]
+        return min(everyone, max(1, math.ceil(min(needed, everyone)), int(left)))
 
     # ---------------------------------------------------------------- parts
 
@@ -504,12 +543,12 @@ class Auto:
         if router is not None:
             return replace(part, targets=router.route(request))
         targets = self._home(request, group, known)
-        for target, _ in targets:
+        for target, num_blocks in targets:
             known[target].seats -= 1
-        for target, num_blocks in targets or ((group[0], 0),):
-            known[target].decodes += 1
-            known[target].context += request.num_tokens
             known[target].room -= num_blocks
+        for instance in group:
+            known[instance].room -= -(-request.blocks_for(request.num_tokens) // len(group))
+        self._add_decode(request, [target for target, _ in targets] or group, known)
         return replace(part, targets=targets)
 
     def _next(self, request: RequestView, budget: Budget, known: Mapping[int, Instance]) -> ScheduledPart | None:
@@ -531,8 +570,7 @@ class Auto:
     ) -> ScheduledPart | None:
         """Schedules as much of a prompt as others that decode on its group can wait for."""
         most = budget.view.max_num_batched_tokens
-        decodes = max([known[i].decodes for i in group])
-        if decodes and self._target_s < math.inf:
+        if any(known[i].active for i in group) and self._target_s < math.inf:
             times = self._time(len(group))
             in_time = times.most_tokens(max(self._target_s, (1 + _EFFICIENT) * times.start_s), start)
             most = max(min(most, int(in_time) // len(group)), request.block_size)
@@ -544,7 +582,7 @@ class Auto:
 
 
 def _queue_s(number: int, requests_per_s: float, service_s: float) -> float:
-    """Estimates how long a prompt waits for one of so many free instances (M/M/c, with all busy as often as each is)."""
+    """Estimates how long a prompt waits for one of so many free instances (as M/M/c, roughly)."""
     load = requests_per_s * service_s
     return (load / number) ** number * service_s / (number - load) if number > load else math.inf
 
@@ -552,9 +590,23 @@ def _queue_s(number: int, requests_per_s: float, service_s: float) -> float:
 def group_times(facts: Facts, exchanges: Collection[Exchange], number: int) -> dict[int, PrefillTime]:
     """Predicts prompts on 1, 2, 4 and so on instances, and on all."""
     times = sp_times(facts, exchanges, "auto", number)
+    measured = measured_times(facts, exchanges)
     missing = {1, number} - times.keys()
-    times |= {size: one for size, one in measured_times(facts, exchanges).items() if size in missing}
-    return dict(sorted((expected_times(facts, missing) | times).items()))
+    times |= {size: one for size, one in measured.items() if size in missing}
+    largest = max(measured, default=0)
+    for size, one in expected_times(facts, missing - times.keys()).items():
+        times[size] = _shared(measured[largest], largest / size) if largest else one
+    return dict(sorted(times.items()))
+
+
+def _shared(times: PrefillTime, part: float) -> PrefillTime:
+    """Predicts a part of the work."""
+    return PrefillTime(
+        start_s=times.start_s,
+        token_s=times.token_s * part,
+        cached_s=times.cached_s * part,
+        square_s=times.square_s * part,
+    )
 
 
 AUTO = PolicySpec(name="auto", options=AutoOptions, make=Auto, knows_roles=True)
