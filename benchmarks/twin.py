@@ -10,6 +10,9 @@ what both say together; in a third one that much slower (or quicker) that simula
 ones were. The latter two are no predictions, but leave drift out: what is wrong there is wrong for another reason.
 Below: single prompts, and the drift.
 
+With `--stored` the stored profile is used for all of that, and nothing is measured but what is served: minutes, not an
+hour.
+
 `seesaw` has another twin, since it is for throughput: 64 prompts at once on ranks that take turns as `pp2` and `tp2`,
 both profiled before; by costs, and by the paper's rule. Tokens per second must be within 15 %, and the numbers of
 transitions equal.

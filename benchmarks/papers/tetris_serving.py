@@ -215,14 +215,13 @@ def auto_rates(setup: Setup, workload: str, num_requests: int) -> dict[str, floa
 def run_auto(given: argparse.Namespace) -> bool:
     """Prints highest rates, each case when it is done; tells whether `auto` has the highest in all, but for 2 %."""
     cases = list(product([setup for setup in SETUPS if setup.model in given.models], given.workloads))
-    table, passed = Table("", title="highest rate, requests/s"), True
+    names = ("tetris", "auto with roles", "auto")
+    table, passed = Table("highest rate, requests/s", *names), True
     with ProcessPoolExecutor(max_workers=given.jobs) as pool:
         waiting = [pool.submit(auto_rates, *case, given.num_requests or 1000) for case in cases]
         for (setup, workload), one in zip(cases, tqdm(waiting, desc="cases", disable=None), strict=True):
             rates = one.result()
-            for name in rates if not table.row_count else ():
-                table.add_column(name, justify="right")
-            table.add_row(f"{setup.model}, {workload}", *(f"{rate:.2f}" for rate in rates.values()))
+            table.add_row(f"{setup.model}, {workload}", *(f"{rates[name]:.2f}" for name in names))
             passed &= max(rates["auto"], rates["auto with roles"]) >= _AS_GOOD * rates["tetris"]
     Console(width=120).print(table)
     return passed

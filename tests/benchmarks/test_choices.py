@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import msgspec
 import pytest
+from workloads import machine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import choices
@@ -14,7 +16,7 @@ import choices
 
 def point(policy: str, workload: str = "short", **numbers: float) -> choices.Point:
     times = dict.fromkeys(("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99", "e2e_p50"), 1.0)
-    given = {"goodput": 0.8, "rate": 1.0, "load": 0.5, **times, **numbers}
+    given = {"goodput": 0.8, "rate": 1.0, "load": 0.5, "num_requests": 9, **times, **numbers}
     return choices.Point(cluster="c", workload=workload, policy=policy, **given)
 
 
@@ -37,6 +39,30 @@ def test_what_is_required_of_the_default(
     others = [point("chunked", workload), point("context", workload, goodput=0.5, ttft_p99=0.1, e2e_p50=0.1)]
     assert choices._report([point("auto", workload, **ours), *others]) == (1 if fails else 0)
     assert f"{fails} requirements failed" in capsys.readouterr().out
+
+
+def test_cells_that_are_left_out(tmp_path: Path) -> None:
+    """Traces and profiles that are not given, workloads of other clusters, and groups that a machine does not have."""
+    profile = tmp_path / "profile.json"
+    profile.write_text(machine(2).to_json(), encoding="utf-8")
+    none, both = choices.Files(), choices.Files(tmp_path, profile)
+    sheets, small = "1x8 A100, 8B", "up to 6K"
+    assert choices._is_possible(sheets, "short", "fixed-sp 8", none)
+    assert not choices._is_possible(sheets, "splitwise_conv", "auto", none)
+    assert choices._is_possible(sheets, "splitwise_conv", "auto", both)
+    assert not choices._is_possible(sheets, small, "auto", both)
+    assert not choices._is_possible(choices._MEASURED, small, "auto", none)
+    assert not choices._is_possible(choices._MEASURED, "short", "auto", both)
+    able = {policy for policy in choices._POLICIES if choices._is_possible(choices._MEASURED, small, policy, both)}
+    assert set(choices._POLICIES) - able == {"fixed-sp 4", "fixed-sp 8"}
+
+
+def test_a_page_of_plots(tmp_path: Path) -> None:
+    cells = product(("auto", "chunked"), "ab", (0.2, 0.5))
+    points = [point(policy, workload, load=load) for policy, workload, load in cells]
+    choices._plot(points, tmp_path / "plots.html")
+    page = (tmp_path / "plots.html").read_text(encoding="utf-8")
+    assert page.count('"name":"chunked"') == 2 * 6
 
 
 @pytest.mark.full

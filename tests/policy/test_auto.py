@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cluster import Cluster, Setup
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from longspan.core.owners import PrefixHit, Target
 from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec, make_policy
+from longspan.policy.auto import Choice
 from longspan.policy.batching import Batch, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import ChunkedOptions
@@ -88,6 +90,42 @@ def test_a_group_that_is_soon_free_is_worth_waiting_for() -> None:
     long = made.add(range(10, 6010), max_tokens=1)
     made.run()
     assert len(made.parts_of(long)[0].group) > 1
+
+
+def test_a_further_turn_goes_where_all_of_it_is() -> None:
+    """Copies that its first group still has are no reason to bring that group together again."""
+    made = cluster(num_blocks=1000)
+    first = made.add(range(4000), max_tokens=20)
+    made.run()
+    [home] = made.parts_of(first)[-1].group
+    second = made.add([*range(4000), *first.output, *range(50, 60)], max_tokens=2)
+    made.run()
+    part = made.parts_of(second)[0]
+    assert home in part.group and len(part.group) < 4 and part.start > 3990
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "groups"),
+    [
+        ([4, 4], (1, 2, 4, 8), [1] * 8 + [2] * 4 + [4] * 2 + [8]),
+        ([3, 3], (1, 2, 4, 6), [1] * 6 + [2] * 2 + [4] + [6]),
+        ([4, 2], (1, 2, 4, 6), [1] * 6 + [2] * 3 + [4] + [6]),
+        ([1, 1], (1, 2), [1, 1, 2]),
+    ],
+)
+def test_groups_of_a_size_do_not_overlap(hosts: list[int], sizes: tuple[int, ...], groups: list[int]) -> None:
+    numbers = iter(range(9, 9 - sum(hosts), -1))
+    places = [[next(numbers) for _ in range(size)] for size in hosts]
+    everyone = [instance for host in places for instance in host]
+    choice = Choice(places, sizes, {instance: place for place, instance in enumerate(everyone)})
+    assert [len(group) for group in choice.groups] == groups == choice.sizes.tolist()
+    for size in sizes:
+        members = [instance for group in choice.groups if len(group) == size for instance in group]
+        assert len(members) == len(set(members))
+    values = np.arange(1.0, len(everyone) + 1)
+    ranks = dict(zip(everyone, values, strict=True))
+    assert choice.sums(values).tolist() == [sum(ranks[one] for one in group) for group in choice.groups]
+    assert choice.most(values).tolist() == [max(ranks[one] for one in group) for group in choice.groups]
 
 
 def test_a_document_leaves_instances_to_chats() -> None:
