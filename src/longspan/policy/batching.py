@@ -78,6 +78,8 @@ class Batch:
         if len(runnable) > 1:
             runnable.sort(key=lambda r: r.admission)
         self._later, self._next_turn = deque(runnable), list[RequestView]()
+        self._spare = deque[RequestView]()
+        """Those of the next turn who could take the place of somebody that waits for room."""
         if self._view.cluster.has_stages:
             self._take_turns()
 
@@ -102,13 +104,16 @@ class Batch:
             if not is_decode(request, request.num_scheduled):
                 continue
             is_known = request.num_scheduled < request.num_known or request.num_steps < self._view.max_steps_in_flight
-            if is_known and left[group] and (group in idle or request.last_step not in latest[group]):
+            is_able = is_known and (group in idle or request.last_step not in latest[group])
+            if is_able and left[group]:
                 left[group] -= 1
                 if request.last_step not in latest[group]:
                     idle.discard(group)
                 now.append(request)
             else:
                 self._next_turn.append(request)
+                if is_able:
+                    self._spare.append(request)
         self._later = deque(sorted(now, key=lambda r: r.admission))
 
     def running(self) -> Iterator[RequestView]:
@@ -154,6 +159,11 @@ class Batch:
         later = (r for r in (*self._later, *self._next_turn) if any(ref.instance in short for ref in r.table))
         victim = max((request, *later), key=lambda r: r.admission)
         if victim is request and _can_wait(part, self._view):
+            self._next_turn.append(request)
+            if self._spare:  # or all would wait for somebody whose turn never comes
+                instead = self._spare.popleft()
+                self._next_turn.remove(instead)
+                self._later.append(instead)
             return
         if victim.in_flight:
             self._begin_without(self._view.busy)
@@ -163,6 +173,7 @@ class Batch:
             self.budget.blocks[instance] += number
         if victim is not request:
             (self._next_turn if victim in self._next_turn else self._later).remove(victim)
+            self._spare = deque(one for one in self._spare if one is not victim)
             self._later.appendleft(request)
 
 
