@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from cluster import Cluster, Setup
 from hypothesis import strategies as st
 from test_tetris import GROUPS, machine
-from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
+from workloads import Job, assert_lawful, finishes_lawfully, play, repeats, setups_of
 
 from longspan.core.cluster import Location
 from longspan.core.owners import PrefixHit, Target
@@ -37,6 +38,49 @@ def setups(draw: st.DrawFn) -> Setup:
 
 test_any_workload_finishes_lawfully = finishes_lawfully(setups())
 test_the_same_input_gives_the_same_steps = repeats(setups())
+
+
+@pytest.mark.parametrize(
+    ("room", "seed", "jobs"),
+    [
+        (5, 0, [(0, 11, 11, None, None), (0, 19, 40, None, None), (1, 0, 10, 25, 0)]),
+        (6, 1, [(27, 0, 11, None, None), (0, 40, 19, None, 2), (27, 0, 15, 26, 0)]),
+    ],
+    ids=["the other's turn", "both want the last block"],
+)
+def test_who_waits_for_room_holds_nobody_up(room: int, seed: int, jobs: list[tuple[int, int, int, int, int]]) -> None:
+    """With two stages requests take turns, and homes that rotate may have to wait for a block of somebody else's."""
+    setup = Setup(
+        num_instances=2,
+        num_blocks=room,
+        max_num_seqs=room,
+        block_size=16,
+        policy="auto",
+        options={"layout": "striped", "rotate": "token"},
+        max_model_len=100,
+        max_num_batched_tokens=79,
+        rope_switch_length=87,
+        prefix_caching=False,
+        max_steps_in_flight=1,
+        pp=2,
+        facts=machine(1, 2, start_s=0.0),
+        locations=(Location(host=0, device=0), Location(host=1, device=1)),
+    )
+    work = [
+        Job(
+            turn=turn,
+            family=0,
+            num_shared=shared,
+            num_own=own,
+            max_tokens=most,
+            min_tokens=0,
+            ignore_eos=most == 26,
+            after=after,
+            abort_turn=None,
+        )
+        for turn, shared, own, most, after in jobs
+    ]
+    assert_lawful(play(setup, work, random.Random(seed)))
 
 
 # ---------------------------------------------------------------- groups
