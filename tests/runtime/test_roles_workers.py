@@ -105,7 +105,7 @@ def test_who_gives_no_table_of_improvement_rates_is_told(tiny: Path, caplog: pyt
     with caplog.at_level("INFO", logger="longspan"):
         start(tiny, "1", "1").shutdown()
         assert "improvement_rate" not in caplog.text, "it was given"
-        roles = {"prefill_parallel": "1", "decode_parallel": "1"}
+        roles = {"policy": "tetris", "prefill_parallel": "1", "decode_parallel": "1"}
         ThreadLLM(str(tiny), **roles, skip_tokenizer_init=True).shutdown()
     assert "improvement_rate=auto is 0.3 at every request rate" in caplog.text
 
@@ -171,7 +171,7 @@ def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"policy": "context"}, "choose tetris or fixed-sp"),
+        ({"policy": "context"}, "choose auto or tetris or fixed-sp"),
         ({"policy_options": {"exchange": "gather_hidden"}}, "gather_hidden"),
         ({"transfer_backends": 0}, "transfer_backends must be at least 1"),
         ({"decode_parallel": "tp7"}, "tp 7 is too much"),

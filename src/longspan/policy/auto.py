@@ -28,9 +28,9 @@ from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
-from longspan.policy.batching import Batch, Budget, is_decode, joined, plan_alone, single_part
+from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.choosing import Facts
-from longspan.policy.routing import Router, goes_on, shares_by
+from longspan.policy.routing import Router, goes_on, joined, plan_alone, shares_by
 from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
 
 Numbers = NDArray[np.float64]

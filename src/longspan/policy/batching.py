@@ -189,28 +189,6 @@ def _can_wait(part: ScheduledPart, view: ClusterView) -> bool:
     return any(ref.instance == owner for one in view.running.on(owner) if one.id != me.id for ref in one.table)
 
 
-def plan_alone(
-    view: ClusterView, instances: Iterable[int], part: Callable[[RequestView, Budget], ScheduledPart | None]
-) -> Plan:
-    """Plans each of these instances by itself, as those that only decode; nobody is admitted there."""
-    occupied, plans = view.running.occupied, []
-    for instance in instances:
-        if instance in occupied and instance not in view.full:
-            batch = Batch(view, frozenset((instance,)), coupled_sets=())
-            for request in batch.running():
-                batch.add(part(request, batch.budget))
-            plans.append(batch.plan())
-    return joined(plans)
-
-
-def joined(plans: Sequence[Plan]) -> Plan:
-    """Makes one of plans for instances that have nothing in common."""
-    return Plan(
-        preempted=tuple([request for plan in plans for request in plan.preempted]),
-        batches=tuple([parts for plan in plans for parts in plan.batches]),
-    )
-
-
 def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ...], ...]:
     """Returns a batch per set of instances that these parts connect, ascending."""
     if not parts:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from longspan.core.owners import Target
-from longspan.core.view import ClusterView, RequestView
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.policy.batching import Batch, Budget
 
 
 def goes_on(request: RequestView) -> bool:
@@ -55,3 +56,25 @@ def shares_by(weights: Sequence[int], total: int) -> list[int]:
     """Cuts a total in proportion to weights; where these are enough for it, no share is more than its weight."""
     ends = [total * part // sum(weights) for part in accumulate(weights, initial=0)]
     return [stop - start for start, stop in pairwise(ends)]
+
+
+def plan_alone(
+    view: ClusterView, instances: Iterable[int], part: Callable[[RequestView, Budget], ScheduledPart | None]
+) -> Plan:
+    """Plans each of these instances by itself, as those that only decode; nobody is admitted there."""
+    occupied, plans = view.running.occupied, []
+    for instance in instances:
+        if instance in occupied and instance not in view.full:
+            batch = Batch(view, frozenset((instance,)), coupled_sets=())
+            for request in batch.running():
+                batch.add(part(request, batch.budget))
+            plans.append(batch.plan())
+    return joined(plans)
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Makes one of plans for instances that have nothing in common."""
+    return Plan(
+        preempted=tuple([request for plan in plans for request in plan.preempted]),
+        batches=tuple([parts for plan in plans for parts in plan.batches]),
+    )

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from longspan.core.owners import PrefixHit, coupled_instances
 from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
-from longspan.policy.batching import Batch, Budget, Growing, joined, plan_alone, single_part
+from longspan.policy.batching import Batch, Budget, Growing, single_part
 from longspan.policy.group_parts import GroupParts
-from longspan.policy.routing import Router
+from longspan.policy.routing import Router, joined, plan_alone
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
