@@ -264,11 +264,13 @@ class Auto:
             self._prefilled_s[instance] *= fades
 
     def _known(self, view: ClusterView) -> dict[int, Instance]:
+        """Looks at all instances, or where nobody waits at those that have prompts to go on with."""
         kv, running, reserved = view.kv, view.running, view.running.due_blocks
         begun = self._still_begun(view)
         changes, promised, max_num_seqs = running.changes, view.promised, view.max_num_seqs
         found = {}
-        for i in self._everyone:
+        involved = {i for one in begun for i in (*one.group, *(() if self._only_decode else one.targets))}
+        for i in self._everyone if view.waiting else involved:
             if self._counted.get(i) != changes[i]:
                 self._count(i, view)
             decoding, context = self._decoding[i], self._context[i]
@@ -375,9 +377,10 @@ class Auto:
                 if not request.was_admitted:
                     single_s = self._seconds(1, request.num_tokens - hit.num_tokens, hit.num_tokens)
                     self._arrivals.add(request.arrival_s, single_s, quick_s)
-        wait_s = np.array([one.wait_s for one in known.values()])
-        if wait_s.min() > _AHEAD_S:
+        waits = [one.wait_s for one in known.values()]
+        if min(waits) > _AHEAD_S:
             return
+        wait_s = np.array(waits)
         waiting = [one for one in self._seen.values() if one.request.id not in self._groups]
         waiting.sort(key=lambda one: ((one.request.arrival_s - view.now_s) / math.sqrt(one.quick_s), one.quick_s))
         strain = np.array([self._strain(i, one) if one.active else 0.0 for i, one in known.items()])
@@ -483,13 +486,15 @@ class Auto:
             return ()
         num_blocks = request.blocks_for(request.num_tokens)
         own_share = -(-num_blocks // len(group))
-        by_use = sorted(self._everyone, key=lambda i: (-known[i].decodes, -self._place[i]))
-        has_room = {
-            i: group == (i,) or (one.seats > 0 and one.room >= num_blocks + (own_share if i in group else 0))
-            for i, one in known.items()
-        }
+
+        def has_room(instance: int) -> bool:
+            one = known[instance]
+            needed = num_blocks + (own_share if instance in group else 0)
+            return group == (instance,) or (one.seats > 0 and one.room >= needed)
+
+        by_use = sorted([(-known[i].decodes, -place, i) for i, place in self._place.items()])
         number = self._num_decoders(known, request)
-        able = [i for i in by_use[:number] if has_room[i]] or [i for i in by_use[number:] if has_room[i]]
+        able = [i for _, _, i in by_use[:number] if has_room(i)] or [i for _, _, i in by_use[number:] if has_room(i)]
         if not able:
             return self._homes(num_blocks, group, known)
         best = min(able, key=lambda i: self._added_s(request, i, known[i]))
