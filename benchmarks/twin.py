@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--burstiness", type=float, nargs="+", default=[1.0], help="each: of gaps, below 1 in bursts")
     parser.add_argument("--lengths", default="128,1024,2048,4096", help="prompts that are profiled")
     parser.add_argument("--repeats", type=int, default=2, help="how often everything is measured in each profile")
+    parser.add_argument("--instances", type=int, default=INSTANCES, help="but of seesaw")
     parser.add_argument("--stored", action="store_true", help="measure no profile: go by the one that is stored")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host-kv-gib", type=float, default=0.3, help="of seesaw")
@@ -156,14 +157,14 @@ def _serve_online(asked: argparse.Namespace) -> None:
         if asked.stored:
             return Profile.from_json(stored.read_text(encoding="utf-8"))
         stored.unlink(missing_ok=True)
-        return measure_links(measure(start, INSTANCES, lengths, asked.repeats), INSTANCES)
+        return measure_links(measure(start, asked.instances, lengths, asked.repeats), asked.instances)
 
     before = profiled()
     for run in range(asked.runs):
         served = [_Served.by(start, name, asked, how, before) for how in asked.burstiness for name in asked.policies]
         after = profiled()
         for one in served:
-            print(f"\nrun {run}, policy {one.twin.name}, {INSTANCES} x 1 thread, burstiness {one.burstiness:g}")
+            print(f"\nrun {run}, policy {one.twin.name}, {asked.instances} x 1 thread, burstiness {one.burstiness:g}")
             one.report(before, after)
         print(f"\nrun {run}, profiled after / before, single instance: {_drift(before, after):.2f}", flush=True)
         before = after
@@ -219,7 +220,7 @@ class Twin:
     def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: EnginePolicy, slower: float = 1.0) -> Result:
         assert self.facts.shape is not None, "the model runs"
         cost = FittedCost(profile, self.facts.shape, block_size=self.config.block_size)
-        faults = Faults(slow=dict.fromkeys(range(INSTANCES), slower))
+        faults = Faults(slow=dict.fromkeys(range(self.config.cluster.num_instances), slower))
         return simulate(arrivals, self.config, policy, cost, faults=faults)
 
 
@@ -237,7 +238,7 @@ class _Served:
     def by(
         cls, start: Callable[[int], LLM], name: str, asked: argparse.Namespace, burstiness: float, profile: Profile
     ) -> _Served:
-        with start(INSTANCES) as llm:
+        with start(asked.instances) as llm:
             twin = Twin(name=name, facts=llm.facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
             arrivals = twin.arrivals(asked, burstiness, profile)
             real = _serve(llm, twin.policy(), arrivals)
@@ -247,6 +248,9 @@ class _Served:
     def report(self, before: Profile, after: Profile) -> None:
         """Prints it beside what is simulated by the profiles."""
         twin, arrivals, both = self.twin, self.arrivals, _joined(before, after)
+        if max(one.members for one in both.prefills) < twin.config.cluster.num_instances:
+            _print(self.real, {})
+            return
         slower = twin.slower(arrivals, both, self.real.busy_s)
         columns = {
             "before": twin.simulate(arrivals, before),
@@ -327,6 +331,9 @@ def _print(real: Times, simulated: Mapping[str, Times]) -> None:
     for column, of_column in errors.items():
         verdict = "pass" if all(abs(error) <= WITHIN for error in of_column) else "FAIL"
         print(f"{column}: {verdict}: TTFT and TBT within {WITHIN:.0%} wanted, {max(of_column, key=abs):+.1%} at worst")
+    if not simulated:
+        print("larger groups than were profiled: not simulated")
+        return
     pairs = list(zip(real.placements, simulated["before"].placements, strict=False))
     same = sum(one == other for one, other in pairs)
     print(f"placements, request: group (real | simulated); {same} of {len(pairs)} the same")

@@ -202,6 +202,7 @@ class Auto:
         self._parts = options.group_parts(instances, facts)
         self._arrivals, self._answer = Arrivals(), _ANSWER
         self._seen: dict[int, Seen] = {}
+        """Requests that wait, in the order in which they came."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Chosen for requests that have not begun, first in line first; of each the seconds, and blocks (`_wants`)."""
         self._wants: dict[int, tuple[float, int]] = {}
@@ -258,6 +259,7 @@ class Auto:
             waiting = {request.id for request in view.waiting}
             self._seen = {one: seen for one, seen in self._seen.items() if one in waiting}
             self._groups = {one: group for one, group in self._groups.items() if one in waiting}
+            self._wants = {one: self._wants[one] for one in self._groups}
         fades = math.exp((self._prefilled_at_s - view.now_s) / _MEMORY_S)
         self._prefilled_at_s = view.now_s
         for instance in self._prefilled_s:
