@@ -312,7 +312,8 @@ def _params(num_tokens: int) -> SamplingParams:
 
 
 def _print(real: Times, simulated: Mapping[str, Times]) -> None:
-    print("simulated with the profile from before, with both, and as busy")
+    if simulated:
+        print("simulated with the profile from before, with both, and as busy")
     print(f"{'':10}{'real, s':>12}" + "".join(f"{column + ', s':>14}{'error':>9}" for column in simulated))
     errors: dict[str, list[float]] = {column: [] for column in simulated}
     for what, label in (("ttft_s", "TTFT"), ("tbt_s", "TBT")):

@@ -18,7 +18,7 @@ from longspan.core.owners import PrefixHit, Target
 from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec, make_policy
-from longspan.policy.auto import Choice
+from longspan.policy.auto import Auto, Choice
 from longspan.policy.batching import Batch, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import ChunkedOptions
@@ -125,15 +125,17 @@ def test_short_prompts_of_a_burst_pass_long_ones_but_not_for_ever() -> None:
     assert waited.finish_reason is not None and made.engine.num_waiting > 10
 
 
-def test_a_group_that_is_soon_free_is_worth_waiting_for() -> None:
-    """A long prompt does not take the one instance that is idle while others finish a short one."""
-    made = cluster(4, num_blocks=4000)
-    made.add([1] * 400, max_tokens=1)
-    made.add([2] * 400, max_tokens=1)
-    made.engine.step()
-    long = made.add(range(10, 6010), max_tokens=1)
-    made.run()
-    assert len(made.parts_of(long)[0].group) > 1
+@pytest.mark.parametrize(("wait_s", "group"), [(0.2, (0, 1, 2, 3)), (100.0, (0,))])
+def test_a_group_is_worth_waiting_for_if_it_is_soon_free(wait_s: float, group: tuple[int, ...]) -> None:
+    """One instance is idle, the others are busy for so long."""
+    facts = machine(1, 2, 4, start_s=0.001)
+    auto = make_policy("auto", num_instances=4, options={}, facts=facts).policy
+    assert isinstance(auto, Auto)
+    num_groups = len(auto._choice.groups)
+    seconds = auto._choice.spread([times.seconds(6000) for times in auto._times.values()])
+    waits = np.array([0.0, wait_s, wait_s, wait_s])
+    costs = auto._costs(seconds, float(seconds.min()), 0.0, 0.0, waits, np.zeros(num_groups))
+    assert auto._choice.groups[int(costs.argmin())] == group
 
 
 def test_a_further_turn_goes_where_all_of_it_is() -> None:

@@ -465,9 +465,12 @@ class Auto:
 
     def _strain(self, instance: int, known: Instance) -> float:
         """Returns the weight of what a prompt takes on an instance to the answers there."""
-        share = min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S)
-        token_s = self._step_s(known.decodes, known.context) / (1 - share)
+        token_s = self._step_s(known.decodes, known.context) / self._left(instance)
         return _WEIGHT * known.decodes * min(1.0, token_s / (_CALM * self._usual_token_s)) ** 2
+
+    def _left(self, instance: int) -> float:
+        """Returns the part of its time that prompts leave an instance."""
+        return 1 - min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S)
 
     def _step_s(self, decodes: int, context: int) -> float:
         fit = self._decode
@@ -507,7 +510,7 @@ class Auto:
         without_s = self._step_s(known.decodes, known.context)
         seconds = self._step_s(known.decodes + 1, known.context + request.num_tokens)
         added_s = (seconds - without_s) * known.decodes
-        return (seconds + added_s) / (1 - min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S))
+        return (seconds + added_s) / self._left(instance)
 
     def _homes(self, num_blocks: int, group: tuple[int, ...], known: Mapping[int, Instance]) -> tuple[Target, ...]:
         """Shards what no instance has room for over as few as have, if they are fewer than its group."""
