@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from longspan.args import EngineArgs
-from longspan.attn import native
+from longspan import native
 from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
@@ -91,7 +91,7 @@ class Service:
             num_threads=setup.threads,
             most_threads=given.threads_per_rank,
             block_size=given.block_size,
-            attention_kernel=setup.model.kernel,
+            kernels=setup.model.kernels,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
         )
@@ -255,13 +255,13 @@ class EngineModel:
 
     files: ModelFiles
     info: ModelInfo
-    kernel: Path | None
+    kernels: Path | None
     block_bytes: int
 
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
         """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
-        kernel = _attention_kernel(given.attention_backend, given.device, given.dtype)
+        kernels = _kernels(given.attention_backend, given.device, given.dtype)
         files = prepare(
             given.model,
             dtype=given.dtype,
@@ -271,11 +271,11 @@ class EngineModel:
         )
         info = read_info(files.weights)
         block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[given.dtype])
-        return cls(files=files, info=info, kernel=kernel, block_bytes=block_bytes)
+        return cls(files=files, info=info, kernels=kernels, block_bytes=block_bytes)
 
     def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
         """Returns the key of what was measured of instances of `tp` ranks of so many threads."""
-        return profile_key_of(self.files, device, tp=tp, threads=threads, native=self.kernel is not None)
+        return profile_key_of(self.files, device, tp=tp, threads=threads, native=self.kernels is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,8 +464,8 @@ def _check_windows(info: ModelInfo, csa: str) -> None:
         raise ParameterError("csa", problem, csa[:60])
 
 
-def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
-    """Returns the compiled kernel of our own, if it is used."""
+def _kernels(backend: str, device: str, dtype: str) -> Path | None:
+    """Returns the compiled kernels of our own, if they are used."""
     fits = (device, dtype) == ("cpu", "bfloat16")
     if backend == "native" and not fits:
         problem = f"native is for bfloat16 on cpu, not for {dtype} on {device}: choose auto"
@@ -477,7 +477,7 @@ def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
     except native.UnavailableError as error:
         if backend == "native":
             raise ParameterError("attention_backend", f"native is not possible here: {error}; choose auto") from error
-        _log.info("attention by PyTorch's kernels, since %s", error)
+        _log.info("computing with PyTorch's kernels, since %s", error)
         return None
 
 

@@ -17,11 +17,10 @@ from oracle import Oracle
 from test_kept import kept_by
 from texts import topic_tokens
 
-from longspan import LLM, SamplingParams
-from longspan.attn import native
+from longspan import LLM, SamplingParams, native
+from longspan.attn.backends.native import NativeCpu
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.check import random_qkv, reference
-from longspan.attn.native import NativeCpu
 from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
@@ -40,9 +39,13 @@ def kernel() -> Iterator[None]:
     native._library = None
 
 
+_DIMS = (32, 64, 96, 128, 256)
+"""Sizes of heads that the kernel knows; PyTorch computes all others."""
+
+
 @st.composite
-def specs(draw: st.DrawFn) -> AttnSpec:
-    num_kv_heads, head_dim = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((2, 16, 40, 64, 80, 128, 256)))
+def specs(draw: st.DrawFn, dims: tuple[int, ...] = _DIMS) -> AttnSpec:
+    num_kv_heads, head_dim = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from(dims))
     return AttnSpec(
         num_heads=num_kv_heads * draw(st.sampled_from((1, 2, 3))),
         num_kv_heads=num_kv_heads,
@@ -61,7 +64,7 @@ def runs(draw: st.DrawFn, step: int) -> Run:
 
 @pytest.mark.usefixtures("kernel")
 @settings(deadline=None, max_examples=150)
-@given(specs(), st.data(), st.integers(1, 3), st.integers(0, 9))
+@given(specs((40, *_DIMS)), st.data(), st.integers(1, 3), st.integers(0, 9))
 def test_the_kernel_is_attention(spec: AttnSpec, data: st.DataObject, step: int, seed: int) -> None:
     q_run, k_run = data.draw(runs(step)), data.draw(runs(step))
     q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.bfloat16, seed)

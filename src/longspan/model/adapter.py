@@ -17,7 +17,8 @@ from transformers import AttentionInterface
 
 from longspan.attn.spec import as_output
 from longspan.model.files import ModelFiles
-from longspan.model.info import build_skeleton, load_config
+from longspan.model.fused import Reduce, fuse_head, fuse_layers
+from longspan.model.info import build_skeleton, decoder_layers, load_config
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.stages import Stage
 from longspan.model.store import DTYPES, map_tensors, read_info
@@ -27,9 +28,6 @@ _SERVE = "longspan"
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`"""
 
-Reduce = Callable[[Tensor], Tensor]
-"""Sums `[1, tokens, hidden]` over the ranks of an instance."""
-
 
 class Model:
     """One rank's view of a model: all of it, or some `layers`, or one of `tp` shares of these.
@@ -38,6 +36,7 @@ class Model:
 
     Args:
         stored: the mapped weights, see `map_tensors`; None to map them anew.
+        fused: computes layers by our own kernels, which must be loaded, where they know them.
 
     Attributes:
         info: of the whole model.
@@ -58,6 +57,7 @@ class Model:
         tp: int = 1,
         layers: range | None = None,
         stored: Mapping[str, Tensor] | None = None,
+        fused: bool = False,
     ) -> None:
         config = load_config(files.config_dir, files.trust_remote_code)
         self.module = build_skeleton(
@@ -82,6 +82,8 @@ class Model:
                 layer: {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
                 for layer, attention in attention_modules(self.module).items()
             }
+        if fused:
+            self._fuse(range(self.info.num_layers) if layers is None else layers)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(self.module, self.module.base_model_prefix).register_forward_hook(self._keep_output)
@@ -150,6 +152,19 @@ class Model:
             yield
         finally:
             self._reduce = before
+
+    def _fuse(self, layers: range) -> None:
+        """Lets our own kernels compute what they know of these layers, and of the output head if it is here."""
+
+        def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+            return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))
+
+        own = decoder_layers(self.module)
+        with self.summed_by(lambda partial: partial):
+            reduce = None if self.shard.size == 1 else self._sum
+            fuse_layers({layer: own[layer] for layer in layers}, self.specs, reduce, rotary)
+        if isinstance(head := self.module.get_output_embeddings(), nn.Linear):
+            fuse_head(head)
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self._reduce is not None, "a share of a model needs the sums over all shares"

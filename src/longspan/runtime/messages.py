@@ -15,7 +15,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model and options that workers load, wherever they run.
 
     Attributes:
-        attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
+        kernels: those of our own, compiled; None to compute with PyTorch's.
         record_times: measure where the time goes, see `runtime.timing`.
         host_memory: of the pool of each host, see `HostPool`; empty without such pools.
         most_threads: as many as a rank may have, whatever is left by others; None for no bound.
@@ -26,7 +26,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_threads: int
     block_size: int
-    attention_kernel: Path | None = None
+    kernels: Path | None = None
     record_times: bool = False
     host_memory: tuple[Path, ...] = ()
     most_threads: int | None = None

@@ -43,7 +43,7 @@ class Rank:
         self._config, self._rank, self._device, self._connect = config, rank, device, connect
         self._transports: Transports | None = None
         self._num_connected = 0
-        self._backend = backend_of(device, compiled=config.attention_kernel is not None)
+        self._backend = backend_of(device, compiled=config.kernels is not None)
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
@@ -142,7 +142,13 @@ class Rank:
         if self._device.type != "cpu":
             self._models.clear()  # a device has memory for one share
         model = self._models[key] = Model(
-            self._config.files, self._device, tp_index=shard, tp=tp, layers=layers, stored=self._stored
+            self._config.files,
+            self._device,
+            tp_index=shard,
+            tp=tp,
+            layers=layers,
+            stored=self._stored,
+            fused=self._config.kernels is not None,
         )
         self._watch.watch_linear(model.module)
         return model, model.copied_bytes

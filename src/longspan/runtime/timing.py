@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from longspan.attn.comm import Calls, Pending, Transport
+from longspan.model.fused import FusedLayer
 
 _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
-"""Attention without its messages; linear layers; everything else; waiting for messages; waiting for the controller."""
+"""Attention without its messages; linear layers, or all else of a layer that is fused; everything else; waiting for messages; waiting for the controller."""
 _WAITING = {"messages", "controller"}
 
 
@@ -56,7 +57,7 @@ class Stopwatch:
 
     def watch_linear(self, module: nn.Module) -> None:
         for layer in module.modules() if self._enabled else ():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear) or isinstance(vars(layer).get("forward"), FusedLayer):
                 layer.register_forward_pre_hook(self._enter_linear)
                 layer.register_forward_hook(self._leave_linear)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from longspan.attn import native
+from longspan import native
 from longspan.attn.comm import NOBODY, TorchTransport, meet
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
@@ -56,8 +56,8 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
 
 def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
     device, cores = open_device(config.device, rank), own_cores()
-    if config.attention_kernel is not None:
-        native.load(config.attention_kernel)
+    if config.kernels is not None:
+        native.load(config.kernels)
 
     def connect_among(num_ranks: int) -> Transports:
         if dist.is_initialized():

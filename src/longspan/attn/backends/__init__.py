@@ -20,6 +20,7 @@ from torch import Tensor
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
+from longspan.native import is_loaded
 
 _log = logging.getLogger("longspan")
 
@@ -82,7 +83,7 @@ class AttentionBackend(Protocol):
 
 def backend_of(device: torch.device, *, compiled: bool | None = None) -> AttentionBackend:
     """Returns the backend of a device. On CPUs it is our own `compiled` kernels, by default if they are loaded."""
-    from longspan.attn import native  # noqa: PLC0415 - backends import this module
+    from longspan.attn.backends.native import NativeCpu  # noqa: PLC0415 - backends import this module
     from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415
 
     if device.type == "cuda":
@@ -92,7 +93,7 @@ def backend_of(device: torch.device, *, compiled: bool | None = None) -> Attenti
         from longspan.attn.backends.triton import TritonCuda  # noqa: PLC0415 - not where there is no such device
 
         return TritonCuda()
-    return native.NativeCpu() if (native.is_loaded() if compiled is None else compiled) else TorchCpu()
+    return NativeCpu() if (is_loaded() if compiled is None else compiled) else TorchCpu()
 
 
 def nothing_seen(q: Tensor) -> Partial:

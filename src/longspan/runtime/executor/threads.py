@@ -13,7 +13,7 @@ import threading
 import torch
 import zmq
 
-from longspan.attn import native
+from longspan import native
 from longspan.attn.memory import MemoryTransport, Wires
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
@@ -39,8 +39,8 @@ class ThreadLauncher:
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(config.num_threads)
-        if config.attention_kernel is not None:
-            native.load(config.attention_kernel)
+        if config.kernels is not None:
+            native.load(config.kernels)
 
     def start(self, rank: int) -> WorkerThread:
         return WorkerThread(self, rank)

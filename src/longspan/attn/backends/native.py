@@ -1,45 +1,24 @@
-"""Kernels of our own for bfloat16 on CPUs with AVX512_BF16, where PyTorch's are three times slower.
-
-They are compiled on first use by g++ (or what CXX says). Without it, or on another processor, PyTorch's kernels do
-the same work, as they do for other types and for what ours do not know.
-"""
+"""Attention by our own kernels, see `longspan.native`: three times and more as fast as PyTorch's in bfloat16 on CPUs."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shlex
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from longspan import native
 from longspan.attn.backends import Partial
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
 
-_SOURCES = ("flash.cpp", "paged.cpp", "sparse.cpp")
-_HEADERS = ("simd.h", "strips.h")
-_FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
-)
 _FAR = 1 << 40
 _MAX_DIM = 256
-_TIMEOUT_S = 120.0
 _FEWEST_QUERIES = 17
 """Packing the keys for fewer costs more than the products gain."""
-
-
-class UnavailableError(Exception):
-    """The kernel cannot be had on this machine; the message says why."""
 
 
 class _Flash(ctypes.Structure):
@@ -97,50 +76,13 @@ class _Merge(ctypes.Structure):
     )
 
 
-_library: ctypes.CDLL | None = None
-
-
-def build(folder: Path) -> Path:
-    """Compiles the kernels into `folder` unless they are there.
-
-    Raises:
-        UnavailableError: when the processor or the compiler lacks what is needed.
-    """
-    if "avx512_bf16" not in _processor_flags():
-        raise UnavailableError("the processor has no AVX512_BF16")
-    # Not clang++, whose OpenMP is another than that of PyTorch: two would compete for the cores.
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    texts = [Path(__file__).with_name(name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
-    key = hashlib.sha256(repr((texts, _FLAGS, compiler, torch.__version__)).encode()).hexdigest()[:16]
-    library = folder / f"attention-{key}.so"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise UnavailableError(f"{folder} belongs to somebody else, whose programs are not run")
-        if not library.exists():
-            _compile(compiler, library)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UnavailableError(f"they cannot be compiled ({type(error).__name__}: {error})") from error
-    return library
-
-
-def load(library: Path) -> None:
-    """Uses the kernel in this process from now on."""
-    global _library  # noqa: PLW0603 - a library is loaded once per process
-    _library = ctypes.CDLL(str(library))
-
-
-def is_loaded() -> bool:
-    return _library is not None
-
-
 class NativeCpu(TorchCpu):
-    """The kernels of this module, which must be loaded, and PyTorch's wherever they do not apply."""
+    """Our own kernels, which must be loaded, and PyTorch's wherever they do not apply."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec, multiple=2):
+        if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec, multiple=32):
             return super().attend(q, k, v, relation, spec, dense=dense)
         is_full = relation.kind == "full"  # maybe of several runs of keys, of which the relation is that of the last
         band = (-_FAR, _FAR) if is_full else (relation.lower, relation.upper)
@@ -148,7 +90,7 @@ class NativeCpu(TorchCpu):
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Packs the kept keys from where they are."""
-        if q.shape[1] < _FEWEST_QUERIES or not indices.shape[1] or not _applies(q, spec, multiple=2):
+        if q.shape[1] < _FEWEST_QUERIES or not indices.shape[1] or not _applies(q, spec, multiple=32):
             return super().attend_kept(q, k, v, indices, spec)
         return _attended(q, k, v, spec, kept=indices)
 
@@ -165,7 +107,7 @@ class NativeCpu(TorchCpu):
             *(q.shape[1], q.shape[0], kv.keys.shape[1], q.shape[2], kv.block_size, q.stride(0), q.stride(1)),
             spec.scale,
         )
-        if _loaded().longspan_attend_paged_bf16(ctypes.byref(problem), torch.get_num_threads()):
+        if native.loaded().longspan_attend_paged_bf16(ctypes.byref(problem), torch.get_num_threads()):
             raise MemoryError("no memory for partial outputs")
         return out, lse
 
@@ -188,11 +130,11 @@ class NativeCpu(TorchCpu):
             *(ctypes.addressof(each), out.data_ptr(), lse.data_ptr()),
             *(len(partials), *out.shape, *out.stride()[:2]),
         )
-        _loaded().longspan_merge_bf16(ctypes.byref(problem), torch.get_num_threads())
+        native.loaded().longspan_merge_bf16(ctypes.byref(problem), torch.get_num_threads())
         return lse
 
     def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
-        if not _applies(q, spec, multiple=2):
+        if not _applies(q, spec, multiple=32):
             return super().rate(q, lse, seen, k, spec)
         q, lse, seen = q.contiguous(), lse.contiguous(), seen.to(torch.int64)
         k = k if k.stride(-1) == 1 else k.contiguous()
@@ -202,7 +144,7 @@ class NativeCpu(TorchCpu):
             *(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], q.stride(0), *k.stride()[:2]),
             spec.scale,
         )
-        if _loaded().longspan_rate_bf16(ctypes.byref(problem), torch.get_num_threads()):
+        if native.loaded().longspan_rate_bf16(ctypes.byref(problem), torch.get_num_threads()):
             raise MemoryError("no memory for packed keys")
         return ratings
 
@@ -230,7 +172,7 @@ def _attended(
         dense,
         None if kept is None else kept.data_ptr(),
     )
-    if _loaded().longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
+    if native.loaded().longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
         raise MemoryError("no memory for packed keys and values")
     return out, lse
 
@@ -249,37 +191,3 @@ def _applies(q: Tensor, spec: AttnSpec, *, multiple: int) -> bool:
         and q.shape[2] % multiple == 0
         and q.shape[2] <= _MAX_DIM
     )
-
-
-def _loaded() -> ctypes.CDLL:
-    assert _library is not None, "the kernels are loaded"
-    return _library
-
-
-def _compile(compiler: Sequence[str], library: Path) -> None:
-    """Compiles beside `library`, and moves it there when it is whole and can be loaded."""
-    # PyTorch's own OpenMP, so that there is one pool of threads: two would spin against each other.
-    openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))]
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        whole = Path(folder) / library.name
-        parts = {Path(__file__).with_name(name): Path(folder) / f"{name}.o" for name in _SOURCES}
-        steps: list[tuple[str, ...]] = [
-            (*compiler, *_FLAGS, "-c", str(source), "-o", str(part)) for source, part in parts.items()
-        ]
-        linked = (*map(str, parts.values()), *(openmp or ["-lgomp"]), "-Wl,-z,defs")
-        steps.append((*compiler, "-shared", *linked, "-o", str(whole)))
-        steps.append((sys.executable, "-P", "-c", "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])", str(whole)))
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
-            if done.returncode:
-                words = next((line for line in done.stderr.splitlines() if "rror" in line), done.stderr[:200])
-                raise UnavailableError(f"{Path(step[0]).name} failed: {words}")
-        whole.replace(library)
-
-
-def _processor_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())

@@ -2,11 +2,14 @@
 
 #include <vector>
 
-#include "strips.h"
+#include "tiles.h"
 
 namespace {
 
 using namespace longspan;
+
+constexpr long kColumns = 64;       // keys per block
+constexpr long kRows = 2 * kTile;  // samples that are multiplied at once
 
 struct Rating {
     const uint16_t *q, *k;
@@ -35,20 +38,37 @@ struct Merge {
     long head, row;
 };
 
+// Keys [first, first + 64), of each numbers d and d + 1 as [dim / 2][64]; those from `keys` on are zeros.
+void pack_keys(const uint16_t* k, long row, long first, long keys, long dim, uint32_t* packed) {
+    for (long n = 0; n < kColumns; n += 16)
+        for (long d = 0; d < dim / 2; d += 16) {
+            __m512i block[16];
+            for (long i = 0; i < 16; ++i) {
+                const long key = first + n + i;
+                block[i] = key < keys ? _mm512_loadu_si512(k + key * row + 2 * d) : _mm512_setzero_si512();
+            }
+            transpose(block);
+            for (long i = 0; i < 16; ++i) _mm512_storeu_si512(packed + (d + i) * kColumns + n, block[i]);
+        }
+}
+
 // The attention that 64 keys of a KV head get from all samples of its query heads.
 void rate_block(const Rating& p, long group, long first, uint32_t* packed) {
-    const long readers = p.heads / p.kv_heads;
-    pack_keys(p.k + group * p.k_head, p.k_row, nullptr, first, p.keys, p.dim, packed);
+    const long readers = p.heads / p.kv_heads, pairs = p.dim / 2;
+    uint32_t* rows = packed + kColumns * pairs;
+    pack_keys(p.k + group * p.k_head, p.k_row, first, p.keys, p.dim, packed);
     __m512 sums[4] = {};
-    alignas(64) float scores[kStrip * kColumns];
+    alignas(64) float scores[kRows * kColumns];
     const __m512 factor = _mm512_set1_ps(p.scale * kLog2E);
     for (long head = group * readers; head < (group + 1) * readers; ++head)
-        for (long start = 0; start < p.samples; start += kStrip) {
-            const long rows = std::min(kStrip, p.samples - start);
-            if (*std::max_element(p.seen + start, p.seen + start + rows) <= first) continue;
-            const auto* a = reinterpret_cast<const uint32_t*>(p.q + head * p.q_head + start * p.dim);
-            strips(rows, a, p.dim / 2, packed, kColumns, p.dim / 2, scores, kColumns, false);
-            for (long r = 0; r < rows; ++r) {
+        for (long start = 0; start < p.samples; start += kRows) {
+            const long number = std::min(kRows, p.samples - start);
+            if (*std::max_element(p.seen + start, p.seen + start + number) <= first) continue;
+            std::memcpy(rows, p.q + head * p.q_head + start * p.dim, number * pairs * sizeof(uint32_t));
+            for (long column = 0; column < kColumns; column += 2 * kTile)
+                tiles<2>({rows, rows + kTile * pairs, pairs, kTile}, {packed + column, kColumns, kTile * kColumns, kTile},
+                         pairs / kTile, scores + column, kColumns, false);
+            for (long r = 0; r < number; ++r) {
                 const __m512 shift = _mm512_set1_ps(p.lse[head * p.samples + start + r] * kLog2E);
                 for (long j = 0; j < 4; ++j) {
                     const __mmask16 visible = lanes(first + 16 * j, 0, p.seen[start + r]);
@@ -98,13 +118,17 @@ void merge_row(const Merge& p, long head, long query, float* weights, const uint
 extern "C" int longspan_rate_bf16(const Rating* problem, int threads) {
     const Rating& p = *problem;
     const long blocks = (p.keys + kColumns - 1) / kColumns;
-    const long size = round_up(kColumns * (p.dim / 2), 16);
-    const Pairs packed = allocate(threads * size);
+    const long size = (kColumns + kRows) * (p.dim / 2);
+    thread_local Scratch scratch;
+    uint32_t* packed = scratch.take(threads * size);
     if (!packed) return 1;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (long worker = 0; worker < threads; ++worker)
-        for (long item = worker; item < p.kv_heads * blocks; item += threads)
-            rate_block(p, item / blocks, item % blocks * kColumns, packed.get() + worker * size);
+#pragma omp parallel num_threads(threads)
+    {
+        const TileRegisters registers;
+#pragma omp for schedule(static, 1)
+        for (long item = 0; item < p.kv_heads * blocks; ++item)
+            rate_block(p, item / blocks, item % blocks * kColumns, packed + omp_get_thread_num() * size);
+    }
     return 0;
 }
 

@@ -1,0 +1,273 @@
+"""Decoder layers computed by our own kernels: four calls in place of some thirty operators.
+
+A layer of Llama's form (norm, attention, residual, norm, gated feed-forward, residual) is taken over as a whole: its
+module stays, and its forward is replaced. Before that, both compute the same random input, and a layer whose results
+differ keeps its own forward; so do layers of any other form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan import native
+from longspan.attn.spec import AttnSpec
+
+_log = logging.getLogger("longspan")
+_MAX_MATRICES = 3
+_MAX_ERROR = 0.02
+"""The largest difference from a layer's own results, relative to them: some roundings to bfloat16."""
+_PROBE = (0, 1, 5, 17, 400)
+"""Positions of the tokens by which a layer is checked."""
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines `[1, tokens, rotary_dim]`."""
+Reduce = Callable[[Tensor], Tensor]
+"""Sums `[1, tokens, hidden]` over the ranks of an instance."""
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of linear.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "head_norm", "out")),
+        *((name, ctypes.c_long) for name in ("outputs", "row", "out_row", "rotated")),
+    )
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` of linear.cpp, field by field."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("tokens", "inputs", "x_row")),
+        ("norm", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+        ("number", ctypes.c_long),
+        ("matrices", _Matrix * _MAX_MATRICES),
+        ("gated", ctypes.c_long),
+        ("residual", ctypes.c_void_p),
+        ("residual_row", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        *((name, ctypes.c_long) for name in ("head_dim", "rotary_dim")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """The weights `[outputs, inputs]` and the bias `[outputs]` of a linear layer, or of some of its outputs.
+
+    Attributes:
+        is_rotated: its heads get their rotary embedding.
+        head_norm: weights `[head_dim]` of an RMSNorm that each head gets before.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    is_rotated: bool = False
+    head_norm: Tensor | None = None
+
+
+class Product:
+    """Products of the same tokens with up to three matrices, in one call.
+
+    Args:
+        norm: weights `[inputs]` of an RMSNorm of the tokens before; None for none.
+        is_gated: the only output is that of the second matrix, times SiLU of that of the first.
+        head_dim: of what is rotated.
+
+    Raises:
+        ValueError: for shapes that the kernel does not know.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        *,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        is_gated: bool = False,
+        head_dim: int = 0,
+    ) -> None:
+        for matrix in matrices:
+            num_outputs, num_inputs = matrix.weight.shape
+            if num_inputs % 32 or num_outputs % 16 or matrix.weight.dtype != torch.bfloat16:
+                raise ValueError(f"a layer has {num_inputs} inputs and {num_outputs} outputs of {matrix.weight.dtype}")
+        self._held = matrices, norm  # the kernel knows their addresses only
+        self._widths = [len(matrix.weight) for matrix in matrices[: 1 if is_gated else None]]
+        self._problem = problem = _Linear(
+            inputs=matrices[0].weight.shape[1],
+            norm=_address(norm),
+            epsilon=epsilon,
+            number=len(matrices),
+            gated=is_gated,
+            head_dim=head_dim,
+        )
+        for own, matrix in zip(problem.matrices, matrices, strict=False):
+            own.weight, own.bias, own.head_norm = map(_address, (matrix.weight, matrix.bias, matrix.head_norm))
+            own.outputs, own.row, own.rotated = len(matrix.weight), matrix.weight.stride(0), matrix.is_rotated
+            own.out_row = own.outputs
+        self._outs = [problem.matrices[index] for index in range(len(self._widths))]
+
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
+        """Returns `[tokens, outputs]` of each matrix for `x [tokens, inputs]`; a residual is added to the first."""
+        problem, num_tokens = self._problem, len(x)
+        problem.x, problem.tokens, problem.x_row = x.data_ptr(), num_tokens, x.stride(0)
+        if residual is not None:
+            problem.residual, problem.residual_row = residual.data_ptr(), residual.stride(0)
+        if rotary is not None:
+            cos, sin = rotary
+            problem.cos, problem.sin, problem.rotary_dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+        outs = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in self._widths]
+        for own, out in zip(self._outs, outs, strict=True):
+            own.out = out.data_ptr()
+        if native.loaded().longspan_linear_bf16(ctypes.byref(problem), torch.get_num_threads()):
+            raise MemoryError("no memory for packed tokens")
+        return outs
+
+
+class FusedLayer:
+    """The forward of one decoder layer.
+
+    Args:
+        layer: the module, whose own forward goes on to serve steps with layerwise exchanges.
+        spec: its attention.
+        reduce: sums outputs over the ranks of an instance; None on a rank that has whole layers.
+
+    Raises:
+        ValueError: for a layer of another form.
+    """
+
+    def __init__(self, layer: nn.Module, spec: AttnSpec, reduce: Reduce | None) -> None:
+        if {name for name, _ in layer.named_children()} != _PARTS:
+            raise ValueError("its layers have other parts")
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        self._own, self._spec, self._reduce, self._index = layer.forward, spec, reduce, attention.layer_idx
+        norm, epsilon = _norm(layer.input_layernorm)
+        self._qkv = Product(_projections(attention, spec), norm=norm, epsilon=epsilon, head_dim=spec.head_dim)
+        self._out = Product([_matrix(attention.o_proj)])
+        norm, epsilon = _norm(layer.post_attention_layernorm)
+        self._gate_up = Product(_gate_and_up(mlp), norm=norm, epsilon=epsilon, is_gated=True)
+        self._down = Product([_matrix(mlp.down_proj)])
+
+    def __call__(self, hidden_states: Tensor, *others: object, **arguments: Any) -> Tensor:  # noqa: ANN401
+        """Returns hidden states `[1, tokens, hidden]`, as transformers' layers do."""
+        attend = arguments["attend"]
+        if getattr(attend, "num_alone", None) is not None:
+            return self._own(hidden_states, *others, **arguments)  # type: ignore[no-any-return]
+        hidden, dim = hidden_states[0], self._spec.head_dim
+        q, k, v = self._qkv(hidden, rotary=arguments["position_embeddings"])
+        heads = (x.view(len(x), -1, dim).transpose(0, 1) for x in (q, k, v))
+        out = attend(self._index, *heads).transpose(0, 1).reshape(len(q), -1)
+        hidden = self._add(self._out, out, hidden)
+        (inner,) = self._gate_up(hidden)
+        return self._add(self._down, inner, hidden)[None]
+
+    def _add(self, product: Product, x: Tensor, residual: Tensor) -> Tensor:
+        if self._reduce is None:
+            return product(x, residual=residual)[0]
+        return residual + self._reduce(product(x)[0][None])[0]
+
+
+def fuse_layers(
+    layers: Mapping[int, nn.Module], specs: Sequence[AttnSpec], reduce: Reduce | None, rotary: Callable[[Tensor], Rotary]
+) -> None:
+    """Replaces the forward of each layer that the kernels know, by its number, and logs if there are others.
+
+    `rotary` gives cosines and sines for positions `[tokens]`.
+    """
+    for index, layer in layers.items():
+        try:
+            fused = FusedLayer(layer, specs[index], reduce)
+            _check(fused, layer, specs[index], rotary)
+        except ValueError as error:
+            _log.info("layers from %d on are computed by PyTorch's operators: %s", index, error)
+            return
+        layer.forward = fused
+
+
+def fuse_head(head: nn.Linear) -> None:
+    """Replaces the forward of an output head, if the kernels know it."""
+    try:
+        product = Product([_matrix(head)])
+    except ValueError as error:
+        _log.info("the output head is computed by PyTorch: %s", error)
+        return
+    head.forward = lambda hidden: product(hidden[0])[0][None]
+
+
+def _check(fused: FusedLayer, layer: nn.Module, spec: AttnSpec, rotary: Callable[[Tensor], Rotary]) -> None:
+    """Raises ValueError unless a layer computes the same as its module."""
+    numbers = torch.Generator().manual_seed(0)
+    width = fused._qkv._problem.inputs
+    hidden = torch.randn(1, len(_PROBE), width, generator=numbers).to(torch.bfloat16)
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        num_readers = spec.num_heads // spec.num_kv_heads
+        return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
+
+    positions = torch.tensor(_PROBE)
+    arguments = {
+        "position_embeddings": rotary(positions),
+        "position_ids": positions[None],
+        "attention_mask": None,
+        "use_cache": False,
+        "attend": attend,
+    }
+    with torch.no_grad():
+        own, found = layer(hidden, **arguments), fused(hidden, **arguments)
+    if not isinstance(own, Tensor):
+        raise ValueError("its layers return several things")  # noqa: TRY004 - the model's form, not the caller's fault
+    error = ((found.float() - own.float()).norm() / (own.float() - hidden.float()).norm()).item()
+    if not error <= _MAX_ERROR:
+        raise ValueError(f"they would differ by {error:.1%}")
+
+
+def _projections(attention: Any, spec: AttnSpec) -> list[Matrix]:  # noqa: ANN401 - a module, whatever its class
+    """Returns the matrices of queries, keys and values, which may be one in the model."""
+    if hasattr(attention, "qkv_proj"):
+        sizes = [number * spec.head_dim for number in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        q, k, v = _split(attention.qkv_proj, sizes)
+    else:
+        q, k, v = map(_matrix, (attention.q_proj, attention.k_proj, attention.v_proj))
+    norms = [norm and norm.weight for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))]
+    return [
+        Matrix(weight=one.weight, bias=one.bias, is_rotated=True, head_norm=norm)
+        for one, norm in zip((q, k), norms, strict=True)
+    ] + [v]
+
+
+def _gate_and_up(mlp: Any) -> list[Matrix]:  # noqa: ANN401 - a module, whatever its class
+    if hasattr(mlp, "gate_up_proj"):
+        return _split(mlp.gate_up_proj, [len(mlp.gate_up_proj.weight) // 2] * 2)
+    if not hasattr(mlp, "gate_proj"):
+        raise ValueError(f"{type(mlp).__name__} has no gate")
+    return [_matrix(mlp.gate_proj), _matrix(mlp.up_proj)]
+
+
+def _matrix(linear: nn.Linear) -> Matrix:
+    return Matrix(weight=linear.weight, bias=linear.bias)
+
+
+def _split(linear: nn.Linear, sizes: list[int]) -> list[Matrix]:
+    biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(sizes)
+    return [Matrix(weight=w, bias=b) for w, b in zip(linear.weight.split(sizes), biases, strict=True)]
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - a module, whatever its class
+    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+    if epsilon is None or not isinstance(getattr(module, "weight", None), Tensor):
+        raise ValueError(f"{type(module).__name__} is not an RMSNorm that is known")
+    return module.weight, float(epsilon)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

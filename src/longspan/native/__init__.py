@@ -1,0 +1,114 @@
+"""Kernels of our own for bfloat16 on CPUs with AVX512_BF16, which use AMX where the processor has it.
+
+They are compiled on first use by g++ (or what CXX says). Without it, or on another processor, PyTorch's kernels do
+the same work, as they do for other types and for what ours do not know. `attn.backends.native` calls those of attention,
+`model.fused` those of the layers around it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_SOURCES = ("flash.cpp", "paged.cpp", "sparse.cpp", "linear.cpp")
+_HEADERS = ("simd.h", "tiles.h")
+_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+)
+_AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-DLONGSPAN_AMX")
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_TIMEOUT_S = 120.0
+
+
+class UnavailableError(Exception):
+    """The kernels cannot be had on this machine; the message says why."""
+
+
+_library: ctypes.CDLL | None = None
+
+
+def build(folder: Path) -> Path:
+    """Compiles the kernels into `folder` unless they are there.
+
+    Raises:
+        UnavailableError: when the processor or the compiler lacks what is needed.
+    """
+    if "avx512_bf16" not in _processor_flags():
+        raise UnavailableError("the processor has no AVX512_BF16")
+    flags = (*_FLAGS, *_AMX_FLAGS) if has_amx() else _FLAGS
+    # Not clang++, whose OpenMP is another than that of PyTorch: two would compete for the cores.
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    texts = [Path(__file__).with_name(name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
+    key = hashlib.sha256(repr((texts, flags, compiler, torch.__version__)).encode()).hexdigest()[:16]
+    library = folder / f"kernels-{key}.so"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise UnavailableError(f"{folder} belongs to somebody else, whose programs are not run")
+        if not library.exists():
+            _compile([*compiler, *flags], library)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UnavailableError(f"they cannot be compiled ({type(error).__name__}: {error})") from error
+    return library
+
+
+def load(library: Path) -> None:
+    """Uses the kernels in this process from now on."""
+    global _library  # noqa: PLW0603 - a library is loaded once per process
+    has_amx()  # the kernel lets a process use it that has asked
+    _library = ctypes.CDLL(str(library))
+
+
+def is_loaded() -> bool:
+    return _library is not None
+
+
+def loaded() -> ctypes.CDLL:
+    assert _library is not None, "the kernels are loaded"
+    return _library
+
+
+def has_amx() -> bool:
+    """Tells whether this process may use AMX's tiles for bfloat16, and asks the operating system for them."""
+    if not {"amx_tile", "amx_bf16"} <= _processor_flags():
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+def _compile(compiler: Sequence[str], library: Path) -> None:
+    """Compiles beside `library`, and moves it there when it is whole and can be loaded."""
+    # PyTorch's own OpenMP, so that there is one pool of threads: two would spin against each other.
+    openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        whole = Path(folder) / library.name
+        parts = {Path(__file__).with_name(name): Path(folder) / f"{name}.o" for name in _SOURCES}
+        steps: list[tuple[str, ...]] = [
+            (*compiler, "-c", str(source), "-o", str(part)) for source, part in parts.items()
+        ]
+        linked = (*map(str, parts.values()), *(openmp or ["-lgomp"]), "-Wl,-z,defs")
+        steps.append((*compiler, "-shared", *linked, "-o", str(whole)))
+        steps.append((sys.executable, "-P", "-c", "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])", str(whole)))
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+            if done.returncode:
+                words = next((line for line in done.stderr.splitlines() if "rror" in line), done.stderr[:200])
+                raise UnavailableError(f"{Path(step[0]).name} failed: {words}")
+        whole.replace(library)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())

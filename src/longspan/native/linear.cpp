@@ -1,0 +1,272 @@
+// Linear layers in bfloat16 on weights as they lie in memory, and the small operators around them: RMSNorm before, then
+// rotary embedding, SiLU of a gate, or a residual behind.
+//
+// The product is computed transposed, outputs [32] by tokens [32] at a time: so rows of weights are rows of tiles, and only
+// the tokens are packed, once per call, which is when they are normalised. With few tokens what counts is that weights are
+// read once, as they come from memory; with many, that packed tokens stay in the second cache.
+
+#include "tiles.h"
+
+namespace {
+
+using namespace longspan;
+
+constexpr long kOutputs = 2 * kTile;            // of a unit of work
+constexpr long kTokens = 2 * kTile;             // that are multiplied at once
+constexpr long kTokenBytes = 5 << 18;           // of tokens that are packed at a time
+constexpr long kPackedTokens = 128;             // from which on it pays to pack weights, too
+constexpr long kWeightBytes = 5 << 17;          // of weights that are packed at a time
+constexpr long kMaxUnits = 16;                  // that are computed at a time
+constexpr long kMaxMatrices = 3;
+
+struct Matrix {
+    const uint16_t *weight, *bias;  // [outputs][inputs], [outputs]; a null bias for none
+    const uint16_t* head_norm;      // [head_dim], of an RMSNorm of each head before it is rotated; null for none
+    uint16_t* out;                  // [tokens][outputs]
+    long outputs, row, out_row;     // strides in numbers
+    long rotated;                   // not 0: heads get their rotary embedding
+};
+
+struct Linear {
+    const uint16_t* x;  // [tokens][inputs]
+    long tokens, inputs, x_row;
+    const uint16_t* norm;  // [inputs], of an RMSNorm of x before; null for none
+    float epsilon;
+    long number;  // of matrices
+    Matrix matrices[kMaxMatrices];
+    long gated;                // not 0: of matrices 0 and 1 the first one's output is SiLU(0) * 1
+    const uint16_t* residual;  // [tokens][outputs], added to the output of matrix 0; null for none
+    long residual_row;
+    const uint16_t *cos, *sin;  // [tokens][rotary_dim]
+    long head_dim, rotary_dim;
+};
+
+__m512 silu(__m512 x) {
+    const __m512 power = exp2(_mm512_min_ps(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-kLog2E)), _mm512_setzero_ps()));
+    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    const __m512 over = _mm512_mask_blend_ps(negative, _mm512_set1_ps(1.0f), power);
+    return _mm512_div_ps(_mm512_mul_ps(x, over), _mm512_add_ps(_mm512_set1_ps(1.0f), power));
+}
+
+// RMSNorm of `size` numbers, rounded as the models' own: before the weights, and after.
+void normalise(const uint16_t* x, const uint16_t* weight, float epsilon, long size, uint16_t* out) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < size; i += 16) {
+        const __m512 numbers = widen(x + i);
+        squares = _mm512_fmadd_ps(numbers, numbers, squares);
+    }
+    const float scale = 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + epsilon);
+    for (long i = 0; i < size; i += 16) {
+        const __m512 numbers = round_bf16(_mm512_mul_ps(widen(x + i), _mm512_set1_ps(scale)));
+        store_bf16(out + i, _mm512_mul_ps(numbers, widen(weight + i)));
+    }
+}
+
+// Packs tokens [16] as [inputs / 2][16] pairs; those that there are not become zeros.
+void pack_tokens(const Linear& p, long first, uint32_t* packed, uint16_t* rows) {
+    const long number = std::min(kTile, p.tokens - first);
+    const uint16_t* each[kTile];
+    for (long t = 0; t < kTile; ++t) {
+        const uint16_t* x = p.x + (first + std::min(t, number - 1)) * p.x_row;
+        each[t] = x;
+        if (p.norm && t < number) normalise(x, p.norm, p.epsilon, p.inputs, rows + t * p.inputs);
+        if (p.norm) each[t] = rows + std::min(t, number - 1) * p.inputs;
+    }
+    for (long pair = 0; pair < p.inputs / 2; pair += kTile) {
+        __m512i block[kTile];
+        for (long t = 0; t < kTile; ++t)
+            block[t] = t < number ? _mm512_loadu_si512(each[t] + 2 * pair) : _mm512_setzero_si512();
+        transpose(block);
+        for (long t = 0; t < kTile; ++t) _mm512_storeu_si512(packed + (pair + t) * kTile, block[t]);
+    }
+}
+
+// Two tiles of rows of some matrix, or one of the gate and one of what it gates.
+struct Unit {
+    const Matrix* matrix;
+    long output;  // the first
+    const uint16_t *first, *second;
+    bool is_whole;  // otherwise the second one is nothing of its own
+};
+
+Unit unit_of(const Linear& p, long index) {
+    if (p.gated) {
+        const long output = index * kTile;
+        const Matrix &gate = p.matrices[0], &up = p.matrices[1];
+        return {&gate, output, gate.weight + output * gate.row, up.weight + output * up.row, true};
+    }
+    const Matrix* matrix = p.matrices;
+    for (; index >= (matrix->outputs + kOutputs - 1) / kOutputs; ++matrix) index -= (matrix->outputs + kOutputs - 1) / kOutputs;
+    const long output = index * kOutputs;
+    const uint16_t* first = matrix->weight + output * matrix->row;
+    const bool is_whole = output + kTile < matrix->outputs;
+    return {matrix, output, first, is_whole ? first + kTile * matrix->row : first, is_whole};
+}
+
+long num_units(const Linear& p) {
+    if (p.gated) return p.matrices[0].outputs / kTile;
+    long number = 0;
+    for (long i = 0; i < p.number; ++i) number += (p.matrices[i].outputs + kOutputs - 1) / kOutputs;
+    return number;
+}
+
+__m512 sum(const float* sums, const uint16_t* bias, long row) {
+    const __m512 found = _mm512_load_ps(sums + row * kTokens);
+    return bias ? _mm512_add_ps(found, _mm512_set1_ps(widen(bias[row]))) : found;
+}
+
+// SiLU(gate) * up of sums [2][16 outputs][32 tokens].
+void write_gated(const Linear& p, const Unit& unit, const float* sums, long token) {
+    const Matrix &gate = *unit.matrix, &up = p.matrices[1];
+    const uint16_t *gate_bias = gate.bias ? gate.bias + unit.output : nullptr, *up_bias = up.bias ? up.bias + unit.output : nullptr;
+    __m512i rows[kTile];
+    for (long row = 0; row < kTile; ++row) {
+        const float* here = sums + row / 8 * kTile;
+        __m512 two[2];
+        for (long i = 0; i < 2; ++i) {
+            const long output = row % 8 * 2 + i;
+            two[i] = _mm512_mul_ps(silu(sum(here, gate_bias, output)), sum(here + kTile * kTokens, up_bias, output));
+        }
+        rows[row] = pairs(two[0], two[1]);
+    }
+    transpose(rows);
+    uint16_t* out = gate.out + token * gate.out_row + unit.output;
+    for (long t = 0; t < std::min(kTokens, p.tokens - token); ++t) {
+        const __m512i both = rows[t % kTile];
+        const __m256i own = t < kTile ? _mm512_castsi512_si256(both) : _mm512_extracti64x4_epi64(both, 1);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + t * gate.out_row), own);
+    }
+}
+
+__m512i add_pairs(__m512i one, __m512i other) {
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    const __m512 even = _mm512_add_ps((__m512)_mm512_slli_epi32(one, 16), (__m512)_mm512_slli_epi32(other, 16));
+    const __m512 odd = _mm512_add_ps((__m512)_mm512_and_si512(one, high), (__m512)_mm512_and_si512(other, high));
+    return pairs(even, odd);
+}
+
+// Sums [32 outputs][16 tokens], or only the first 16 outputs, and the residual.
+void write(const Linear& p, const Unit& unit, const float* sums, long token) {
+    const Matrix& m = *unit.matrix;
+    const uint16_t* bias = m.bias ? m.bias + unit.output : nullptr;
+    const long outputs = unit.is_whole ? kOutputs : kTile;
+    __m512i rows[kTile];
+    for (long row = 0; row < kTile; ++row)
+        rows[row] = 2 * row < outputs ? pairs(sum(sums, bias, 2 * row), sum(sums, bias, 2 * row + 1)) : _mm512_setzero_si512();
+    transpose(rows);
+    const __mmask16 inside = lanes(0, 0, outputs / 2);
+    for (long t = 0; t < std::min(kTile, p.tokens - token); ++t) {
+        const uint16_t* residual = p.residual + (token + t) * p.residual_row + unit.output;
+        if (p.residual) rows[t] = add_pairs(rows[t], _mm512_maskz_loadu_epi32(inside, residual));
+        _mm512_mask_storeu_epi32(m.out + (token + t) * m.out_row + unit.output, inside, rows[t]);
+    }
+}
+
+void write_block(const Linear& p, const Unit& unit, const float* sums, long token, long last) {
+    if (p.gated) return write_gated(p, unit, sums, token);
+    for (long start = token; start < std::min(token + kTokens, last); start += kTile)
+        write(p, unit, sums + (start - token), start);
+}
+
+// Copies rows of weights such that a tile is in one piece: [inputs / 32][2][16 rows][32 numbers].
+void pack_weights(const Linear& p, const Unit& unit, uint16_t* packed) {
+    for (long tile = 0; tile < p.inputs / kOutputs; ++tile)
+        for (long row = 0; row < kOutputs; ++row, packed += kOutputs) {
+            const uint16_t* rows = row < kTile ? unit.first : unit.second;
+            _mm512_store_si512(packed, _mm512_loadu_si512(rows + row % kTile * unit.matrix->row + tile * kOutputs));
+        }
+}
+
+// What is computed together: the packed tokens [first, last), and the packed weights of a unit if `weights` is not null.
+struct Piece {
+    const uint32_t* tokens;
+    long first, last;
+    const uint32_t* weights;
+};
+
+void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, float* sums) {
+    const long steps = p.inputs / kOutputs, block = p.inputs / 2 * kTile;
+    const auto *first = reinterpret_cast<const uint32_t*>(unit.first), *second = reinterpret_cast<const uint32_t*>(unit.second);
+    const Rows as_they_lie{first, second, unit.matrix->row / 2, kTile};
+    const Rows tiled{piece.weights, piece.weights + kTile * kTile, kTile, 2 * kTile * kTile};
+    const Rows& rows = piece.weights ? tiled : as_they_lie;
+    const Columns columns{piece.tokens + (token - piece.first) / kTile * block, kTile, kTile * kTile, block};
+    if (token + kTile < piece.last)
+        tiles<2>(rows, columns, steps, sums, kTokens, false);
+    else
+        tiles<1>(rows, columns, steps, sums, kTokens, false);
+}
+
+// Some units for all tokens of a piece. Sums are written while the next are computed.
+void compute_units(const Linear& p, long first, long last, Piece piece, uint32_t* weights) {
+    alignas(64) float sums[2][kOutputs * kTokens];
+    const long block = p.inputs / 2 * kTile, number = last - first;
+    Unit units[kMaxUnits];
+    for (long i = 0; i < number; ++i) {
+        units[i] = unit_of(p, first + i);
+        if (weights) pack_weights(p, units[i], reinterpret_cast<uint16_t*>(weights + 2 * i * block));
+    }
+    const long blocks = (piece.last - piece.first + kTokens - 1) / kTokens;
+    for (long item = 0; item <= number * blocks; ++item) {
+        if (item < number * blocks) {
+            piece.weights = weights ? weights + item % number * 2 * block : nullptr;
+            compute(p, units[item % number], piece, piece.first + item / number * kTokens, sums[item % 2]);
+        }
+        if (item > 0) {
+            const long before = item - 1;
+            write_block(p, units[before % number], sums[before % 2], piece.first + before / number * kTokens, piece.last);
+        }
+    }
+}
+
+// Of all heads of a token: the norm, and the rotary embedding of the first `rotary_dim` numbers.
+void rotate(const Linear& p, const Matrix& m, long token) {
+    const long half = p.rotary_dim / 2;
+    const uint16_t *cos = p.cos + token * p.rotary_dim, *sin = p.sin + token * p.rotary_dim;
+    for (long head = 0; head < m.outputs; head += p.head_dim) {
+        uint16_t* x = m.out + token * m.out_row + head;
+        if (m.head_norm) normalise(x, m.head_norm, p.epsilon, p.head_dim, x);
+        for (long d = 0; d < half; d += 16) {
+            const __m512 low = widen(x + d), high = widen(x + half + d);
+            const __m512 turned_low = _mm512_mul_ps(high, widen(sin + d)), turned_high = _mm512_mul_ps(low, widen(sin + half + d));
+            store_bf16(x + d, _mm512_fmsub_ps(low, widen(cos + d), turned_low));
+            store_bf16(x + half + d, _mm512_fmadd_ps(high, widen(cos + half + d), turned_high));
+        }
+    }
+}
+
+}  // namespace
+
+// Returns 0, or 1 when there is no memory. Inputs come in multiples of 32, outputs and halves of heads in multiples of 16.
+extern "C" int longspan_linear_bf16(const Linear* problem, int threads) {
+    const Linear& p = *problem;
+    const long units = num_units(p), block = p.inputs / 2 * kTile;
+    const long at_once = std::max(kTokens, kTokenBytes / 4 / block * kTile / kTokens * kTokens);
+    const long blocks = round_up(std::min(p.tokens, at_once), kTokens) / kTile;
+    const long group = std::clamp(kWeightBytes / 4 / (2 * block), 1L, kMaxUnits);
+    thread_local Scratch scratch;
+    uint32_t* packed = scratch.take((blocks + 2 * group * threads) * block);
+    if (!packed) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        const TileRegisters registers;
+        const long thread = omp_get_thread_num(), first = units * thread / threads, last = units * (thread + 1) / threads;
+        uint32_t* own = packed + (blocks + 2 * group * thread) * block;
+        for (long start = 0; start < p.tokens; start += at_once) {
+            const long stop = std::min(p.tokens, start + at_once);
+#pragma omp for schedule(static)
+            for (long token = start; token < stop; token += kTile)
+                pack_tokens(p, token, packed + (token - start) / kTile * block, reinterpret_cast<uint16_t*>(own));
+            uint32_t* weights = stop - start > kPackedTokens ? own : nullptr;
+            for (long unit = first; unit < last; unit += group)
+                compute_units(p, unit, std::min(unit + group, last), {packed, start, stop, nullptr}, weights);
+#pragma omp barrier
+        }
+        for (long i = 0; i < p.number; ++i) {
+            if (!p.matrices[i].rotated) continue;
+#pragma omp for schedule(static) nowait
+            for (long token = 0; token < p.tokens; ++token) rotate(p, p.matrices[i], token);
+        }
+    }
+    return 0;
+}
