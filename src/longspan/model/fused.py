@@ -100,6 +100,8 @@ class Product:
             num_outputs, num_inputs = matrix.weight.shape
             if num_inputs % 32 or num_outputs % 16 or matrix.weight.dtype != torch.bfloat16:
                 raise ValueError(f"a layer has {num_inputs} inputs and {num_outputs} outputs of {matrix.weight.dtype}")
+        if head_dim % 32:
+            raise ValueError(f"heads have {head_dim} numbers")
         self._held = matrices, norm  # the kernel knows their addresses only
         self._widths = [len(matrix.weight) for matrix in matrices[: 1 if is_gated else None]]
         self._problem = problem = _Linear(
@@ -124,6 +126,7 @@ class Product:
             problem.residual, problem.residual_row = residual.data_ptr(), residual.stride(0)
         if rotary is not None:
             cos, sin = rotary
+            assert cos.is_contiguous() and sin.is_contiguous(), "the kernel reads them as arrays"
             problem.cos, problem.sin, problem.rotary_dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
         outs = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in self._widths]
         for own, out in zip(self._outs, outs, strict=True):
@@ -146,7 +149,8 @@ class FusedLayer:
     """
 
     def __init__(self, layer: nn.Module, spec: AttnSpec, reduce: Reduce | None) -> None:
-        if {name for name, _ in layer.named_children()} != _PARTS:
+        parts = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
+        if parts != _PARTS:
             raise ValueError("its layers have other parts")
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -215,8 +219,11 @@ def _check(fused: FusedLayer, layer: nn.Module, spec: AttnSpec, rotary: Callable
         return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
 
     positions = torch.tensor(_PROBE)
+    cos, sin = rotary(positions)
+    if cos.shape[-1] % 32 or cos.dtype != torch.bfloat16:
+        raise ValueError(f"the rotary embedding is of {cos.shape[-1]} numbers of {cos.dtype}")
     arguments = {
-        "position_embeddings": rotary(positions),
+        "position_embeddings": (cos, sin),
         "position_ids": positions[None],
         "attention_mask": None,
         "use_cache": False,

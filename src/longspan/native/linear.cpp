@@ -157,7 +157,7 @@ void write(const Linear& p, const Unit& unit, const float* sums, long token) {
     const __mmask16 inside = lanes(0, 0, outputs / 2);
     for (long t = 0; t < std::min(kTile, p.tokens - token); ++t) {
         const uint16_t* residual = p.residual + (token + t) * p.residual_row + unit.output;
-        if (p.residual) rows[t] = add_pairs(rows[t], _mm512_maskz_loadu_epi32(inside, residual));
+        if (p.residual && unit.matrix == p.matrices) rows[t] = add_pairs(rows[t], _mm512_maskz_loadu_epi32(inside, residual));
         _mm512_mask_storeu_epi32(m.out + (token + t) * m.out_row + unit.output, inside, rows[t]);
     }
 }

@@ -25,6 +25,14 @@ struct Problem {
     float scale;
 };
 
+struct Store {
+    const uint16_t *k, *v;
+    uint16_t *keys, *values;  // [blocks][kv_heads][block_size][dim]
+    const int64_t *blocks, *offsets;
+    long tokens, kv_heads, dim, block_size;
+    long k_head, k_row, v_head, v_row;  // strides in numbers
+};
+
 // Sums of one head over some tokens: weights are 2 to the power of (score - best), scores times scale and log2(e).
 struct Partial {
     float best = -kInfinity, sum = 0.0f;
@@ -140,4 +148,15 @@ extern "C" int longspan_attend_paged_bf16(const Problem* problem, int threads) {
             join(p, unit / p.heads, unit % p.heads, partials.get(), outs.get());
     }
     return 0;
+}
+
+extern "C" void longspan_store_bf16(const Store* problem, int threads) {
+    const Store& p = *problem;
+#pragma omp parallel for num_threads(threads) schedule(static) if (p.tokens > 64)
+    for (long token = 0; token < p.tokens; ++token)
+        for (long head = 0; head < p.kv_heads; ++head) {
+            const long place = ((p.blocks[token] * p.kv_heads + head) * p.block_size + p.offsets[token]) * p.dim;
+            std::memcpy(p.keys + place, p.k + head * p.k_head + token * p.k_row, p.dim * sizeof(uint16_t));
+            std::memcpy(p.values + place, p.v + head * p.v_head + token * p.v_row, p.dim * sizeof(uint16_t));
+        }
 }

@@ -198,7 +198,7 @@ def _own_part(part: Part, table: list[BlockRef], instance: int, block_size: int,
 def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
     """Keeps the tokens (row, block, offset) whose block is this instance's."""
     own = [(row, ref.block, offset) for row, ref, offset in tokens if ref.instance == instance]
-    rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).unbind(1)
+    rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).t().contiguous()
     return Slots(rows=rows, blocks=blocks, offsets=offsets)
 
 

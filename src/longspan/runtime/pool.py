@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
@@ -45,6 +46,7 @@ class KvPool:
         specs: of all layers of the model.
         layers: those of this rank; None for all.
         memory: what it lies in; None for memory of its own.
+        backend: writes new tokens; None for PyTorch's.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class KvPool:
         device: torch.device,
         layers: range | None = None,
         memory: KvMemory | None = None,
+        backend: AttentionBackend | None = None,
     ) -> None:
+        self._backend = backend_of(device, compiled=False) if backend is None else backend
         self.block_size = block_size
         self.layers = range(len(specs)) if layers is None else layers
         own = [specs[layer] for layer in self.layers]
@@ -71,8 +75,7 @@ class KvPool:
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores `k, v [kv_heads, tokens, head_dim]`: token t goes to slot `offsets[t]` of block `blocks[t]`."""
-        self._layers[layer].keys[blocks, :, offsets] = k.transpose(0, 1)
-        self._layers[layer].values[blocks, :, offsets] = v.transpose(0, 1)
+        self._backend.store(self._layers[layer], blocks, offsets, k, v)
 
     def read_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
         """Copies some heads of whole blocks to `k, v [blocks, heads, block_size, head_dim]`."""

@@ -102,6 +102,7 @@ class Rank:
             device=self._device,
             layers=cluster.layers(instance, stage),
             memory=self._kv_memory,
+            backend=self._backend,
         )
         host = None
         if config.host_memory:

@@ -39,6 +39,9 @@ class AttentionBackend(Protocol):
         With `dense` the scores that the relation hides are computed, too, and masked; every query then sees some key.
         """
 
+    def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes `k, v [K, T, D]` to a pool: token t to slot `offsets[t]` of block `blocks[t]`, both int64 `[T]`."""
+
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
         """Prepares `attend_paged` for queries that read these tokens of any layer laid out like `kv`."""
 

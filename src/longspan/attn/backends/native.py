@@ -45,6 +45,16 @@ class _Paged(ctypes.Structure):
     )
 
 
+class _Store(ctypes.Structure):
+    """`Store` of paged.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k", "v", "keys", "values", "blocks", "offsets")),
+        *((name, ctypes.c_long) for name in ("tokens", "kv_heads", "dim", "block_size")),
+        *((name, ctypes.c_long) for name in ("k_head", "k_row", "v_head", "v_row")),
+    )
+
+
 class _Rating(ctypes.Structure):
     """`Rating` of sparse.cpp, field by field."""
 
@@ -93,6 +103,18 @@ class NativeCpu(TorchCpu):
         if q.shape[1] < _FEWEST_QUERIES or not indices.shape[1] or not _applies(q, spec, multiple=32):
             return super().attend_kept(q, k, v, indices, spec)
         return _attended(q, k, v, spec, kept=indices)
+
+    def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        if not (_is_bf16(kv.keys, k, v) and kv.keys.is_contiguous()):
+            super().store(kv, blocks, offsets, k, v)
+            return
+        assert blocks.is_contiguous() and offsets.is_contiguous(), "the kernel reads them as arrays"
+        num_heads, num_tokens, dim = k.shape
+        problem = _Store(
+            *(tensor.data_ptr() for tensor in (k, v, kv.keys, kv.values, blocks, offsets)),
+            *(num_tokens, num_heads, dim, kv.block_size, *k.stride()[:2], *v.stride()[:2]),
+        )
+        native.loaded().longspan_store_bf16(ctypes.byref(problem), torch.get_num_threads())
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Uses our own kernel for a dense pool, and PyTorch's otherwise."""

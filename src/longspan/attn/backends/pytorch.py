@@ -59,6 +59,10 @@ class TorchBackend(ABC):
         out[:, first:last], lse[:, first:last] = found
         return out, lse
 
+    def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        kv.keys[blocks, :, offsets] = k.transpose(0, 1)
+        kv.values[blocks, :, offsets] = v.transpose(0, 1)
+
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
         return PagedPlan(reads, kv)
 

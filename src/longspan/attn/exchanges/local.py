@@ -17,7 +17,7 @@ def local(call: Call) -> None:
     parts, q, kv, spec, out = call.parts, call.q, call.kv, call.spec, call.out
     single = tuple(index for index, part in enumerate(parts) if num_tokens(part.q_runs[0]) == 1)
     if single:
-        rows = [parts[index].rows.start for index in single]
+        rows = parts.rows(single, q.device)
         plan = parts.plan(single, 0, 0, kv, spec.window)
         out[:, rows] = parts.backend.attend_paged(q[:, rows], kv, plan, spec)[0]
     for part in parts:

@@ -1,0 +1,186 @@
+"""Layers computed by our own kernels, against their definition and against the modules that they stand for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import BASE
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from longspan import native
+from longspan.attn.spec import AttnSpec
+from longspan.model import adapter
+from longspan.model.files import cache_root
+from longspan.model.fused import FusedLayer, Matrix, Product, fuse_head, fuse_layers
+
+SPEC = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=32, scale=32**-0.5, window=None, softcap=None)
+SIZES: dict[str, Any] = BASE | {"head_dim": 32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    """Loads the kernels into this process, if the machine can have them."""
+    try:
+        library = native.build(cache_root() / "native")
+    except native.UnavailableError as error:
+        pytest.skip(str(error))
+    native.load(library)
+    yield
+    native._library = None
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.double()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first numbers of `x [tokens, heads, head_dim]`."""
+    dim = cos.shape[-1]
+    own, rest = x[..., :dim], x[..., dim:]
+    half = torch.cat([-own[..., dim // 2 :], own[..., : dim // 2]], dim=-1)
+    return torch.cat([own * cos.double()[:, None] + half * sin.double()[:, None], rest], dim=-1)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Some roundings to bfloat16, each of at most 1 in 256."""
+    assert (found.double() - wanted).norm() <= 0.01 * wanted.norm()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from((1, 2, 15, 16, 17, 33, 150, 700)), st.sampled_from((32, 96, 576)), st.integers(0, 9))
+def test_a_product_is_norm_then_matrices_then_what_follows(
+    data: st.DataObject, num_tokens: int, num_inputs: int, seed: int
+) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=numbers).to(torch.bfloat16)
+
+    flag = st.booleans()
+    is_gated, is_rotated, has_norm, has_bias, has_residual = (data.draw(flag) for _ in range(5))
+    widths = data.draw(st.lists(st.sampled_from((16, 48, 64, 240)), min_size=1, max_size=3))
+    widths = [64, 192, 32] if is_rotated else [widths[0]] * 2 if is_gated else widths
+    spread = data.draw(st.integers(0, 8))  # rows of `x` may lie apart
+    x = draw(num_tokens, num_inputs + spread)[:, :num_inputs]
+    weights = [draw(width, num_inputs + 32)[:, :num_inputs] / num_inputs**0.5 for width in widths]
+    biases = [draw(width) if has_bias else None for width in widths]
+    head_norm = draw(64) if is_rotated and data.draw(flag) else None
+    norm, residual = draw(num_inputs) if has_norm else None, draw(num_tokens, widths[0]) if has_residual else None
+    dim = data.draw(st.sampled_from((32, 64)))
+    cos, sin = draw(num_tokens, dim), draw(num_tokens, dim)
+    product = Product(
+        [
+            Matrix(weight=weight, bias=bias, is_rotated=is_rotated and i < 2, head_norm=head_norm if i == 0 else None)
+            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True))
+        ],
+        norm=norm,
+        epsilon=1e-5,
+        is_gated=is_gated and not is_rotated,
+        head_dim=64 if is_rotated else 0,
+    )
+    residual = None if is_gated or is_rotated else residual
+    found = product(x, residual=residual, rotary=(cos[None], sin[None]) if is_rotated else None)
+
+    rows = x.double() if norm is None else rms_norm(x.double(), norm, 1e-5).to(torch.bfloat16).double()
+    wanted = [rows @ weight.double().T for weight in weights]
+    wanted = [one if bias is None else one + bias.double() for one, bias in zip(wanted, biases, strict=True)]
+    if is_rotated:
+        heads = [one.unflatten(1, (-1, 64)) for one in wanted[:2]]
+        if head_norm is not None:
+            heads[0] = rms_norm(heads[0], head_norm, 1e-5)
+        wanted[:2] = [rotate(one, cos, sin).flatten(1) for one in heads]
+    elif is_gated:
+        wanted = [nn.functional.silu(wanted[0]) * wanted[1]]
+    elif residual is not None:
+        wanted[0] = wanted[0] + residual.double()
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other)
+
+
+def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Stands for attention: every output depends on q, k and v."""
+    num_readers = len(q) // len(k)
+    return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
+
+
+def random_model(config: PreTrainedConfig) -> nn.Module:
+    """Makes a model whose norms and biases are no constants."""
+    torch.manual_seed(1)
+    module: nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=adapter._SERVE
+    )
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.1)
+    return module.eval()
+
+
+def fused_layers(module: Any) -> list[bool]:  # noqa: ANN401 - a model, whatever its class
+    """Fuses what can be fused, and tells for each layer whether it was."""
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = module.model.rotary_emb(torch.empty(1, 0, 0, dtype=torch.bfloat16), positions[None])
+        return cos, sin
+
+    layers = dict(enumerate(module.model.layers))
+    fuse_layers(layers, [SPEC] * len(layers), None, rotary)
+    fuse_head(module.lm_head)
+    return [isinstance(layer.forward, FusedLayer) for layer in layers.values()]
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config])
+def test_a_fused_model_is_as_exact_as_its_modules(config: type[PreTrainedConfig]) -> None:
+    module = random_model(config(**SIZES))
+    tokens = torch.randint(0, 199, (1, 70), generator=torch.Generator().manual_seed(3))
+    arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "attend": attend}
+    with torch.no_grad():
+        own = module(**arguments).logits.double()
+        exact = random_model(config(**SIZES)).double()(**arguments).logits
+        assert all(fused_layers(module))
+        found = module(**arguments).logits.double()
+    assert (found - exact).norm() <= 1.5 * (own - exact).norm() and not torch.equal(found, own)
+
+
+@pytest.mark.parametrize("config", [Gemma2Config, MixtralConfig])
+def test_layers_of_another_form_keep_their_own(
+    config: type[PreTrainedConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "longspan"):
+        assert not any(fused_layers(random_model(config(**SIZES))))
+    assert "layers from 0 on are computed by PyTorch's operators" in caplog.text
+
+
+def test_a_layer_that_computes_something_else_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = random_model(LlamaConfig(**SIZES))
+    module.model.layers[1].mlp.act_fn = nn.GELU()
+    with caplog.at_level(logging.INFO, "longspan"):
+        assert fused_layers(module) == [True, False, False]
+    assert "layers from 1 on" in caplog.text and "would differ by" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "head_dim", "words"),
+    [(48, 32, 0, "48 inputs"), (32, 24, 0, "24 outputs"), (32, 32, 16, "heads have 16 numbers")],
+)
+def test_shapes_that_the_kernel_does_not_know_are_refused(
+    num_inputs: int, num_outputs: int, head_dim: int, words: str
+) -> None:
+    weight = torch.zeros(num_outputs, num_inputs).bfloat16()
+    with pytest.raises(ValueError, match=words):
+        Product([Matrix(weight=weight)], head_dim=head_dim)
