@@ -37,7 +37,8 @@ class DeviceArgs(ParallelArgs):
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], _devices("Precision of weights and KV.")] = "float32"
     attention_backend: Annotated[
-        Literal["auto", "native", "torch"], _devices("native: our own kernel, for bfloat16 on CPUs with AVX512_BF16.")
+        Literal["auto", "native", "torch"],
+        _devices("native: kernels of our own, for bfloat16 on CPUs with AVX512_BF16."),
     ] = "auto"
     load_format: Annotated[Literal["auto", "dummy"], _devices("dummy: random weights from the config.")] = "auto"
     skip_tokenizer_init: Annotated[bool, _devices("Token ids in, token ids out.")] = False

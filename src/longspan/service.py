@@ -14,8 +14,8 @@ import msgspec
 import psutil
 import torch
 
-from longspan.args import EngineArgs
 from longspan import native
+from longspan.args import EngineArgs
 from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine

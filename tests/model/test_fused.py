@@ -131,7 +131,7 @@ def random_model(config: PreTrainedConfig) -> nn.Module:
     return module.eval()
 
 
-def fused_layers(module: Any) -> list[bool]:  # noqa: ANN401 - a model, whatever its class
+def fused_layers(module: Any) -> list[bool]:
     """Fuses what can be fused, and tells for each layer whether it was."""
 
     def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:

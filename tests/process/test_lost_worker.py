@@ -339,9 +339,7 @@ def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(threads, "Rank", hang)
     monkeypatch.setattr(threads, "_END_TIMEOUT_S", 0.02)
     num_threads = torch.get_num_threads()
-    config: Any = SimpleNamespace(
-        device="cpu", cluster=Cluster.of("1"), num_threads=num_threads + 1, kernels=None
-    )
+    config: Any = SimpleNamespace(device="cpu", cluster=Cluster.of("1"), num_threads=num_threads + 1, kernels=None)
     launcher = threads.ThreadLauncher(config)
     reports = launcher.context.socket(zmq.PULL)
     reports.bind(messages.report_address(launcher.endpoint))

@@ -163,8 +163,8 @@ class Model:
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._sum
             fuse_layers({layer: own[layer] for layer in layers}, self.specs, reduce, rotary)
-        if isinstance(head := self.module.get_output_embeddings(), nn.Linear):
-            fuse_head(head)
+        if self.stage is None or self.stage.is_last:
+            fuse_head(self.module.get_output_embeddings())
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self._reduce is not None, "a share of a model needs the sums over all shares"

@@ -1,8 +1,8 @@
 """Kernels of our own for bfloat16 on CPUs with AVX512_BF16, which use AMX where the processor has it.
 
 They are compiled on first use by g++ (or what CXX says). Without it, or on another processor, PyTorch's kernels do
-the same work, as they do for other types and for what ours do not know. `attn.backends.native` calls those of attention,
-`model.fused` those of the layers around it.
+the same work, as they do for other types and for what ours do not know. `attn.backends.native` calls those of
+attention, `model.fused` those of the layers around it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def has_amx() -> bool:
     """Tells whether this process may use AMX's tiles for bfloat16, and asks the operating system for them."""
     if not {"amx_tile", "amx_bf16"} <= _processor_flags():
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    code: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return code == 0
 
 
 def _compile(compiler: Sequence[str], library: Path) -> None:

@@ -13,7 +13,9 @@ from longspan.attn.comm import Calls, Pending, Transport
 from longspan.model.fused import FusedLayer
 
 _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
-"""Attention without its messages; linear layers, or all else of a layer that is fused; everything else; waiting for messages; waiting for the controller."""
+"""Attention without its messages; linear layers, or all else of fused layers; everything else; waiting for messages;
+waiting for the controller.
+"""
 _WAITING = {"messages", "controller"}
 
 

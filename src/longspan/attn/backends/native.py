@@ -1,4 +1,4 @@
-"""Attention by our own kernels, see `longspan.native`: three times and more as fast as PyTorch's in bfloat16 on CPUs."""
+"""Attention by the kernels of `longspan.native`, which are several times as fast as PyTorch's in bfloat16 on CPUs."""
 
 from __future__ import annotations
 
