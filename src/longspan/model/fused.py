@@ -204,8 +204,6 @@ def fuse_layers(
 def fuse_head(head: Any) -> None:  # noqa: ANN401 - a module, whatever its class
     """Replaces the forward of an output head, if the kernels know it."""
     try:
-        if type(head) is not nn.Linear:
-            raise ValueError(f"it is a {type(head).__name__}")
         product = Product([_matrix(head)])
     except ValueError as error:
         _log.info("the output head is computed by PyTorch: %s", error)
@@ -265,7 +263,9 @@ def _gate_and_up(mlp: Any) -> list[Matrix]:  # noqa: ANN401 - a module, whatever
     return [_matrix(mlp.gate_proj), _matrix(mlp.up_proj)]
 
 
-def _matrix(linear: nn.Linear) -> Matrix:
+def _matrix(linear: nn.Module) -> Matrix:
+    if type(linear) is not nn.Linear:
+        raise ValueError(f"it has a {type(linear).__name__}")
     return Matrix(weight=linear.weight, bias=linear.bias)
 
 
