@@ -40,6 +40,9 @@ class DeviceArgs(ParallelArgs):
         Literal["auto", "native", "torch"],
         _devices("native: kernels of our own, for bfloat16 on CPUs with AVX512_BF16."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4"] | None, _devices("Weights in fewer bits, for kernels of our own; none if not given.")
+    ] = None
     load_format: Annotated[Literal["auto", "dummy"], _devices("dummy: random weights from the config.")] = "auto"
     skip_tokenizer_init: Annotated[bool, _devices("Token ids in, token ids out.")] = False
     trust_remote_code: Annotated[bool, _devices("Run Python code that comes with the model.")] = False

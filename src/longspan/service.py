@@ -262,11 +262,18 @@ class EngineModel:
     def of(cls, given: EngineArgs) -> EngineModel:
         """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
         kernels = _kernels(given.attention_backend, given.device, given.dtype)
+        if given.quantization is not None and kernels is None:
+            problem = (
+                f"{given.quantization} is for kernels of our own: it needs dtype bfloat16 on a CPU that has them, and "
+                "attention_backend native or auto"
+            )
+            raise ParameterError("quantization", problem, given.quantization)
         files = prepare(
             given.model,
             dtype=given.dtype,
             load_format=given.load_format,
             seed=given.seed,
+            quantization=given.quantization,
             trust_remote_code=given.trust_remote_code,
         )
         info = read_info(files.weights)

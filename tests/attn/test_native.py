@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -209,29 +209,30 @@ def test_a_model_is_as_exact_with_it_as_without(smollm2_oracle: Oracle, monkeypa
     whole = [prompt + one.token_ids[:1] for prompt, one in zip(prompts, expected, strict=True)]
     params = SamplingParams(temperature=0, max_tokens=1, output_logits=True)
 
-    def error(backend: str, instances: int) -> float:
+    def error(backend: str, **options: Any) -> float:
         monkeypatch.setattr(native, "_library", None)  # an engine whose workers are threads loads it here
-        options = {"threshold": "50"} if instances > 1 else {}
+        shares = options.get("instances", 1) > 1
         with ThreadLLM(
             dtype="bfloat16",
-            instances=instances,
             attention_backend=backend,
             block_size=16,
             threads_per_rank=1,
-            policy="context" if instances > 1 else "chunked",
-            policy_options=options,
+            policy="context" if shares else "chunked",
+            policy_options={"threshold": "50"} if shares else {},
+            **options,
         ) as llm:
             assert native.is_loaded() == (backend == "native")
             outputs = [llm.generate(prompt, params)[0] for prompts_ in (prompts, whole) for prompt in prompts_]
-            assert (llm.bytes_exchanged["total"] > 0) == (instances > 1)
+            assert (llm.bytes_exchanged["total"] > 0) == bool(options.keys() & {"instances", "tp"})
         found = [output.outputs[0].logits[0] for output in outputs if output.outputs[0].logits]
         wanted = [one.logits[step] for step in (0, 1) for one in expected]
         return float(np.mean([np.sqrt(np.mean((a - b) ** 2)) for a, b in zip(found, wanted, strict=True)]))
 
     # Roundings to bfloat16 in another order; over 12 samples their sizes differ by chance (1.35 has been seen).
-    limit = 2 * error("torch", 1)
+    limit = 2 * error("torch")
     assert limit < 0.4
-    assert error("native", 1) <= limit and error("native", 2) <= limit
+    for options in ({}, {"instances": 2}, {"tp": 2}, {"quantization": "int8"}):
+        assert error("native", **options) <= limit, options
 
 
 def test_kernels_that_another_engine_has_loaded_are_not_used(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from longspan.attn.spec import AttnSpec
 from longspan.model import adapter
 from longspan.model.files import cache_root
 from longspan.model.fused import FusedLayer, Matrix, Product, fuse_head, fuse_layers
+from longspan.model.quantization import GROUP, Levels, Quantization, quantise
 
 SPEC = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=32, scale=32**-0.5, window=None, softcap=None)
 SIZES: dict[str, Any] = BASE | {"head_dim": 32}
@@ -133,14 +134,15 @@ def random_model(config: PreTrainedConfig) -> nn.Module:
 
 def fused_layers(module: Any) -> list[bool]:
     """Fuses what can be fused, and tells for each layer whether it was."""
+    levels: dict[int, Levels] = {}
 
     def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = module.model.rotary_emb(torch.empty(1, 0, 0, dtype=torch.bfloat16), positions[None])
         return cos, sin
 
     layers = dict(enumerate(module.model.layers))
-    fuse_layers(layers, [SPEC] * len(layers), None, rotary)
-    fuse_head(module.lm_head)
+    fuse_layers(layers, [SPEC] * len(layers), None, rotary, levels)
+    fuse_head(module.lm_head, levels)
     return [isinstance(layer.forward, FusedLayer) for layer in layers.values()]
 
 
@@ -184,3 +186,37 @@ def test_shapes_that_the_kernel_does_not_know_are_refused(
     weight = torch.zeros(num_outputs, num_inputs).bfloat16()
     with pytest.raises(ValueError, match=words):
         Product([Matrix(weight=weight)], head_dim=head_dim)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(("int8", "int4")), st.sampled_from((1, 5, 40, 300)), st.booleans(), st.integers(0, 9))
+def test_levels_give_the_bits_of_the_weights_that_they_stand_for(
+    quantization: Quantization, num_tokens: int, is_gated: bool, seed: int
+) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, 96, generator=numbers).to(torch.bfloat16)
+    levels = [quantise("up_proj", torch.randn(48, 96, generator=numbers), quantization) for _ in range(2)]
+    weights = [one.weights() for one in levels]
+    quantised = Product([Matrix(weight=w, levels=one) for w, one in zip(weights, levels, strict=True)], is_gated=is_gated)
+    plain = Product([Matrix(weight=weight) for weight in weights], is_gated=is_gated)
+    assert all(torch.equal(one, other) for one, other in zip(quantised(x), plain(x), strict=True))
+
+
+@given(st.sampled_from((("int8", 8), ("int4", 4))), st.integers(0, 9))
+def test_a_level_is_the_nearest(kind: tuple[Quantization, int], seed: int) -> None:
+    """By half a step, besides roundings of the grid and of the weight to bfloat16."""
+    quantization, bits = kind
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    levels = quantise("up_proj", weight, quantization)
+    assert levels.bits == bits and levels.numbers.shape == (16, 64 * bits // 8)
+    step = levels.grid[..., 0].float().repeat_interleave(GROUP, 1)
+    error = (levels.weights().float() - weight).abs()
+    assert (error <= 0.5 * step + (2**bits) * step / 256 + weight.abs().max() / 128).all()
+    again = quantise("up_proj", levels.weights(), quantization).weights()
+    assert (again.float() - levels.weights().float()).abs().max() <= step.max()
+    assert quantise("lm_head", weight, quantization).bits == 8
+
+
+def test_equal_numbers_of_a_group_are_a_level() -> None:
+    levels = quantise("up_proj", torch.full((16, 32), 0.25), "int4")
+    assert (levels.weights() == 0.25).all()

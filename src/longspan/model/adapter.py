@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from longspan.model.fused import Reduce, fuse_head, fuse_layers
 from longspan.model.info import build_skeleton, decoder_layers, load_config
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.stages import Stage
-from longspan.model.store import DTYPES, map_tensors, read_info
+from longspan.model.store import DTYPES, map_levels, map_tensors, read_info
 
 _SERVE = "longspan"
 
@@ -83,7 +84,7 @@ class Model:
                 for layer, attention in attention_modules(self.module).items()
             }
         if fused:
-            self._fuse(range(self.info.num_layers) if layers is None else layers)
+            self._fuse(range(self.info.num_layers) if layers is None else layers, files.weights)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(self.module, self.module.base_model_prefix).register_forward_hook(self._keep_output)
@@ -153,18 +154,21 @@ class Model:
         finally:
             self._reduce = before
 
-    def _fuse(self, layers: range) -> None:
+    def _fuse(self, layers: range, weights: Path) -> None:
         """Lets our own kernels compute what they know of these layers, and of the output head if it is here."""
 
         def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
             return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))
 
+        # A share of tensor parallelism reads the weights that the levels stand for.
+        levels = {} if self.shard.size > 1 else map_levels(weights)
+        by_address = {self.module.get_parameter(name).data_ptr(): found for name, found in levels.items()}
         own = decoder_layers(self.module)
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._sum
-            fuse_layers({layer: own[layer] for layer in layers}, self.specs, reduce, rotary)
+            fuse_layers({layer: own[layer] for layer in layers}, self.specs, reduce, rotary, by_address)
         if self.stage is None or self.stage.is_last:
-            fuse_head(self.module.get_output_embeddings())
+            fuse_head(self.module.get_output_embeddings(), by_address)
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self._reduce is not None, "a share of a model needs the sums over all shares"

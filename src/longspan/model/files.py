@@ -16,7 +16,8 @@ class ModelFiles:
     """A model that is ready to be mapped by workers on this host.
 
     `config_dir` is the folder that AutoConfig reads, `weights` the module-layout safetensors file of the store,
-    `tokenizer_dir` is None when the model comes without tokenizer files, `dtype` is a key of `DTYPES`.
+    `tokenizer_dir` is None when the model comes without tokenizer files, `dtype` is a key of `DTYPES`, `quantization`
+    is that of `model.quantization`, if any.
     """
 
     name: str
@@ -24,6 +25,7 @@ class ModelFiles:
     weights: Path
     tokenizer_dir: Path | None
     dtype: str
+    quantization: str | None = None
     trust_remote_code: bool = False
 
 

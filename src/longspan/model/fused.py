@@ -8,9 +8,10 @@ differ keeps its own forward; so do layers of any other form.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from longspan import native
 from longspan.attn.spec import AttnSpec
+from longspan.model.quantization import Levels
 
 _log = logging.getLogger("longspan")
 _MAX_MATRICES = 3
@@ -29,6 +31,8 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[1, tokens, rotary_dim]`."""
+LevelsOf = Mapping[int, Levels]
+"""The levels of quantised parameters, by their addresses."""
 Reduce = Callable[[Tensor], Tensor]
 """Sums `[1, tokens, hidden]` over the ranks of an instance."""
 
@@ -37,8 +41,8 @@ class _Matrix(ctypes.Structure):
     """`Matrix` of linear.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "head_norm", "out")),
-        *((name, ctypes.c_long) for name in ("outputs", "row", "out_row", "rotated")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "levels", "grid", "head_norm", "out")),
+        *((name, ctypes.c_long) for name in ("outputs", "row", "out_row", "rotated", "bits")),
     )
 
 
@@ -67,10 +71,12 @@ class Matrix:
     Attributes:
         is_rotated: its heads get their rotary embedding.
         head_norm: weights `[head_dim]` of an RMSNorm that each head gets before.
+        levels: what the weights are read from, if they are quantised.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    levels: Levels | None = None
     is_rotated: bool = False
     head_norm: Tensor | None = None
 
@@ -98,6 +104,8 @@ class Product:
     ) -> None:
         for matrix in matrices:
             num_outputs, num_inputs = matrix.weight.shape
+            if (matrix.levels is None) != (matrices[0].levels is None):
+                raise ValueError("some of the matrices are quantised, others are not")
             if num_inputs % 32 or num_outputs % 16 or matrix.weight.dtype != torch.bfloat16:
                 raise ValueError(f"a layer has {num_inputs} inputs and {num_outputs} outputs of {matrix.weight.dtype}")
         if head_dim % 32:
@@ -116,6 +124,8 @@ class Product:
             own.weight, own.bias, own.head_norm = map(_address, (matrix.weight, matrix.bias, matrix.head_norm))
             own.outputs, own.row, own.rotated = len(matrix.weight), matrix.weight.stride(0), matrix.is_rotated
             own.out_row = own.outputs
+            if (levels := matrix.levels) is not None:
+                own.levels, own.grid, own.bits = _address(levels.numbers), _address(levels.grid), levels.bits
         self._outs = [problem.matrices[index] for index in range(len(self._widths))]
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
@@ -143,12 +153,13 @@ class FusedLayer:
         layer: the module, whose own forward goes on to serve steps with layerwise exchanges.
         spec: its attention.
         reduce: sums outputs over the ranks of an instance; None on a rank that has whole layers.
+        levels: of quantised weights, by the address of a parameter.
 
     Raises:
         ValueError: for a layer of another form.
     """
 
-    def __init__(self, layer: nn.Module, spec: AttnSpec, reduce: Reduce | None) -> None:
+    def __init__(self, layer: nn.Module, spec: AttnSpec, reduce: Reduce | None, levels: LevelsOf) -> None:
         parts = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
         if parts != _PARTS:
             raise ValueError("its layers have other parts")
@@ -156,11 +167,11 @@ class FusedLayer:
         mlp: Any = layer.mlp
         self._own, self._spec, self._reduce, self._index = layer.forward, spec, reduce, attention.layer_idx
         norm, epsilon = _norm(layer.input_layernorm)
-        self._qkv = Product(_projections(attention, spec), norm=norm, epsilon=epsilon, head_dim=spec.head_dim)
-        self._out = Product([_matrix(attention.o_proj)])
+        self._qkv = Product(_projections(attention, spec, levels), norm=norm, epsilon=epsilon, head_dim=spec.head_dim)
+        self._out = Product([_matrix(attention.o_proj, levels)])
         norm, epsilon = _norm(layer.post_attention_layernorm)
-        self._gate_up = Product(_gate_and_up(mlp), norm=norm, epsilon=epsilon, is_gated=True)
-        self._down = Product([_matrix(mlp.down_proj)])
+        self._gate_up = Product(_gate_and_up(mlp, levels), norm=norm, epsilon=epsilon, is_gated=True)
+        self._down = Product([_matrix(mlp.down_proj, levels)])
 
     def __call__(self, hidden_states: Tensor, *others: object, **arguments: Any) -> Tensor:  # noqa: ANN401
         """Returns hidden states `[1, tokens, hidden]`, as transformers' layers do."""
@@ -186,6 +197,7 @@ def fuse_layers(
     specs: Sequence[AttnSpec],
     reduce: Reduce | None,
     rotary: Callable[[Tensor], Rotary],
+    levels: LevelsOf,
 ) -> None:
     """Replaces the forward of each layer that the kernels know, by its number, and logs if there are others.
 
@@ -193,7 +205,7 @@ def fuse_layers(
     """
     for index, layer in layers.items():
         try:
-            fused = FusedLayer(layer, specs[index], reduce)
+            fused = FusedLayer(layer, specs[index], reduce, levels)
             _check(fused, layer, rotary)
         except ValueError as error:
             _log.info("layers from %d on are computed by PyTorch's operators: %s", index, error)
@@ -201,10 +213,10 @@ def fuse_layers(
         layer.forward = fused
 
 
-def fuse_head(head: Any) -> None:  # noqa: ANN401 - a module, whatever its class
+def fuse_head(head: Any, levels: LevelsOf) -> None:  # noqa: ANN401 - a module, whatever its class
     """Replaces the forward of an output head, if the kernels know it."""
     try:
-        product = Product([_matrix(head)])
+        product = Product([_matrix(head, levels)])
     except ValueError as error:
         _log.info("the output head is computed by PyTorch: %s", error)
         return
@@ -241,37 +253,45 @@ def _check(fused: FusedLayer, layer: Any, rotary: Callable[[Tensor], Rotary]) ->
         raise ValueError(f"they would differ by {error:.1%}")
 
 
-def _projections(attention: Any, spec: AttnSpec) -> list[Matrix]:  # noqa: ANN401 - a module, whatever its class
+def _projections(attention: Any, spec: AttnSpec, levels: LevelsOf) -> list[Matrix]:  # noqa: ANN401 - a module, whatever its class
     """Returns the matrices of queries, keys and values, which may be one in the model."""
     if hasattr(attention, "qkv_proj"):
         sizes = [number * spec.head_dim for number in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        q, k, v = _split(attention.qkv_proj, sizes)
+        q, k, v = _split(attention.qkv_proj, sizes, levels)
     else:
-        q, k, v = map(_matrix, (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (_matrix(one, levels) for one in (attention.q_proj, attention.k_proj, attention.v_proj))
     norms = [norm and norm.weight for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))]
     return [
-        Matrix(weight=one.weight, bias=one.bias, is_rotated=True, head_norm=norm)
+        replace(one, is_rotated=True, head_norm=norm)
         for one, norm in zip((q, k), norms, strict=True)
     ] + [v]
 
 
-def _gate_and_up(mlp: Any) -> list[Matrix]:  # noqa: ANN401 - a module, whatever its class
+def _gate_and_up(mlp: Any, levels: LevelsOf) -> list[Matrix]:  # noqa: ANN401 - a module, whatever its class
     if hasattr(mlp, "gate_up_proj"):
-        return _split(mlp.gate_up_proj, [len(mlp.gate_up_proj.weight) // 2] * 2)
+        return _split(mlp.gate_up_proj, [len(mlp.gate_up_proj.weight) // 2] * 2, levels)
     if not hasattr(mlp, "gate_proj"):
         raise ValueError(f"{type(mlp).__name__} has no gate")
-    return [_matrix(mlp.gate_proj), _matrix(mlp.up_proj)]
+    return [_matrix(mlp.gate_proj, levels), _matrix(mlp.up_proj, levels)]
 
 
-def _matrix(linear: nn.Module) -> Matrix:
+def _matrix(linear: nn.Module, levels: LevelsOf) -> Matrix:
     if type(linear) is not nn.Linear:
         raise ValueError(f"it has a {type(linear).__name__}")
-    return Matrix(weight=linear.weight, bias=linear.bias)
+    return Matrix(weight=linear.weight, bias=linear.bias, levels=levels.get(linear.weight.data_ptr()))
 
 
-def _split(linear: nn.Linear, sizes: list[int]) -> list[Matrix]:
-    biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(sizes)
-    return [Matrix(weight=w, bias=b) for w, b in zip(linear.weight.split(sizes), biases, strict=True)]
+def _split(linear: nn.Module, sizes: list[int], levels: LevelsOf) -> list[Matrix]:
+    """Returns the matrices of a layer whose outputs are those of several."""
+    whole, stops = _matrix(linear, levels), list(itertools.accumulate(sizes))
+    found = []
+    for rows in (slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)):
+        of_rows = None
+        if whole.levels is not None:
+            of_rows = Levels(numbers=whole.levels.numbers[rows], grid=whole.levels.grid[rows])
+        bias = None if whole.bias is None else whole.bias[rows]
+        found.append(Matrix(weight=whole.weight[rows], bias=bias, levels=of_rows))
+    return found
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - a module, whatever its class

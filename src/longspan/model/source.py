@@ -15,6 +15,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
 from longspan.model.info import check_supported, quiet_transformers
+from longspan.model.quantization import Quantization
 from longspan.model.store import build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
@@ -24,19 +25,29 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def prepare(
-    model: str, *, dtype: str, load_format: str = "auto", seed: int = 0, trust_remote_code: bool = False
+    model: str,
+    *,
+    dtype: str,
+    load_format: str = "auto",
+    seed: int = 0,
+    quantization: Quantization | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelFiles:
     """Finds or fetches a model, checks that it can be served, and puts its weights into the store.
 
     `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format` "dummy"
-    draws random weights from `seed` and needs a configuration only. Runs in the parent process, before any worker
+    draws random weights from `seed` and needs a configuration only; `quantization` rounds them. Runs in the parent process, before any worker
     starts. Raises ModelError for everything that the user can cause.
     """
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
     check_supported(folder, trust_remote_code)
     weights = ensure_weights(
-        folder, dtype=dtype, dummy_seed=seed if dummy else None, trust_remote_code=trust_remote_code
+        folder,
+        dtype=dtype,
+        dummy_seed=seed if dummy else None,
+        quantization=quantization,
+        trust_remote_code=trust_remote_code,
     )
     return ModelFiles(
         name=model,
@@ -44,6 +55,7 @@ def prepare(
         weights=weights,
         tokenizer_dir=folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None,
         dtype=dtype,
+        quantization=quantization,
         trust_remote_code=trust_remote_code,
     )
 

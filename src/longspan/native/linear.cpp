@@ -21,10 +21,13 @@ constexpr long kMaxMatrices = 3;
 
 struct Matrix {
     const uint16_t *weight, *bias;  // [outputs][inputs], [outputs]; a null bias for none
+    const uint8_t* levels;          // of quantised weights, [outputs][inputs], two to a byte if they have 4 bits; else null
+    const uint32_t* grid;           // [outputs][inputs / 32]: of each group the step in the low, the base in the high half
     const uint16_t* head_norm;      // [head_dim], of an RMSNorm of each head before it is rotated; null for none
     uint16_t* out;                  // [tokens][outputs]
     long outputs, row, out_row;     // strides in numbers
     long rotated;                   // not 0: heads get their rotary embedding
+    long bits;                      // of a level, 8 or 4
 };
 
 struct Linear {
@@ -81,26 +84,25 @@ void pack_tokens(const Linear& p, long first, uint32_t* packed, uint16_t* rows) 
     }
 }
 
-// Two tiles of rows of some matrix, or one of the gate and one of what it gates.
-struct Unit {
+// 16 rows of a matrix.
+struct Stripe {
     const Matrix* matrix;
     long output;  // the first
-    const uint16_t *first, *second;
+};
+
+// Two stripes of some matrix, or one of the gate and one of what it gates.
+struct Unit {
+    Stripe first, second;
     bool is_whole;  // otherwise the second one is nothing of its own
 };
 
 Unit unit_of(const Linear& p, long index) {
-    if (p.gated) {
-        const long output = index * kTile;
-        const Matrix &gate = p.matrices[0], &up = p.matrices[1];
-        return {&gate, output, gate.weight + output * gate.row, up.weight + output * up.row, true};
-    }
+    if (p.gated) return {{p.matrices, index * kTile}, {p.matrices + 1, index * kTile}, true};
     const Matrix* matrix = p.matrices;
     for (; index >= (matrix->outputs + kOutputs - 1) / kOutputs; ++matrix) index -= (matrix->outputs + kOutputs - 1) / kOutputs;
     const long output = index * kOutputs;
-    const uint16_t* first = matrix->weight + output * matrix->row;
     const bool is_whole = output + kTile < matrix->outputs;
-    return {matrix, output, first, is_whole ? first + kTile * matrix->row : first, is_whole};
+    return {{matrix, output}, {matrix, is_whole ? output + kTile : output}, is_whole};
 }
 
 long num_units(const Linear& p) {
@@ -110,6 +112,10 @@ long num_units(const Linear& p) {
     return number;
 }
 
+const uint16_t* bias_of(const Stripe& stripe) {
+    return stripe.matrix->bias ? stripe.matrix->bias + stripe.output : nullptr;
+}
+
 __m512 sum(const float* sums, const uint16_t* bias, long row) {
     const __m512 found = _mm512_load_ps(sums + row * kTokens);
     return bias ? _mm512_add_ps(found, _mm512_set1_ps(widen(bias[row]))) : found;
@@ -117,8 +123,8 @@ __m512 sum(const float* sums, const uint16_t* bias, long row) {
 
 // SiLU(gate) * up of sums [2][16 outputs][32 tokens].
 void write_gated(const Linear& p, const Unit& unit, const float* sums, long token) {
-    const Matrix &gate = *unit.matrix, &up = p.matrices[1];
-    const uint16_t *gate_bias = gate.bias ? gate.bias + unit.output : nullptr, *up_bias = up.bias ? up.bias + unit.output : nullptr;
+    const Matrix& gate = *unit.first.matrix;
+    const uint16_t *gate_bias = bias_of(unit.first), *up_bias = bias_of(unit.second);
     __m512i rows[kTile];
     for (long row = 0; row < kTile; ++row) {
         const float* here = sums + row / 8 * kTile;
@@ -130,7 +136,7 @@ void write_gated(const Linear& p, const Unit& unit, const float* sums, long toke
         rows[row] = pairs(two[0], two[1]);
     }
     transpose(rows);
-    uint16_t* out = gate.out + token * gate.out_row + unit.output;
+    uint16_t* out = gate.out + token * gate.out_row + unit.first.output;
     for (long t = 0; t < std::min(kTokens, p.tokens - token); ++t) {
         const __m512i both = rows[t % kTile];
         const __m256i own = t < kTile ? _mm512_castsi512_si256(both) : _mm512_extracti64x4_epi64(both, 1);
@@ -147,8 +153,8 @@ __m512i add_pairs(__m512i one, __m512i other) {
 
 // Sums [32 outputs][16 tokens], or only the first 16 outputs, and the residual.
 void write(const Linear& p, const Unit& unit, const float* sums, long token) {
-    const Matrix& m = *unit.matrix;
-    const uint16_t* bias = m.bias ? m.bias + unit.output : nullptr;
+    const Matrix& m = *unit.first.matrix;
+    const uint16_t* bias = bias_of(unit.first);
     const long outputs = unit.is_whole ? kOutputs : kTile;
     __m512i rows[kTile];
     for (long row = 0; row < kTile; ++row)
@@ -156,9 +162,9 @@ void write(const Linear& p, const Unit& unit, const float* sums, long token) {
     transpose(rows);
     const __mmask16 inside = lanes(0, 0, outputs / 2);
     for (long t = 0; t < std::min(kTile, p.tokens - token); ++t) {
-        const uint16_t* residual = p.residual + (token + t) * p.residual_row + unit.output;
-        if (p.residual && unit.matrix == p.matrices) rows[t] = add_pairs(rows[t], _mm512_maskz_loadu_epi32(inside, residual));
-        _mm512_mask_storeu_epi32(m.out + (token + t) * m.out_row + unit.output, inside, rows[t]);
+        const uint16_t* residual = p.residual + (token + t) * p.residual_row + unit.first.output;
+        if (p.residual && &m == p.matrices) rows[t] = add_pairs(rows[t], _mm512_maskz_loadu_epi32(inside, residual));
+        _mm512_mask_storeu_epi32(m.out + (token + t) * m.out_row + unit.first.output, inside, rows[t]);
     }
 }
 
@@ -168,12 +174,33 @@ void write_block(const Linear& p, const Unit& unit, const float* sums, long toke
         write(p, unit, sums + (start - token), start);
 }
 
-// Copies rows of weights such that a tile is in one piece: [inputs / 32][2][16 rows][32 numbers].
-void pack_weights(const Linear& p, const Unit& unit, uint16_t* packed) {
-    for (long tile = 0; tile < p.inputs / kOutputs; ++tile)
-        for (long row = 0; row < kOutputs; ++row, packed += kOutputs) {
-            const uint16_t* rows = row < kTile ? unit.first : unit.second;
-            _mm512_store_si512(packed, _mm512_loadu_si512(rows + row % kTile * unit.matrix->row + tile * kOutputs));
+// 32 weights of a row by their levels, as bfloat16: the first 16 and the others.
+__m512i weights_of(const Matrix& m, long row, long group, long groups) {
+    const uint32_t grid = m.grid[row * groups + group];
+    const __m512 step = _mm512_set1_ps(widen(static_cast<uint16_t>(grid))), base = _mm512_set1_ps(widen(static_cast<uint16_t>(grid >> 16)));
+    const uint8_t* levels = m.levels + (row * groups + group) * 4 * m.bits;
+    const auto* here = reinterpret_cast<const __m128i*>(levels);
+    __m128i low = _mm_loadu_si128(here), high;
+    if (m.bits == 8) {
+        high = _mm_loadu_si128(here + 1);
+    } else {
+        high = _mm_and_si128(_mm_srli_epi16(low, 4), _mm_set1_epi8(15));
+        low = _mm_and_si128(low, _mm_set1_epi8(15));
+    }
+    const __m512 first = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(low)), step, base);
+    const __m512 second = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(high)), step, base);
+    return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+}
+
+// Copies a stripe of weights such that a tile is in one piece: [inputs / 32][16 rows][32 numbers], every other tile.
+void pack_weights(const Linear& p, const Stripe& stripe, uint16_t* packed) {
+    const Matrix& m = *stripe.matrix;
+    const long tiles = p.inputs / kOutputs;
+    for (long row = 0; row < kTile; ++row)
+        for (long tile = 0; tile < tiles; ++tile) {
+            const uint16_t* weights = m.weight + (stripe.output + row) * m.row + tile * kOutputs;
+            const __m512i numbers = m.levels ? weights_of(m, stripe.output + row, tile, tiles) : _mm512_loadu_si512(weights);
+            _mm512_store_si512(packed + (2 * tile * kTile + row) * kOutputs, numbers);
         }
 }
 
@@ -184,10 +211,13 @@ struct Piece {
     const uint32_t* weights;
 };
 
+const uint32_t* in_pairs(const Stripe& stripe) {
+    return reinterpret_cast<const uint32_t*>(stripe.matrix->weight + stripe.output * stripe.matrix->row);
+}
+
 void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, float* sums) {
     const long steps = p.inputs / kOutputs, block = p.inputs / 2 * kTile;
-    const auto *first = reinterpret_cast<const uint32_t*>(unit.first), *second = reinterpret_cast<const uint32_t*>(unit.second);
-    const Rows as_they_lie{first, second, unit.matrix->row / 2, kTile};
+    const Rows as_they_lie{in_pairs(unit.first), in_pairs(unit.second), unit.first.matrix->row / 2, kTile};
     const Rows tiled{piece.weights, piece.weights + kTile * kTile, kTile, 2 * kTile * kTile};
     const Rows& rows = piece.weights ? tiled : as_they_lie;
     const Columns columns{piece.tokens + (token - piece.first) / kTile * block, kTile, kTile * kTile, block};
@@ -204,7 +234,10 @@ void compute_units(const Linear& p, long first, long last, Piece piece, uint32_t
     Unit units[kMaxUnits];
     for (long i = 0; i < number; ++i) {
         units[i] = unit_of(p, first + i);
-        if (weights) pack_weights(p, units[i], reinterpret_cast<uint16_t*>(weights + 2 * i * block));
+        if (!weights) continue;
+        auto* packed = reinterpret_cast<uint16_t*>(weights + 2 * i * block);
+        pack_weights(p, units[i].first, packed);
+        pack_weights(p, units[i].second, packed + kTile * kOutputs);
     }
     const long blocks = (piece.last - piece.first + kTokens - 1) / kTokens;
     for (long item = 0; item <= number * blocks; ++item) {
@@ -243,23 +276,24 @@ extern "C" int longspan_linear_bf16(const Linear* problem, int threads) {
     const long units = num_units(p), block = p.inputs / 2 * kTile;
     const long at_once = std::max(kTokens, kTokenBytes / 4 / block * kTile / kTokens * kTokens);
     const long blocks = round_up(std::min(p.tokens, at_once), kTokens) / kTile;
-    const long group = std::clamp(kWeightBytes / 4 / (2 * block), 1L, kMaxUnits);
+    const bool has_many = p.tokens > kPackedTokens, is_packed = has_many || p.matrices[0].levels;
+    const long group = has_many ? std::clamp(kWeightBytes / 4 / (2 * block), 1L, kMaxUnits) : is_packed ? 1 : kMaxUnits;
+    const long rooms = is_packed ? group : 1;  // a thread also normalises tokens there
     thread_local Scratch scratch;
-    uint32_t* packed = scratch.take((blocks + 2 * group * threads) * block);
+    uint32_t* packed = scratch.take((blocks + 2 * rooms * threads) * block);
     if (!packed) return 1;
 #pragma omp parallel num_threads(threads)
     {
         const TileRegisters registers;
         const long thread = omp_get_thread_num(), first = units * thread / threads, last = units * (thread + 1) / threads;
-        uint32_t* own = packed + (blocks + 2 * group * thread) * block;
+        uint32_t* own = packed + (blocks + 2 * rooms * thread) * block;
         for (long start = 0; start < p.tokens; start += at_once) {
             const long stop = std::min(p.tokens, start + at_once);
 #pragma omp for schedule(static)
             for (long token = start; token < stop; token += kTile)
                 pack_tokens(p, token, packed + (token - start) / kTile * block, reinterpret_cast<uint16_t*>(own));
-            uint32_t* weights = stop - start > kPackedTokens ? own : nullptr;
             for (long unit = first; unit < last; unit += group)
-                compute_units(p, unit, std::min(unit + group, last), {packed, start, stop, nullptr}, weights);
+                compute_units(p, unit, std::min(unit + group, last), {packed, start, stop, nullptr}, is_packed ? own : nullptr);
 #pragma omp barrier
         }
         for (long i = 0; i < p.number; ++i) {

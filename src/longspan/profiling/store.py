@@ -17,7 +17,7 @@ from longspan.cost.profile import Profile, ProfileKey, Stored
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 
 StoredT = TypeVar("StoredT", bound=Stored)
-_REVISION = 3
+_REVISION = 4
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
 
@@ -26,7 +26,7 @@ def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, nat
     folder = Path(files.name)
     return ProfileKey(
         model=str(folder.resolve()) if folder.is_dir() else files.name,
-        dtype=files.dtype,
+        dtype=files.dtype if files.quantization is None else f"{files.dtype}-{files.quantization}",
         device=device,
         tp=tp,
         threads=threads,

@@ -1,0 +1,40 @@
+"""Weight files with levels, and who may ask for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan import LLM
+from longspan.model.quantization import Quantization
+from longspan.model.store import ensure_weights, map_levels, map_tensors
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_file_has_levels_and_the_weights_that_they_stand_for(tiny: Path, quantization: Quantization) -> None:
+    plain = map_tensors(ensure_weights(tiny, dtype="bfloat16"))
+    file = ensure_weights(tiny, dtype="bfloat16", quantization=quantization)
+    tensors, levels = map_tensors(file), map_levels(file)
+    assert tensors.keys() == plain.keys()
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in levels} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    }
+    for name, tensor in tensors.items():
+        if name in levels:
+            assert torch.equal(tensor, levels[name].weights())
+            assert 0 < (tensor.float() - plain[name].float()).norm() < 0.2 * plain[name].float().norm()
+        else:
+            assert torch.equal(tensor, plain[name])
+
+
+def test_a_file_without_levels_is_another_one(tiny: Path) -> None:
+    plain = ensure_weights(tiny, dtype="bfloat16")
+    assert not map_levels(plain) and plain != ensure_weights(tiny, dtype="bfloat16", quantization="int8")
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16", "attention_backend": "torch"}])
+def test_levels_need_kernels_that_read_them(tiny: Path, given: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="quantization int4 is for kernels of our own"):
+        LLM(str(tiny), quantization="int4", **given)  # type: ignore[arg-type]
