@@ -5,6 +5,11 @@ up to all of them, and times are like those of its Table 1: per token and per pa
 further member adds to the start. Prints one line per number of instances; with --other-hosts then some for hosts of
 other sizes, also of such as the groups do not divide.
 
+With --steps it measures steps of the engine instead: 256 requests of a Llama 3 8B on 64 simulated A100, eight to a
+host; where one ends, another comes. `step` is all that the engine does for one completion, its policy's plans included
+and what the simulator computes left out; `plan` is the policy's plans alone. Completions while the first requests are
+answered do not count.
+
 p50 and p99 are by the wall clock, and so include what other programs of a busy machine take; cpu_p99 does not.
 """
 
@@ -14,14 +19,30 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
+from longspan.core.options import SchedulingArgs
+from longspan.core.sampling import SamplingParams
 from longspan.cost.profile import PrefillTime
 from longspan.policy.tetris.planner import Planner, Prompt
+from longspan.sim.executor import SimExecutor, VirtualClock
+from longspan.sim.spec import ClusterSpec
+from longspan.simulation import make_experiment
+from longspan.workload.arrivals import text
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SIZES = (8, 16, 32, 64, 128)
 _PER_HOST = 8
 _OTHER_HOSTS = (1, 3, 6, 7, 12, 16)
 """Instances of a host, of the last and most of `SIZES`."""
+_STEP_POLICIES = ("chunked", "auto", "tetris")
+_RUNNING = 256
+_CLUSTER = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
 
 
 def times_of(size: int) -> PrefillTime:
@@ -49,6 +70,71 @@ def plan_times_s(num_instances: int, per_host: int, num_prompts: int, seed: int)
     return wall_s, cpu_s
 
 
+class Stopwatch:
+    """Adds up the seconds in which functions run, by the wall clock and of the processor."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    def around(self, function: Callable[P, T]) -> Callable[P, T]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.cpu_s += time.thread_time() - start_cpu_s
+                self.wall_s += time.perf_counter() - start_s
+
+        return timed
+
+    def read(self) -> tuple[float, float]:
+        """Returns both, and begins anew."""
+        read = self.wall_s, self.cpu_s
+        self.wall_s = self.cpu_s = 0.0
+        return read
+
+
+def step_times_s(policy: str, num_steps: int, seed: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Times steps, and the plans of each: seconds by the wall clock and of the processor, of both."""
+    scheduling = SchedulingArgs(policy=policy, enable_prefix_caching=False)
+    experiment, clock, draw = make_experiment("llama-3-8b", _CLUSTER, scheduling), VirtualClock(), random.Random(seed)
+    chosen, executor = experiment.policy(), SimExecutor(clock=clock, vocab_size=2**15, cost=experiment.cost)
+    plans, steps, simulated = Stopwatch(), Stopwatch(), Stopwatch()
+    chosen.plan = plans.around(chosen.plan)
+    for name in ("submit", "poll"):
+        setattr(executor, name, simulated.around(getattr(executor, name)))
+    config = EngineConfig.of(scheduling, experiment.cluster, chosen)
+    engine = Engine(policy=chosen, executor=executor, clock=clock, config=config)
+    step: Callable[[], Sequence[Any]] = steps.around(engine.step)
+    num_added = 0
+
+    def add() -> None:
+        nonlocal num_added
+        num_added += 1
+        answer = SamplingParams(temperature=0.0, max_tokens=draw.randrange(50, 450), ignore_eos=True, seed=0)
+        engine.add(text(num_added, draw.randrange(500, 4000)), answer)
+
+    for _ in range(_RUNNING):
+        add()
+    plan_s: list[tuple[float, float]] = []
+    step_s: list[tuple[float, float]] = []
+    while len(step_s) < num_steps:
+        ended = [request for request in step() if request.finish_reason is not None]
+        of_plans, of_step, of_executor = plans.read(), steps.read(), simulated.read()
+        if num_added > 2 * _RUNNING:
+            plan_s.append(of_plans)
+            step_s.append((of_step[0] - of_executor[0], of_step[1] - of_executor[1]))
+        for _ in ended:
+            add()
+    return plan_s, step_s
+
+
+def shown(wall_s: Sequence[float], cpu_s: Sequence[float]) -> str:
+    """Says the percentiles."""
+    p99, cpu_p99 = (statistics.quantiles(one, n=100)[98] for one in (wall_s, cpu_s))
+    return f"p50_us={statistics.median(wall_s) * 1e6:.1f} p99_us={p99 * 1e6:.1f} cpu_p99_us={cpu_p99 * 1e6:.1f}"
+
+
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,15 +143,18 @@ def main() -> None:
     parser.add_argument(
         "--other-hosts", action="store_true", help=f"also {SIZES[-1]} instances on hosts of {_OTHER_HOSTS}"
     )
+    parser.add_argument("--steps", action="store_true", help=f"steps with {_RUNNING} requests instead")
+    parser.add_argument("--num-steps", type=int, default=20_000)
     given = parser.parse_args()
+    if given.steps:
+        for policy in _STEP_POLICIES:
+            for what, times_s in zip(("plan", "step"), step_times_s(policy, given.num_steps, given.seed), strict=True):
+                wall_s, cpu_s = zip(*times_s, strict=True)
+                print(f"{what} {shown(wall_s, cpu_s)} policy={policy}", flush=True)
+        return
     others = _OTHER_HOSTS if given.other_hosts else ()
     for num_instances, per_host in [(n, _PER_HOST) for n in SIZES] + [(SIZES[-1], per_host) for per_host in others]:
-        wall_s, cpu_s = plan_times_s(num_instances, per_host, given.num_prompts, given.seed)
-        p50, p99, cpu_p99 = (
-            statistics.median(wall_s),
-            *(statistics.quantiles(one, n=100)[98] for one in (wall_s, cpu_s)),
-        )
-        times = f"p50_us={p50 * 1e6:.1f} p99_us={p99 * 1e6:.1f} cpu_p99_us={cpu_p99 * 1e6:.1f}"
+        times = shown(*plan_times_s(num_instances, per_host, given.num_prompts, given.seed))
         of_other = "" if per_host == _PER_HOST else f" per_host={per_host}"
         print(f"plan {times} instances={num_instances}{of_other}")
 

@@ -6,7 +6,6 @@ import heapq
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from longspan.core.owners import coupled_instances
 from longspan.core.request import Request
@@ -182,38 +181,32 @@ class Running:
     def _update_demands(self) -> None:
         for request_id in self._stale:
             if self._groups.get(request_id):
-                self._set_demand(request_id, _demand_of(self._all[request_id]))
+                demand = _demand_of(self._all[request_id])
+                if demand != self._demands.get(request_id):
+                    self._set_demand(request_id, demand)
         self._stale.clear()
 
     def _set_demand(self, request_id: int, demand: _Demand | None) -> None:
         before = self._demands.pop(request_id, None)
         if demand is not None:
             self._demands[request_id] = demand
-        if demand == before:
-            return
         for one, sign in ((before, -1), (demand, 1)):
             if one is not None:
-                for instance in one.group:
-                    self._tokens[instance] += sign * one.tokens
-                for instance in one.kv_owners:
-                    self._blocks[instance] += sign * one.blocks
+                group, tokens, kv_owners, blocks = one
+                for instance in group:
+                    self._tokens[instance] += sign * tokens
+                for instance in kv_owners:
+                    self._blocks[instance] += sign * blocks
 
 
-class _Demand(NamedTuple):
-    """Tokens and blocks that a running request still needs of each instance."""
-
-    group: tuple[int, ...]
-    tokens: int
-    kv_owners: tuple[int, ...]
-    blocks: int
+_Demand = tuple[tuple[int, ...], int, tuple[int, ...], int]
+"""A group and the tokens that a running request still needs of each member; KV owners, and the blocks of each."""
 
 
 def _demand_of(request: Request) -> _Demand:
     num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
     missing = request.blocks_for(num_tokens) - len(request.table)
-    return _Demand(
-        group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
-    )
+    return group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
 
 
 class StepOrder:

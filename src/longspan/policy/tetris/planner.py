@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
-from typing import NamedTuple
+from itertools import accumulate, chain
+from operator import itemgetter
 
 from longspan.cost.profile import PrefillTime
 
@@ -76,9 +76,10 @@ class Planner:
         assert all(one.token_s + one.square_s > 0 for one in self.by_size), "tokens take some time"
         self._usual = max(0, sum(usual_size is None or size <= usual_size for size in sizes) - 1)
         self.floors = [_floors(self.by_size[low:]) for low in range(len(sizes))]
-        self.host_of, lengths = hosts, set(Counter(hosts).values())
-        per_host = max(lengths)
-        self.nested = len(lengths) == 1 and all(size <= per_host or size % per_host == 0 for size in sizes)
+        self.host_of, per_hosts = hosts, Counter(hosts)
+        self.num_hosts, lengths = len(per_hosts), set(per_hosts.values())
+        self.alike, per_host = len(lengths) == 1, max(lengths)
+        self.nested = self.alike and all(size <= per_host or size % per_host == 0 for size in sizes)
 
     @property
     def largest(self) -> int:
@@ -98,40 +99,34 @@ class Planner:
         low = next((k for k, size in enumerate(self.sizes) if size >= len(prompt.held)), None)
         if low is None:
             return None
-        search, groups = _Search(self, prompt), self.groups(queue_s, prompt.held, used)
-        high = max(low, self._usual, search.fewest)
-        ttft_s, chain = search.explore(groups, low, high, prompt.new_tokens, prompt.cached_tokens, 0.0)
-        chunks: list[Chunk] = []
-        found: _Chain | None = chain
-        while found is not None:
-            chunks.append(Chunk(num_tokens=found.num_tokens, group=found.groups.group(found.k)))
-            found = found.rest
-        return ChunkPlan(chunks=tuple(chunks), ttft_s=ttft_s)
+        search, order = _Search(self, prompt), _Order(self, queue_s, used)
+        groups = order.groups(prompt.held)
+        search.explore(groups, low, max(low, self._usual, search.fewest), prompt.new_tokens, prompt.cached_tokens, 0.0)
+        chunks = tuple([Chunk(num_tokens=tokens, group=groups.group(k)) for tokens, groups, k in search.best])
+        order.known.clear()  # they know it, too, and would wait for the garbage collector
+        return ChunkPlan(chunks=chunks, ttft_s=search.best_s)
 
     def groups(self, queue_s: Sequence[float], initial: tuple[int, ...], used: Sequence[int] = ()) -> Groups:
-        return _Found(self, queue_s, used).groups(frozenset(range(len(queue_s))), initial)
+        return _Order(self, queue_s, used).groups(initial)
 
 
 _SLACK = 1 - 1e-9
 """Bounds are cut by so much, so that rounding never hides a better plan."""
 _ROUNDING = 1e-6
 """The part of a token that rounding may cost a chunk, which would then be one token shorter than it has time for."""
-
-
-class _Chain(NamedTuple):
-    """A chunk for the k-th of some groups, and the chunks after it."""
-
-    num_tokens: int
-    groups: Groups
-    k: int
-    rest: _Chain | None = None
+_Choice = tuple[int, "Groups", int]
+"""Tokens of a chunk, groups, and which of these computes it."""
 
 
 class _Search:
     """The search for one prompt's plan. Sizes are counted by `k`; times are seconds from now, but for those of Eq. 1.
 
+    Eq. 1 and its root are written out where a plan comes to them many times: calls took longer than the arithmetic.
+
     Attributes:
         fewest: the smallest size that has room for the prompt.
+        best_s: when the best plan so far ends.
+        best: its chunks, as tokens, groups, and which of these.
     """
 
     def __init__(self, planner: Planner, prompt: Prompt) -> None:
@@ -139,112 +134,130 @@ class _Search:
         self._min_tokens = planner.min_chunk_tokens
         self._keep = 1 - prompt.improvement_rate
         self._chunking = prompt.chunking
-        sizes, room = planner.sizes, prompt.instance_tokens
-        self._most = [math.inf if room is None else size * room for size in sizes]
-        whole = prompt.cached_tokens + prompt.new_tokens
-        self.fewest = next((k for k, most in enumerate(self._most) if most >= whole), len(sizes) - 1)
-        self._best_s = math.inf
+        self._room, self._sizes, self.fewest = prompt.instance_tokens, planner.sizes, 0
+        if self._room is not None:
+            smallest = -(-(prompt.cached_tokens + prompt.new_tokens) // self._room)
+            self.fewest = min(bisect_left(planner.sizes, smallest), len(planner.sizes) - 1)
+        self.best_s, self.best = math.inf, list[_Choice]()
+        self._before: list[_Choice] = []  # the chunks before those that are looked for
 
-    def explore(
-        self, groups: Groups, low: int, high: int, new: int, cached: int, elapsed_s: float
-    ) -> tuple[float, _Chain]:
-        """Runs Algorithm 1: the best plan for `new` tokens with sizes `low` to `high`, from `elapsed_s` on (Eq. 2).
+    def explore(self, groups: Groups, low: int, high: int, new: int, cached: int, elapsed_s: float) -> None:
+        """Runs Algorithm 1: looks for better plans for `new` tokens with sizes `low` to `high`, from `elapsed_s` on.
+
+        It begins with the best single chunk (Algorithm 2).
+        """
+        all_times, queue_s, keep = self._times, groups.queue_s, self._keep
+        least_s, k = math.inf, low
+        for size in range(low if low >= self.fewest else min(self.fewest, high), high + 1):
+            times = all_times[size]
+            ttft_s = times.start_s + (times.token_s + times.cached_s * cached + times.square_s * new) * new
+            if (free_s := queue_s[size]) > elapsed_s:
+                ttft_s += free_s - elapsed_s
+            if ttft_s < least_s * keep:
+                least_s, k = ttft_s, size
+        if elapsed_s + least_s < self.best_s or not self.best:  # instances may never be free
+            self.best_s, self.best = elapsed_s + least_s, [*self._before, (new, groups, k)]
+        latest_s = queue_s[k]  # when all groups inside this one are free
+        if not self._chunking or k <= low or latest_s <= elapsed_s:
+            return
+        groups = groups.inside(k)
+        for current in range(low, k):
+            start_s = max(elapsed_s, groups.queue_s[current])
+            if latest_s - start_s > all_times[current].start_s:
+                self._extend(groups, (low, current, k), new, cached, start_s)
+
+    def _extend(self, groups: Groups, sizes: tuple[int, int, int], new: int, cached: int, start_s: float) -> None:
+        """Tries chunks on the second of `sizes` from `start_s` on, when it is free, before larger ones up to the third.
 
         A chunk has as many tokens as its group computes before the following one is free (Algorithm 3).
         """
-        ttft_s, k = self._single_chunk(groups.queue_s, low, high, new, cached, elapsed_s)
-        best_s = elapsed_s + ttft_s
-        best = _Chain(new, groups, k)
-        self._best_s = min(self._best_s, best_s)
-        latest_s = groups.queue_s[k]  # when all groups inside this one are free
-        if not self._chunking or k <= low or latest_s <= elapsed_s:
-            return best_s, best
-        groups = groups.inside(k)
-        for current in range(low, k):
-            times, start_s = self._times[current], max(elapsed_s, groups.queue_s[current])
-            if latest_s - start_s <= times.start_s:
+        low, current, high = sizes
+        times, smaller, extended = self._times[current], self._times[current - 1], groups.after(current)
+        slope, floors = times.token_s + times.cached_s * cached, self._floors
+        most = math.inf if self._room is None else self._sizes[current] * self._room
+        for following in range(current + 1, high + 1):
+            rest_s = extended.queue_s[following] - start_s - times.start_s
+            if rest_s <= 0:
                 continue
-            extended = groups.after(current)
-            for following in range(current + 1, k + 1):
-                budget_s = extended.queue_s[following] - start_s
-                if budget_s <= times.start_s:
+            root = math.sqrt(slope * slope + 4 * times.square_s * rest_s)
+            tokens = int(2 * rest_s / (slope + root) + _ROUNDING)
+            if tokens >= new or tokens < self._min_tokens or cached + tokens > most:
+                continue
+            seconds, left = times.start_s + (slope + times.square_s * tokens) * tokens, new - tokens
+            if current > low:
+                per_token_s = smaller.token_s + smaller.cached_s * cached + smaller.square_s * tokens
+                if seconds >= smaller.start_s + per_token_s * tokens:
                     continue
-                tokens = int(times.most_tokens(budget_s, cached) + _ROUNDING)
-                if tokens >= new or not self._pays(current, low, tokens, cached):
-                    continue
-                end_s, left = start_s + times.seconds(tokens, cached), new - tokens
-                least_s = self._floors[following][k - following].seconds(left, cached + tokens)
-                if end_s + least_s * _SLACK >= self._best_s:
-                    continue
-                found_s, rest = self.explore(extended, following, k, left, cached + tokens, end_s)
-                if found_s < best_s:
-                    best_s, best = found_s, _Chain(tokens, groups, current, rest)
-        return best_s, best
-
-    def _single_chunk(
-        self, queue_s: Sequence[float], low: int, high: int, new: int, cached: int, elapsed_s: float
-    ) -> tuple[float, int]:
-        """Runs Algorithm 2: returns seconds from `elapsed_s` on, and the size."""
-        best_s, best = math.inf, low
-        for k in range(max(low, min(self.fewest, high)), min(high + 1, len(queue_s))):
-            times = self._times[k]
-            ttft_s = times.start_s + (times.token_s + times.cached_s * cached + times.square_s * new) * new
-            if queue_s[k] > elapsed_s:
-                ttft_s += queue_s[k] - elapsed_s
-            if ttft_s < best_s * self._keep:
-                best_s, best = ttft_s, k
-        return best_s, best
-
-    def _pays(self, k: int, low: int, tokens: int, cached: int) -> bool:
-        """Tells whether a chunk is legal: it has room, and is not too short for its group."""
-        if tokens < self._min_tokens or cached + tokens > self._most[k]:
-            return False
-        return k == low or self._times[k].seconds(tokens, cached) < self._times[k - 1].seconds(tokens, cached)
+            end_s, least = start_s + seconds, floors[following][high - following]
+            per_token_s = least.token_s + least.cached_s * (cached + tokens) + least.square_s * left
+            if end_s + (least.start_s + per_token_s * left) * _SLACK < self.best_s:
+                self._before.append((tokens, groups, current))
+                self.explore(extended, following, high, left, cached + tokens, end_s)
+                self._before.pop()
 
 
 def _floors(times: Sequence[PrefillTime]) -> list[PrefillTime]:
     """Returns the least that chunks take on the first, the first two, and so on of these sizes of groups.
 
-    Chunks of L tokens behind C have LC + L²/2 pairs, which add up to the same however a prompt is cut.
+    L tokens behind C have LC pairs with what is cached, and L²/2 with each other, some of which a cut makes cached.
     """
-    pairs_s = (min(one.cached_s, 2 * one.square_s) for one in times)
-    of_each = ((one.start_s for one in times), (one.token_s for one in times), pairs_s)
+    of_each = (
+        (one.start_s for one in times),
+        (one.token_s for one in times),
+        (one.cached_s for one in times),
+        (min(one.square_s, one.cached_s / 2) for one in times),
+    )
     return [
-        PrefillTime(start_s=start_s, token_s=token_s, cached_s=pair_s, square_s=pair_s / 2)
-        for start_s, token_s, pair_s in zip(*(accumulate(terms, min) for terms in of_each), strict=True)
+        PrefillTime(start_s=start_s, token_s=token_s, cached_s=cached_s, square_s=square_s)
+        for start_s, token_s, cached_s, square_s in zip(*(accumulate(terms, min) for terms in of_each), strict=True)
     ]
 
 
 # ---------------------------------------------------------------- groups
 
 
-class _Found:
-    """The groups looked up in one plan: many ways to cut a prompt come to the same ones."""
+class _Order:
+    """The order in which instances are free: each has its turn, of equals with less `used` first.
+
+    Attributes:
+        instances: by turn.
+        hosts: the turns of the instances of each host, ascending; in the order in which hosts are taken whole.
+        known: the groups looked up so far: many ways to cut a prompt come to the same ones.
+    """
 
     def __init__(self, planner: Planner, queue_s: Sequence[float], used: Sequence[int]) -> None:
         self.planner, self.queue_s = planner, queue_s
-        by_queue = sorted(range(len(queue_s)), key=used.__getitem__ if used else None)
-        by_queue.sort(key=queue_s.__getitem__)
-        self.turn = dict(zip(by_queue, range(len(by_queue)), strict=True))
-        self._hosts: dict[frozenset[int], list[list[int]]] = {}
-        self._groups: dict[tuple[frozenset[int], frozenset[int]], Groups] = {}
+        self.instances = list(range(len(queue_s)))
+        if used:
+            self.instances.sort(key=used.__getitem__)
+        self.instances.sort(key=queue_s.__getitem__)
+        self.hosts: list[list[int]] = [[] for _ in range(planner.num_hosts)]
+        for turn, host in enumerate(map(planner.host_of.__getitem__, self.instances)):
+            self.hosts[host].append(turn)
+        self.hosts.sort(key=itemgetter(-1))
+        if not planner.alike:
+            self.hosts.sort(key=len, reverse=True)
+        self.known: dict[_Key, Groups] = {}
 
-    def groups(self, pool: frozenset[int], initial: tuple[int, ...]) -> Groups:
-        """Returns the groups that extend `initial` by instances of `pool`."""
-        key = pool, frozenset(initial)
-        if key not in self._groups:
-            self._groups[key] = Groups(self, pool, initial)
-        return self._groups[key]
+    def groups(self, initial: Sequence[int]) -> Groups:
+        """Returns the groups that extend `initial` by any instances."""
+        sizes, key = self.planner.sizes, None if self.planner.nested else (frozenset[int](), frozenset[int]())
+        if not initial:
+            return Groups(self, key, sizes, ([], -1), [], self.hosts)
+        turns = [self.instances.index(instance) for instance in initial]
+        own: list[list[int]] = []
+        others: list[list[int]] = []
+        for members in self.hosts:
+            (others if set(turns).isdisjoint(members) else own).append(members)
+        near = sorted({turn for members in own for turn in members}.difference(turns))
+        return Groups(self, key, sizes, (turns, max(turns)), near, others)
 
-    def hosts(self, pool: frozenset[int]) -> list[list[int]]:
-        """Lists the instances of each host, the soonest free first; in the order in which hosts are taken whole."""
-        if pool not in self._hosts:
-            hosts: dict[int, list[int]] = {}
-            for instance in sorted(pool, key=self.turn.__getitem__):
-                hosts.setdefault(self.planner.host_of[instance], []).append(instance)
-            order = sorted((-len(members), self.turn[members[-1]], host) for host, members in hosts.items())
-            self._hosts[pool] = [hosts[host] for *_, host in order]
-        return self._hosts[pool]
+
+_Tail = tuple[int, list[int], int]
+"""The last of a group: so many whole hosts, then so many instances of one more."""
+_NO_TAIL: _Tail = (0, [], 0)
+_Key = tuple[frozenset[int], frozenset[int]] | None
+"""The turns of a pool, none for all of them, and of an initial group; None where no two ways come to the same."""
 
 
 class Groups:
@@ -257,49 +270,95 @@ class Groups:
         queue_s: by size, when the last member is free; for sizes that are smaller than `initial` it means nothing.
     """
 
-    def __init__(self, found: _Found, pool: frozenset[int], initial: tuple[int, ...]) -> None:
-        self._found, self._pool, self._initial = found, pool, initial
-        host_of, queue_s = found.planner.host_of, found.queue_s
-        own = {host_of[instance] for instance in initial}
-        hosts = [members for members in found.hosts(pool) if host_of[members[0]] not in own]
-        near = [i for members in found.hosts(pool) if host_of[members[0]] in own for i in members if i not in initial]
-        near.sort(key=found.turn.__getitem__)
-        self._order = [*initial, *near]
-        self._lasts: list[Sequence[int]] = []  # of each size: who comes after the first ones in order
-        self.queue_s: list[float] = []
-        latest_s, num_counted, num_taken = 0.0, 0, 0
-        for size in found.planner.sizes:
-            if size > len(pool):
-                break
-            while num_taken < len(hosts) and len(self._order) + len(hosts[num_taken]) <= size:
-                self._order += hosts[num_taken]
-                num_taken += 1
-            for instance in self._order[num_counted:size]:
-                latest_s = max(latest_s, queue_s[instance])
-            num_counted = min(size, len(self._order))
-            last = self._part_of_one(hosts[num_taken:], size - num_counted)
-            self._lasts.append(last)
-            self.queue_s.append(max(latest_s, queue_s[last[-1]]) if last else latest_s)
+    def __init__(
+        self,
+        order: _Order,
+        key: _Key,
+        sizes: Sequence[int],
+        initial: tuple[list[int], int],
+        near: list[int],
+        hosts: list[list[int]],
+    ) -> None:
+        self._order, self._key, self._sizes, self._near, self._hosts = order, key, sizes, near, hosts
+        self._initial, (members, latest) = initial, initial
+        self._follow = order.planner.nested and latest >= 0
+        """Whether all ways to extend these groups come to them."""
+        num_initial = self._num_initial = len(members)
+        num_near, num_own = bisect_right(sizes, num_initial), bisect_right(sizes, num_initial + len(near))
+        self._turns = [latest] * num_near
+        for size in sizes[num_near:num_own]:
+            self._turns.append(max(latest, near[size - num_initial - 1]))
+        self._tails: list[_Tail] = [_NO_TAIL] * num_own
+        if num_own < len(sizes):
+            self._add_hosts(sizes[num_own:], max(latest, near[-1]) if near else latest)
+        self.queue_s = [order.queue_s[order.instances[turn]] for turn in self._turns]
+        self._inside: dict[int, Groups] = {}
+        self._after: dict[int, Groups] = {}
+        has_all = self._tails[-1][0] == len(hosts) and sizes[-1] >= num_initial + len(near)
+        self._all = len(sizes) - 1 if has_all else None
+        """Which group, if any, has all instances of the pool."""
+        if key is not None:
+            order.known[key] = self
 
-    def _part_of_one(self, hosts: Sequence[Sequence[int]], missing: int) -> Sequence[int]:
-        """Returns the soonest free on one host that has as many as are missing; hosts with most come first."""
-        if not missing:
-            return ()
-        fitting = takewhile(lambda members: len(members) >= missing, hosts)
-        return min(fitting, key=lambda members: self._found.turn[members[missing - 1]])[:missing]
+    def _add_hosts(self, sizes: Sequence[int], latest: int) -> None:
+        """Finds who is still missing in groups of these sizes, when the latest on the hosts of `initial` is given."""
+        hosts, num_whole, num_taken = self._hosts, 0, self._num_initial + len(self._near)
+        for size in sizes:
+            while num_whole < len(hosts) and (each := len(hosts[num_whole])) <= size - num_taken:
+                num_more = (size - num_taken) // each if len(hosts[-1]) == each else 1
+                num_whole, num_taken = num_whole + num_more, num_taken + num_more * each
+                latest = max(latest, hosts[num_whole - 1][-1])
+            if missing := size - num_taken:
+                part = _soonest(hosts[num_whole:], missing)
+                self._tails.append((num_whole, part, missing))
+                self._turns.append(max(latest, part[missing - 1]))
+            else:
+                self._tails.append((num_whole, [], 0))
+                self._turns.append(latest)
 
     def group(self, k: int) -> tuple[int, ...]:
         """Returns the instances of a group, the latest added last."""
-        last = self._lasts[k]
-        return (*self._order[: self._found.planner.sizes[k] - len(last)], *last)
+        return tuple(map(self._order.instances.__getitem__, self._members(k)))
 
     def inside(self, k: int) -> Groups:
         """Returns the groups when only the instances of group `k` are available."""
-        if self._found.planner.nested and self._initial:
+        if self._follow or k == self._all:
             return self
-        return self._found.groups(frozenset(self.group(k)), self._initial)
+        if k not in self._inside:
+            key = None if self._key is None else (frozenset(self._members(k)), self._key[1])
+            self._inside[k] = self._order.known.get(key) or self._only(k, key)
+        return self._inside[k]
+
+    def _only(self, k: int, key: _Key) -> Groups:
+        num_whole, part, missing = self._tails[k]
+        hosts = [*self._hosts[:num_whole], part[:missing]] if missing else self._hosts[:num_whole]
+        near = self._near[: self._sizes[k] - self._num_initial]
+        return Groups(self._order, key, self._sizes[: k + 1], self._initial, near, hosts)
 
     def after(self, k: int) -> Groups:
-        if self._found.planner.nested and self._initial:
+        """Returns the groups that extend group `k`."""
+        if self._follow:
             return self
-        return self._found.groups(self._pool, self.group(k))
+        if k not in self._after:
+            members = self._members(k)
+            key = None if self._key is None else (self._key[0], frozenset(members))
+            self._after[k] = self._order.known.get(key) or self._grown(k, key, members)
+        return self._after[k]
+
+    def _grown(self, k: int, key: _Key, members: list[int]) -> Groups:
+        num_whole, part, missing = self._tails[k]
+        near = self._near[self._sizes[k] - self._num_initial :] + part[missing:]
+        hosts = [one for one in self._hosts[num_whole:] if one is not part]
+        return Groups(self._order, key, self._sizes, (members, self._turns[k]), near, hosts)
+
+    def _members(self, k: int) -> list[int]:
+        num_whole, part, missing = self._tails[k]
+        near = self._near[: self._sizes[k] - self._num_initial]
+        return [*self._initial[0], *near, *chain.from_iterable(self._hosts[:num_whole]), *part[:missing]]
+
+
+def _soonest(hosts: Sequence[list[int]], number: int) -> list[int]:
+    """Returns the host that has so many instances free soonest; hosts with most come first."""
+    if len(hosts[-1]) < number:
+        hosts = [members for members in hosts if len(members) >= number]
+    return min(hosts, key=itemgetter(number - 1))
