@@ -10,21 +10,20 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import torch
-import transformers
 from filelock import FileLock
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from torch import Tensor
 
-from longspan.model.files import ModelError, cache_root, make_writable, one_line
-from longspan.model.info import PROBE, ModelInfo, gather_info, load_config, quiet_transformers
+from longspan.model.files import cache_root, make_writable
+from longspan.model.info import ModelInfo
 
-_FORMAT = 2
+_FORMAT = 3
+"""The layout of the files, and the checks that a model has passed when its file is there."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SOURCES = ("*.json", "*.safetensors", "*.bin", "*.py")
 
@@ -34,20 +33,35 @@ log = logging.getLogger(__name__)
 def ensure_weights(
     config_dir: Path, *, dtype: str, dummy_seed: int | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """Returns the weight file of the model in `config_dir`, writing it to the cache at first use.
+    """Returns the weight file of the model in `config_dir`; at first use checks the model and writes it to the cache.
 
     With `dummy_seed` the weights are random, drawn as transformers initialises a new model, and the folder needs no
-    weights. Raises ModelError for a checkpoint that does not match its configuration.
+    weights. Raises ModelError for a model that cannot be served, or a checkpoint that does not match its configuration.
     """
-    key = _key(config_dir, dtype, dummy_seed)
+    folder = cache_root() / "weights" / _key(config_dir, dtype, dummy_seed, trust_remote_code)
+    if not folder.is_dir():
+        _check_and_build(folder, config_dir, dtype, dummy_seed, trust_remote_code)
+    return folder / "model.safetensors"
 
-    def build(folder: Path) -> None:
+
+def _check_and_build(
+    folder: Path, config_dir: Path, dtype: str, dummy_seed: int | None, trust_remote_code: bool
+) -> None:
+    from longspan.model.checkpoint import write_weights  # noqa: PLC0415 - imports transformers' models: seconds
+    from longspan.model.skeleton import check_supported  # noqa: PLC0415
+
+    def build(unfinished: Path) -> None:
         log.info("writing the %s weights of %s to the cache, once", dtype, config_dir)
-        with quiet_transformers():
-            model = _load(config_dir, DTYPES[dtype], dummy_seed, trust_remote_code)
-        _write(model, gather_info(model, config_dir), folder / "model.safetensors")
+        write_weights(
+            config_dir,
+            unfinished / "model.safetensors",
+            dtype=DTYPES[dtype],
+            dummy_seed=dummy_seed,
+            trust_remote_code=trust_remote_code,
+        )
 
-    return build_once(cache_root() / "weights" / key, build) / "model.safetensors"
+    check_supported(config_dir, trust_remote_code)
+    build_once(folder, build)
 
 
 def read_info(weights: Path) -> ModelInfo:
@@ -88,48 +102,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _key(config_dir: Path, dtype: str, dummy_seed: int | None) -> str:
+def _key(config_dir: Path, dtype: str, dummy_seed: int | None, trust_remote_code: bool) -> str:
     patterns = _SOURCES if dummy_seed is None else ("config.json", "generation_config.json", "*.py")
     sources = sorted({file.resolve() for pattern in patterns for file in config_dir.glob(pattern)})
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
-    what = [_FORMAT, msgspec.json.schema(ModelInfo), transformers.__version__]  # another description, another file
-    identity = [*what, str(config_dir.resolve()), stats, dtype, dummy_seed]
+    what = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]  # another description, another file
+    identity = [*what, str(config_dir.resolve()), stats, dtype, dummy_seed, trust_remote_code]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-
-
-def _load(config_dir: Path, dtype: torch.dtype, dummy_seed: int | None, trust_remote_code: bool) -> PreTrainedModel:
-    if dummy_seed is not None:
-        config = load_config(config_dir, trust_remote_code)
-        with torch.random.fork_rng(devices=[]):
-            set_seed(dummy_seed)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
-            )
-        return model.eval()
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            config_dir,
-            dtype=dtype,
-            attn_implementation=PROBE,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, RuntimeError) as error:
-        raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{config_dir}: its files lack {len(missing)} of the model's weights, e.g. {missing[0]}")
-    return model
-
-
-def _write(model: nn.Module, info: ModelInfo, path: Path) -> None:
-    first_name: dict[int, str] = {}
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        owner = first_name.setdefault(id(tensor), name)
-        if owner == name:
-            tensors[name] = tensor.detach().contiguous()
-        else:
-            aliases[name] = owner
-    save_file(tensors, path, metadata={"info": info.to_json(), "aliases": json.dumps(aliases)})

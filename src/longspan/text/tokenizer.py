@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from longspan.model.files import ModelError, ModelFiles, one_line
@@ -40,9 +41,24 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Loads the tokenizer in a folder, that of the model `name`; ModelError when that fails."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded ({one_line(error)})") from error
+
+
+def _plain_config(folder: Path) -> PreTrainedConfig | None:
+    """Reads the model's configuration without its class, which imports transformers' models and takes a second.
+
+    It is enough for transformers to choose the class of a tokenizer whose files name one. None when they do not, or
+    when code comes with the model.
+    """
+    files = [folder / "config.json", folder / "tokenizer_config.json"]
+    if not all(file.is_file() for file in files):
+        return None
+    model, tokenizer = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    if "auto_map" in {*model, *tokenizer} or not tokenizer.get("tokenizer_class"):
+        return None
+    return PreTrainedConfig.from_dict(model, name_or_path=str(folder))
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import msgspec
 
-from longspan.runtime import worker_process
+from longspan.model.quick_import import import_models
 from longspan.runtime.executor.forkserver import Ended, KillWorker, ServerCommand, ServerReport, Started, StartWorker
 
 _END_TIMEOUT_S = 2.0
@@ -69,6 +69,9 @@ class _Children:
 
 
 def main() -> None:
+    import_models()
+    from longspan.runtime import worker_process  # noqa: PLC0415, F401 - not before transformers' models
+
     gc.collect()
     gc.freeze()  # so that collections in the workers do not copy shared pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -111,6 +114,8 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        from longspan.runtime import worker_process  # noqa: PLC0415 - imported by the server, see `main`
+
         worker_process.main(command.config, command.rank, command.run_dir, lifeline)
         code = 0
     finally:
