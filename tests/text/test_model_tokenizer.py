@@ -171,7 +171,7 @@ def test_a_tokenizer_whose_bytes_cannot_be_told_is_named(monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("no bytes\nhere")
 
-    monkeypatch.setattr(tokenizer_module, "from_tokenizer", refuse)
+    monkeypatch.setattr("llguidance.hf.from_tokenizer", refuse)
     with pytest.raises(ModelError, match=r"cannot work with this model's tokenizer \(ValueError: no bytes here\)"):
         grammar_vocabulary(BYTE_LEVEL, vocab_size=VOCAB)
 
