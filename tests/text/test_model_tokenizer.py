@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longspan.model.files import ModelError, ModelFiles
-from longspan.text import tokenizer as tokenizer_module
 from longspan.text.tokenizer import Detokenizer, grammar_vocabulary, load_tokenizer, token_text
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -20,6 +21,7 @@ import transformers.utils
 from transformers.utils import import_utils
 
 _DYNAMO = "torch._dynamo"
+_MASKING = f"{_DYNAMO}._trace_wrapped_higher_order_op"
 _DISTRIBUTED = "is_torch_distributed_available"
 _MODELS = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "sympy")
 """The last is what PyTorch imports when it builds a model on the meta device."""
@@ -35,6 +37,7 @@ def import_models() -> None:
     """
     if _DYNAMO not in sys.modules:
         vars(torch)["_dynamo"] = sys.modules[_DYNAMO] = _Dynamo()
+        sys.meta_path.insert(0, _DynamoModules())
     real, owners = import_utils.is_torch_distributed_available, (import_utils, transformers.utils)
     try:
         for owner in owners:
@@ -47,13 +50,14 @@ def import_models() -> None:
 
 
 class _Dynamo(ModuleType):
-    """Stands for `torch._dynamo` as long as nobody wants more of it than its marks for functions."""
+    """Stands for `torch._dynamo` as long as nobody wants more of it than what eager models and gloo do."""
 
     def __init__(self) -> None:
         super().__init__(_DYNAMO)
         self.__spec__ = ModuleSpec(_DYNAMO, None, is_package=True)
-        self.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # modules in it are imported as ever
+        self.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
         self.allow_in_graph = self.assume_constant_result = _unmarked
+        self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # torch.distributed clears it; there is none
 
     @staticmethod
     def disable(function: FunctionT | None = None, *_: object, **__: object) -> object:
@@ -64,9 +68,32 @@ class _Dynamo(ModuleType):
         """Gives way to the real module."""
         if name.startswith("__"):  # asked of all modules, by `inspect`
             raise AttributeError(name)
+        return getattr(self.give_way(), name)
+
+    def give_way(self) -> ModuleType:
+        """Imports the real module in place of this one."""
         if sys.modules.get(_DYNAMO) is self:
             del sys.modules[_DYNAMO], vars(torch)["_dynamo"]
-        return getattr(import_module(_DYNAMO), name)
+        return import_module(_DYNAMO)
+
+
+class _DynamoModules(MetaPathFinder, Loader):
+    """Finds what lies in `torch._dynamo`, which gives way before, except for the module that all models import."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        del path, target
+        package = sys.modules.get(_DYNAMO)
+        if not fullname.startswith(f"{_DYNAMO}.") or fullname == _MASKING or not isinstance(package, _Dynamo):
+            return None
+        package.give_way()
+        import_module(fullname)
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Does nothing, since the module was imported when it was found."""
 
 
 def _unmarked(function: FunctionT) -> FunctionT:
