@@ -21,7 +21,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -45,7 +47,7 @@ IMPORTS = {
     "the process that forks workers": "import gc; from longspan.runtime.executor import forkserver_main; "
     "gc.freeze = exit; forkserver_main.main()",
 }
-"""What the processes import; the second would go on to wait for commands."""
+"""The code that each process runs while it starts; the second is stopped where it would wait for commands."""
 NUM_PACKAGES = 8
 POLL_S = 0.02
 IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)")
@@ -69,7 +71,7 @@ def main() -> int:
     parser.add_argument("--require", type=float, metavar="SECONDS")
     asked = parser.parse_args()
     versions = {"": HERE} if asked.before is None else {" (before)": asked.before.resolve(), "": HERE}
-    measures = {name: lambda src, flags=flags: run(flags, src) for name, flags in CASES.items()}
+    measures: dict[str, Callable[[Path], Run]] = {name: partial(run, flags) for name, flags in CASES.items()}
     if asked.serve:
         measures["serve"] = run_server
     table = Table("case", "first output, s", "end, s", "CPU, s")
