@@ -26,7 +26,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tables import Column, largest_spread, shares_table, speed_table
 
-from longspan.model.source import CONTEXT_LENGTH, smollm2_folder
+from longspan.model.smollm2 import CONTEXT_LENGTH
+from longspan.model.source import smollm2_folder
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KV_BYTES = 1 << 30

@@ -17,6 +17,9 @@ MODULES = (
     "longspan.sim",
     "longspan.attn",
     "longspan.cli.app",
+    *(f"longspan.cli.{verb}" for verb in ("generate", "chat", "serve", "batch", "profile", "eval", "tune")),
+    *(f"longspan.cli.{verb}" for verb in ("simulate", "estimate")),
+    "longspan.simulation",
 )
 LOADED = """
 import importlib, sys

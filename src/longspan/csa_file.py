@@ -8,7 +8,6 @@ from pathlib import Path
 
 import yaml
 
-from longspan.cost.csa_tuned import Tuned, is_tuned
 from longspan.errors import ParameterError
 
 AUTO = "auto"
@@ -25,6 +24,8 @@ def csa_settings(name: str, model: str) -> str:
     """
     if name == "off" or name.lstrip().startswith("{"):
         return name
+    from longspan.cost.csa_tuned import Tuned, is_tuned  # noqa: PLC0415 - numpy, which the command line needs only here
+
     content = _tuned_for(model) if name == AUTO else _content(name)
     if is_tuned(content):
         try:

@@ -251,6 +251,7 @@ def _command(given: EngineArgs, tp: int, num_ranks: int) -> str:
     spec = ParallelSpec(instances=num_ranks // tp, tp=tp)
     words = ["longspan profile", given.model, f"--parallel {spec}", f"--threads-per-rank {given.threads_per_rank}"]
     default = EngineArgs()
-    chosen = {flag: getattr(given, flag) for flag in ("dtype", "device", "attention_backend", "quantization", "load_format")}
+    flags = ("dtype", "device", "attention_backend", "quantization", "load_format")
+    chosen = {flag: getattr(given, flag) for flag in flags}
     words += [f"--{flag.replace('_', '-')} {one}" for flag, one in chosen.items() if one != getattr(default, flag)]
     return " ".join(words)

@@ -197,7 +197,8 @@ def test_levels_give_the_bits_of_the_weights_that_they_stand_for(
     x = torch.randn(num_tokens, 96, generator=numbers).to(torch.bfloat16)
     levels = [quantise("up_proj", torch.randn(48, 96, generator=numbers), quantization) for _ in range(2)]
     weights = [one.weights() for one in levels]
-    quantised = Product([Matrix(weight=w, levels=one) for w, one in zip(weights, levels, strict=True)], is_gated=is_gated)
+    pairs = zip(weights, levels, strict=True)
+    quantised = Product([Matrix(weight=weight, levels=one) for weight, one in pairs], is_gated=is_gated)
     plain = Product([Matrix(weight=weight) for weight in weights], is_gated=is_gated)
     assert all(torch.equal(one, other) for one, other in zip(quantised(x), plain(x), strict=True))
 

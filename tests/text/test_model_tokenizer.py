@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longspan.model.files import ModelError, ModelFiles
-from longspan.text import tokenizer as tokenizer_module
 from longspan.text.tokenizer import Detokenizer, grammar_vocabulary, load_tokenizer, token_text
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -171,7 +170,7 @@ def test_a_tokenizer_whose_bytes_cannot_be_told_is_named(monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("no bytes\nhere")
 
-    monkeypatch.setattr(tokenizer_module, "from_tokenizer", refuse)
+    monkeypatch.setattr("llguidance.hf.from_tokenizer", refuse)
     with pytest.raises(ModelError, match=r"cannot work with this model's tokenizer \(ValueError: no bytes here\)"):
         grammar_vocabulary(BYTE_LEVEL, vocab_size=VOCAB)
 

@@ -6,6 +6,7 @@ the server from environment variables.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -40,7 +41,9 @@ def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
     """Starts the workers of a model. They import beside us."""
     engine.resolve()
     start_server()
-    return longspan.LLM(**vars(replace(engine, model=model, seed=seed or 0)))
+    kind = longspan.LLM  # which imports it
+    gc.freeze()  # what was imported stays: looking at it once more, when the process ends, takes half a second
+    return kind(**vars(replace(engine, model=model, seed=seed or 0)))
 
 
 # ---------------------------------------------------------------- flags from dataclasses

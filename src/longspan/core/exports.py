@@ -1,9 +1,11 @@
-"""A package's public names that load on first use (PEP 562), so that importing the package is quick."""
+"""Imports that cost little: public names that load on first use (PEP 562), and no garbage collections on the way."""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 
 
@@ -18,7 +20,8 @@ def lazy_exports(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str
     def load(name: str) -> object:
         if name not in owners:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(owners[name])
+        with uncollected():
+            module = import_module(owners[name])
         value: object = module if owners[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
@@ -27,3 +30,15 @@ def lazy_exports(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str
         return sorted({*vars(sys.modules[package]), *owners})
 
     return load, names
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps the garbage collector from running while a block imports: it would look at all modules over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

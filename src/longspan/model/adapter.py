@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 from longspan.attn.spec import as_output
 from longspan.model.files import ModelFiles
 from longspan.model.fused import Reduce, fuse_head, fuse_layers
-from longspan.model.info import build_skeleton, decoder_layers, load_config
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
+from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.stages import Stage
 from longspan.model.store import DTYPES, map_levels, map_tensors, read_info
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 GROUP = 32
+NUMBERS, GRID = ".numbers", ".grid"
+"""What follows a weight's name in a file, for its levels."""
 _QUANTISED = re.compile(r"(_proj|\blm_head)\.weight$")
 _HEAD_BITS = 8
 """An output head has at least so many: its errors are those of the logits."""

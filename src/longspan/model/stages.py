@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.model.info import ModelInfo, decoder_layers
+from longspan.model.info import ModelInfo
+from longspan.model.skeleton import decoder_layers
 
 
 class Stage:

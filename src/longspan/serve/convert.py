@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.core.request import check_room
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
@@ -51,10 +49,6 @@ _SAME = (
     *("logit_bias", "stop", "stop_token_ids", "ignore_eos"),
 )
 """Fields that are parameters of sampling as they are."""
-_NOT_VARIABLES = frozenset(
-    {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, *signature(render_jinja_template).parameters}
-) | {"messages"}
-"""Names that a template's variables cannot have, since rendering has parameters of these names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +329,7 @@ def _rendered(
     """Renders a conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
     assert request.messages is not None, "the caller has looked"
     variables = request.chat_template_kwargs or {}
-    if taken := sorted(_NOT_VARIABLES & variables.keys()):
+    if variables and (taken := sorted(variables.keys() & _not_variables())):
         raise WireError(f"{shortened(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
     is_told = not isinstance(request, ChatCompletionRequest) or request.tool_choice != "none"
     tools = [tool.for_template() for tool in request.tools or () if is_told]
@@ -387,3 +381,13 @@ def _check_sizes(request: GenerationRequest | TokenizeRequest, limits: RequestLi
     for name in type(request).model_fields:
         with as_wire_errors(name):
             limits.check_field(name, getattr(request, name))
+
+
+@lru_cache(maxsize=1)
+def _not_variables() -> frozenset[str]:
+    """Lists the names that a template's variables cannot have, since rendering has parameters of these names."""
+    from transformers import PreTrainedTokenizerBase  # noqa: PLC0415 - who has a tokenizer has imported it
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
+
+    renderers = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    return frozenset(("messages", *(name for one in renderers for name in signature(one).parameters)))

@@ -6,12 +6,14 @@ This module is light: the process that forks workers imports PyTorch while this 
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import signal
 import sys
 import tempfile
 
+from longspan.core.exports import uncollected
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.executor.forkserver import start_server
 
@@ -30,7 +32,9 @@ def main() -> None:
     logging.getLogger("longspan").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
     start_server()
-    from longspan.serve.engine_loop import serve  # noqa: PLC0415 - seconds of imports
+    with uncollected():
+        from longspan.serve.engine_loop import serve  # noqa: PLC0415 - seconds of imports
+    gc.freeze()
 
     sys.exit(serve(line, folder))
 

@@ -14,7 +14,6 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
-from transformers import PreTrainedTokenizerBase
 
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.chat_requests import ChatCompletionRequest, TextRequest
@@ -28,6 +27,8 @@ from longspan.text.tokenizer import Detokenizer, token_bytes, token_text
 from longspan.text.tools import CallDelta, CallReader, ToolFormat
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from longspan.llm import LLM
 
 TagT = TypeVar("TagT")

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from longspan.args import EngineArgs
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_response
@@ -24,7 +25,7 @@ from longspan.serve.middleware import CONNECTIONS_LOG, HttpProtocol, Intake, Req
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
-from longspan.text.tokenizer import tokenizer_in
+from longspan.text.tokenizer import import_tokenizers, tokenizer_in
 
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05
@@ -115,7 +116,7 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
     with signals.caught():
         try:
             async with _answering(app, listening, settings, signals):
-                server = await _first_of(_start(engine, settings), signals.first.wait())
+                server = await _first_of(_start(engine, settings, setup.engine), signals.first.wait())
                 if not isinstance(server, Server):
                     return 128 + signals.numbers[0]
                 app.app = make_app(server)
@@ -126,8 +127,10 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
             await engine.close(signals.second)
 
 
-async def _start(engine: EngineClient, settings: ServerSettings) -> Server:
-    started, tokenizer = await engine.start(), None
+async def _start(engine: EngineClient, settings: ServerSettings, given: EngineArgs) -> Server:
+    beside = () if given.skip_tokenizer_init else (asyncio.to_thread(import_tokenizers),)
+    started, *_ = await asyncio.gather(engine.start(), *beside)
+    tokenizer = None
     if started.tokenizer_dir is not None:  # tokenizers take long to load
         folder, trust = Path(started.tokenizer_dir), started.trust_remote_code
         tokenizer = await asyncio.to_thread(tokenizer_in, folder, started.name, trust_remote_code=trust)

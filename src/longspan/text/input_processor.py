@@ -8,17 +8,19 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, TypedDict, Unpack, cast
 
 from jinja2 import TemplateError
 from llguidance import LLTokenizer
-from transformers import PreTrainedTokenizerBase
 
 from longspan.core.request import check_length, too_long
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError
 from longspan.text.structured import compile_grammar
 from longspan.text.tokenizer import grammar_vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int]
 """A text, or its token ids."""

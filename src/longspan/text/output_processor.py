@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from longspan.core.engine import Engine
 from longspan.core.request import Request
@@ -14,6 +14,9 @@ from longspan.core.steps import TokenLogprobs
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
 from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import Detokenizer, token_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RequestState:

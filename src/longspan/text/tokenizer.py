@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llguidance import LLTokenizer
-from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from longspan.core.exports import uncollected
 from longspan.model.files import ModelError, ModelFiles, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # Stands for a space in SentencePiece's vocabularies.
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -39,10 +43,36 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Loads the tokenizer in a folder, that of the model `name`; ModelError when that fails."""
+    import_tokenizers()
+    from transformers import AutoTokenizer  # noqa: PLC0415 - see `import_tokenizers`
+
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded ({one_line(error)})") from error
+
+
+def import_tokenizers() -> None:
+    """Imports transformers' tokenizers, which takes a second or two, so that they load quickly later."""
+    with uncollected():
+        import_module("transformers.models.auto.tokenization_auto")
+
+
+def _plain_config(folder: Path) -> PreTrainedConfig | None:
+    """Reads the model's configuration without its class, which imports transformers' models and takes a second.
+
+    It is enough for transformers to choose the class of a tokenizer whose files name one. None when they do not, or
+    when code comes with the model.
+    """
+    from transformers import PreTrainedConfig  # noqa: PLC0415 - see `import_tokenizers`
+
+    files = [folder / "config.json", folder / "tokenizer_config.json"]
+    if not all(file.is_file() for file in files):
+        return None
+    model, tokenizer = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    if "auto_map" in {*model, *tokenizer} or not tokenizer.get("tokenizer_class"):
+        return None
+    return PreTrainedConfig.from_dict(model, name_or_path=str(folder))
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
@@ -71,6 +101,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str
 @lru_cache(maxsize=1)
 def _stand_ins() -> dict[str, int]:
     """Returns the letters that byte-level vocabularies write for bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415 - see `import_tokenizers`
+
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
@@ -207,6 +239,8 @@ def grammar_vocabulary(
     Raises:
         ModelError: when the tokenizer is of a kind whose bytes cannot be told, or nothing can end an output.
     """
+    from llguidance.hf import from_tokenizer  # noqa: PLC0415 - imports transformers
+
     eos = list(eos_token_ids) or [token for token in (tokenizer.eos_token_id,) if token is not None]
     if not eos:
         raise ModelError("structured outputs need an end-of-sequence token, but this model has none: leave them out")

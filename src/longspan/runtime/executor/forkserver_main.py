@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import msgspec
 
-from longspan.runtime import worker_process
+from longspan.core.exports import uncollected
 from longspan.runtime.executor.forkserver import Ended, KillWorker, ServerCommand, ServerReport, Started, StartWorker
 
 _END_TIMEOUT_S = 2.0
@@ -69,7 +69,11 @@ class _Children:
 
 
 def main() -> None:
-    gc.collect()
+    with uncollected():
+        from longspan.model.quick_import import import_models  # noqa: PLC0415 - seconds of imports
+
+        import_models()
+        from longspan.runtime import worker_process  # noqa: PLC0415, F401 - not before transformers' models
     gc.freeze()  # so that collections in the workers do not copy shared pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     waking, wake = socket.socketpair()
@@ -111,6 +115,8 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        from longspan.runtime import worker_process  # noqa: PLC0415 - imported by the server, see `main`
+
         worker_process.main(command.config, command.rank, command.run_dir, lifeline)
         code = 0
     finally:
@@ -130,3 +136,4 @@ def _report(report: ServerReport) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # there is nothing to flush, and taking down the modules one by one takes half a second

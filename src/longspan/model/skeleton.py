@@ -1,0 +1,249 @@
+"""The models that longspan can serve, as transformers builds them: modules without numbers, and the facts found there.
+
+Importing transformers' models takes a second or two, so only who builds one imports this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from longspan.attn.spec import LAYER_TYPES, AttnSpec, UnsupportedAttentionError, read_spec, rope_dicts
+from longspan.model.files import ModelError, one_line
+from longspan.model.info import ModelInfo
+
+PROBE = "longspan_probe"
+"""The attention of a model that `gather_info` looks at."""
+
+
+def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
+    """Raises ModelError, with the first reason found, unless longspan can serve the model of this folder."""
+    config = load_config(config_dir, trust_remote_code)
+    for problem in _config_problems(config):
+        raise ModelError(f"{config.model_type} is not supported: {problem}")
+    for problem in _class_problems(build_skeleton(config, trust_remote_code)):
+        raise ModelError(f"{config.model_type} is not supported: {problem}")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers from logging anything but errors, and from drawing progress bars."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """Reads the configuration; ModelError when transformers does not know it."""
+    try:
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(config_dir, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"{config_dir}/config.json cannot be used: {one_line(error)}") from error
+
+
+def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool, **options: object) -> PreTrainedModel:
+    """Builds the causal language model of a configuration on the meta device: modules, no numbers.
+
+    `options` go to `from_config` (`dtype`, `attn_implementation`). Raises ModelError when there is no such model.
+    """
+    try:
+        with torch.device("meta"), quiet_transformers():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code, **options
+            )
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise ModelError(
+            f"{config.model_type} is not supported: transformers builds no causal language model from its "
+            f"configuration ({one_line(error)})"
+        ) from error
+    return model.eval()
+
+
+def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder model; longspan serves decoder-only ones"
+    if config.get_text_config() is not config:
+        yield "it is a multimodal model; use its text-only checkpoint"
+    if getattr(config, "quantization_config", None) is not None:
+        yield "its weights are quantised; use the unquantised checkpoint"
+    if odd := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
+        yield f"it has layers of type {', '.join(odd)}; longspan serves full and sliding-window attention"
+    if getattr(config, "kv_lora_rank", None):
+        yield "it compresses keys and values (multi-head latent attention)"
+    rope_types = {kind for rope in rope_dicts(config) if (kind := rope.get("rope_type"))}
+    if any("dynamic" in kind for kind in rope_types):
+        yield "dynamic RoPE makes a request's result depend on earlier requests; use yarn or longrope scaling"
+    if "longrope" in rope_types and "rope_type" not in config.rope_parameters:
+        yield "it uses longrope in some layers only"
+
+
+def _class_problems(model: PreTrainedModel) -> Iterator[str]:
+    if getattr(model, "_is_stateful", False):
+        yield "it has recurrent (Mamba or linear-attention) layers; longspan serves attention only"
+    if not getattr(model, "_supports_attention_backend", False):
+        yield "its class does not use transformers' attention interface"
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        yield "its class cannot compute the logits of chosen tokens (logits_to_keep)"
+    modules = list(model.modules())
+    if any(isinstance(getattr(module, "sinks", None), Tensor) for module in modules):
+        yield "its attention has learned sinks"
+    if any(getattr(module, "is_causal", None) is False for module in modules):
+        yield "its attention is bidirectional; longspan serves decoder-only causal language models"
+
+
+def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
+    """Builds the ModelInfo of a model loaded with `PROBE`, from its configuration and a dry run of two tokens.
+
+    Raises:
+        ModelError: when a layer wants something that an AttnSpec cannot say, or the configuration states no context
+            length, or sliding windows other than those observed.
+    """
+    config = model.config
+    specs, returns_tuples = _probe_layers(model)
+    _check_windows(config, specs)
+    return ModelInfo(
+        num_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layer_weights=sum(weight.numel() for weight in decoder_layers(model).parameters()) / config.num_hidden_layers,
+        context_length=_context_length(config),
+        eos_token_ids=_eos_token_ids(config, config_dir),
+        specs=specs,
+        rope_switch_length=_rope_switch_length(config),
+        layers_return_tuples=returns_tuples,
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Finds the list of a model's layers, each of which has an attention with its number.
+
+    Raises:
+        ModelError: when there is no such list.
+    """
+    number: int = model.config.num_hidden_layers
+    for found in model.modules():
+        if isinstance(found, nn.ModuleList) and len(found) == number and all(map(_has_number, found, range(number))):
+            return found
+    raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
+
+
+def _has_number(layer: nn.Module, number: int) -> bool:
+    return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
+
+
+def _probe_layers(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
+    """Returns the attention of every layer, and whether layers return tuples."""
+    pair = torch.tensor([[0, 1]], device=model.device)
+    specs: dict[int, AttnSpec] = {}
+    kinds: dict[nn.Module, type] = {}
+    firsts = [module[0] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    hooks = [one.register_forward_hook(lambda *called: kinds.update({called[0]: type(called[-1])})) for one in firsts]
+    with torch.no_grad():
+        model(input_ids=pair, position_ids=pair, use_cache=False, specs=specs)
+    for hook in hooks:
+        hook.remove()
+    num_layers: int = model.config.num_hidden_layers
+    if sorted(specs) != list(range(num_layers)):
+        raise ModelError(
+            f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
+            "longspan needs all of them to"
+        )
+    return tuple(specs[layer] for layer in range(num_layers)), kinds[decoder_layers(model)[0]] is tuple
+
+
+def _probe(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    specs: dict[int, AttnSpec] | None = None,
+    **arguments: object,
+) -> tuple[Tensor, None]:
+    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+    if specs is None:
+        raise _unsupported(f"{name} does not hand keyword arguments to its attention")
+    if layer is None or layer in specs:
+        raise _unsupported(f"{name} has attention layers without a number of their own")
+    try:
+        specs[layer] = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # any
+    except UnsupportedAttentionError as error:
+        raise _unsupported(str(error)) from error
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
+def _unsupported(problem: str) -> ModelError:
+    return ModelError(f"{problem}; this architecture is not supported")
+
+
+AttentionInterface.register(PROBE, _probe)
+
+
+def _rope_switch_length(config: PreTrainedConfig) -> int | None:
+    """Returns the request length in tokens above which longrope takes its long factors; None if it never does."""
+    for rope in rope_dicts(config):
+        has_two_sets = rope.get("rope_type") == "longrope" and (
+            rope["short_factor"] != rope["long_factor"] or rope.get("short_mscale") != rope.get("long_mscale")
+        )
+        if has_two_sets:
+            return int(rope["original_max_position_embeddings"])
+    return None
+
+
+def _context_length(config: PreTrainedConfig) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ModelError(f"{config.model_type}: config.json has no max_position_embeddings; add it")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("factor"):
+        # Some checkpoints state the length before yarn stretches it.
+        return max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return length
+
+
+def _check_windows(config: PreTrainedConfig, specs: tuple[AttnSpec, ...]) -> None:
+    """Refuses models that state their window to transformers' mask alone, which longspan does not see."""
+    limit = _context_length(config)
+    stated = min(getattr(config, "sliding_window", None) or limit, limit)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(specs)
+    expected = [stated if kind == "sliding_attention" else limit for kind in types]
+    observed = [min(spec.window or limit, limit) for spec in specs]
+    if observed != expected:
+        raise ModelError(
+            f"{config.model_type} is not supported: its configuration states a sliding window of {stated} that its "
+            "attention layers do not pass on"
+        )
+
+
+def _eos_token_ids(config: PreTrainedConfig, config_dir: Path) -> tuple[int, ...]:
+    eos = None
+    if (config_dir / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(config_dir).eos_token_id
+    if eos is None:
+        eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
