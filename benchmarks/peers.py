@@ -34,7 +34,7 @@ from required import compare, comparison_table, missed_lines, parse_required
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from tables import largest_spread, medians_of, plot, shares_table, speed_table
+from tables import Medians, largest_spread, medians_of, plot, shares_table, speed_table
 
 from longspan.model.source import CONTEXT_LENGTH, smollm2_folder, smollm2_gguf
 
@@ -49,8 +49,8 @@ def main() -> int:
     """Measures all contestants that were chosen, prints the tables, and returns the exit code."""
     options, columns, required = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # contestants must not outlive us
-    console = Console()
-    console.print(f"SmolLM2-135M-Instruct, bfloat16, greedy, {options.rounds} rounds; {_hardware()}", highlight=False)
+    console = Console(highlight=False)
+    console.print(f"SmolLM2-135M-Instruct, bfloat16, greedy, {options.rounds} rounds; {_hardware()}")
     entries = [roster(options.peers_venv.resolve())[name] for name in options.contestants]
     ours, theirs = ([entry for entry in entries if entry.side is side] for side in (Side.OURS, Side.THEIRS))
     try:
@@ -60,25 +60,21 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     medians = medians_of(samples, speed.failures)
+    comparisons = compare(columns, medians, [one.name for one in ours], [one.name for one in theirs], required)
+    failures = timed.failures | speed.failures | machine.failures
     console.print(speed_table(columns, medians, speed.failures, [entry.name for entry in theirs]))
-    console.print(largest_spread(samples), highlight=False)
+    console.print(largest_spread(samples))
     if ours:
         console.print(shares_table(shares, timed.failures))
-    failures = timed.failures | speed.failures | machine.failures
     for name, reason in failures.items():
-        console.print(f"[red]{name}[/] failed: {escape(reason)}", highlight=False)
-    console.print(_words(speed.versions), highlight=False)
-    longest = max(options.lengths)
-    ttfts_s = {
-        name: found[title]
-        for name, found in medians.items()
-        if name.startswith("longspan") and (title := ttft_column(longest).title) in found
-    }
-    config = json.loads((smollm2_folder() / "config.json").read_text(encoding="utf-8"))
-    for line in report(machine.samples, ttfts_s, longest, config):
-        console.print(line, highlight=False)
-    comparisons = compare(columns, medians, [one.name for one in ours], [one.name for one in theirs], required)
+        console.print(f"[red]{name}[/] failed: {escape(reason)}")
+    console.print(_words(speed.versions))
+    for line in _ceilings(machine, medians, max(options.lengths)):
+        console.print(line)
     console.print(comparison_table(comparisons))
+    missed = [*missed_lines(comparisons)]
+    for line in missed:
+        console.print(line)
     if options.plots:
         plot(columns, samples, options.plots)
     if options.json:
@@ -93,10 +89,15 @@ def main() -> int:
             "ratios": {one.column.key: one.ratio for one in comparisons},
         }
         options.json.write_text(json.dumps(kept, indent=1, default=str) + "\n")
-    missed = [*missed_lines(comparisons)]
-    for line in missed:
-        console.print(line, highlight=False)
     return 1 if missed else 0
+
+
+def _ceilings(machine: Machine, medians: Medians, length: int) -> list[str]:
+    """Says what the machine can do, and what every longspan reaches of it for a prompt of so many tokens."""
+    title = ttft_column(length).title
+    ttfts_s = {name: found[title] for name, found in medians.items() if name.startswith("longspan") and title in found}
+    config = json.loads((smollm2_folder() / "config.json").read_text(encoding="utf-8"))
+    return report(machine.samples, ttfts_s, length, config)
 
 
 @contextlib.contextmanager
