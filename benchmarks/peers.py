@@ -40,6 +40,8 @@ from longspan.model.source import CONTEXT_LENGTH, smollm2_folder, smollm2_gguf
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KV_BYTES = 1 << 30
+_PIPED_WIDTH = 160
+"""Characters of a line where there is no terminal that says how many it has: room for the whole table."""
 Samples = dict[str, dict[str, list[float]]]
 Shares = dict[tuple[str, str], dict[str, float]]
 Tell = Callable[[str], None]
@@ -49,7 +51,7 @@ def main() -> int:
     """Measures all contestants that were chosen, prints the tables, and returns the exit code."""
     options, columns, required = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # contestants must not outlive us
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     console.print(f"SmolLM2-135M-Instruct, bfloat16, greedy, {options.rounds} rounds; {_hardware()}")
     entries = [roster(options.peers_venv.resolve())[name] for name in options.contestants]
     ours, theirs = ([entry for entry in entries if entry.side is side] for side in (Side.OURS, Side.THEIRS))
