@@ -1,7 +1,7 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts, docstrings
 # make test   lint and tests: all pairs of options      make test-all all combinations and many more random examples
 # make format let ruff fix and format the code
-# make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
+# make bench  longspan beside vLLM and others           make peers   the environment of the others, for make bench
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
 # make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
 # make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
@@ -92,9 +92,17 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/python $(PIP_M) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-peers: $(PEERS)/.installed
+# Compiled for this processor, which takes some minutes. Without AMX, whose kernels crash in this version of llama.cpp;
+# elsewhere than on x86-64 there is none to leave out.
+NO_AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8)
+$(PEERS)/.llama-cpp: $(PEERS)/.installed
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS='$(NO_AMX)' -DCMAKE_CXX_FLAGS='$(NO_AMX)'" \
+		nice -n 10 $(PEERS)/bin/python $(PIP_M) install --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	@touch $@
 
-# Without vLLM, say on a processor that it has no wheel for, the table says so and has the others.
+peers: $(PEERS)/.installed $(PEERS)/.llama-cpp
+
+# Without vLLM, say on a processor that it has no wheel for, or llama.cpp, the table says so and has the others.
 bench: $(STAMP)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python benchmarks/peers.py --peers-venv $(PEERS)

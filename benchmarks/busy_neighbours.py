@@ -30,6 +30,7 @@ from typing import Any
 
 from contestants.child import Child
 from contestants.roster import Entry
+from contestants.serving import Submission
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -60,9 +61,10 @@ def main() -> None:
             child = children[name]
             with _busy(number):
                 long, short = ([prompts.randrange(10, options.ids) for _ in range(n)] for n in (options.length, 8))
-                ttft_s[name, number].append(child.run([long], 1)["seconds"])
-                [arrivals] = child.run([short], options.tokens)["arrivals"]
-                token_s[name, number].append((arrivals[-1] - arrivals[0]) / (len(arrivals) - 1))
+                ttft_s[name, number].append(child.run([Submission(prompt=long, new_tokens=1)]).seconds)
+                [timeline] = child.run([Submission(prompt=short, new_tokens=options.tokens)]).timelines
+                first_s, *_, last_s = timeline.arrivals_s
+                token_s[name, number].append((last_s - first_s) / (options.tokens - 1))
             child.pause()
     Console().print(_report(ttft_s, token_s, options.length))
     print(f"{options.model}, {os.cpu_count()} x {platform.processor() or platform.machine()}, {options.rounds} rounds")
@@ -93,7 +95,7 @@ def _started(entry: Entry, options: argparse.Namespace, stack: ExitStack) -> Chi
     child = Child(entry, arguments)
     stack.callback(child.kill)
     child.start()
-    child.run([[10] * options.length], 2)  # first times are slower
+    child.run([Submission(prompt=[10] * options.length, new_tokens=2)])  # first times are slower
     child.pause()
     return child
 

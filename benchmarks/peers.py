@@ -1,8 +1,13 @@
-"""longspan beside transformers and vLLM in one run: time to first token, decoding speed, and where workers spend time.
+"""longspan beside vLLM, transformers and llama.cpp in one run: time to first token, decoding speed, chats beside a long
+document, and where workers spend time.
 
-All contestants use the same cores, weights, precision (bfloat16), KV memory and token ids, and decode greedily. Each
-has its own processes, and all but the one that is measured are stopped. They take turns on every single measurement, so
-that a machine that gets slower or faster meanwhile does so for all of them. Random prompts: no prefix ever repeats.
+All contestants use the same cores, weights, precision (bfloat16), KV memory and token ids, and decode greedily; only
+llama.cpp has weights of 4 bits. Each has its own processes, and all but the one that is measured are stopped. They take
+turns on every single measurement, so that a machine that gets slower or faster meanwhile does so for all of them; in
+every round it shows, too, what it can do at most. Random prompts: no prefix ever repeats.
+
+`--require ttft-8000=1.6,decode-1=2` wants these ratios, of medians, of the best of longspan to the best of vLLM; exit
+code 1 with a line per ratio that is missed.
 """
 
 from __future__ import annotations
@@ -12,140 +17,160 @@ import contextlib
 import json
 import os
 import platform
-import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ceilings import Machine, report
+from columns import Column, Load, decode_column, mixed_columns, ttft_column
 from contestants.contest import Contest
-from contestants.roster import Entry, roster
+from contestants.roster import Entry, Side, roster
+from contestants.serving import Answer
+from required import compare, comparison_table, missed_lines, parse_required
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from tables import Column, largest_spread, shares_table, speed_table
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from tables import Medians, largest_spread, medians_of, plot, shares_table, speed_table
 
-from longspan.model.smollm2 import CONTEXT_LENGTH
+from longspan.model.smollm2 import CONTEXT_LENGTH, smollm2_gguf
 from longspan.model.source import smollm2_folder
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KV_BYTES = 1 << 30
-BATCH = 8
+_PIPED_WIDTH = 160
+"""Characters of a line where there is no terminal that says how many it has: room for the whole table."""
 Samples = dict[str, dict[str, list[float]]]
 Shares = dict[tuple[str, str], dict[str, float]]
+Tell = Callable[[str], None]
 
 
-def main() -> None:
-    """Measures all contestants that were chosen and prints the tables."""
-    options = _options()
+def main() -> int:
+    """Measures all contestants that were chosen, prints the tables, and returns the exit code."""
+    options, columns, required = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # contestants must not outlive us
-    console = Console()
-    console.print(f"SmolLM2-135M-Instruct, bfloat16, greedy, {options.rounds} rounds; {_hardware()}", highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    console.print(f"SmolLM2-135M-Instruct, bfloat16, greedy, {options.rounds} rounds; {_hardware()}")
     entries = [roster(options.peers_venv.resolve())[name] for name in options.contestants]
-    ours = [entry for entry in entries if not entry.is_peer]
-    columns = [
-        *(Column(length=length) for length in options.lengths),
-        *(Column(length=options.decode_length, batch=batch, new_tokens=options.new_tokens) for batch in (1, BATCH)),
-    ]
+    ours, theirs = ([entry for entry in entries if entry.side is side] for side in (Side.OURS, Side.THEIRS))
     try:
-        with _progress(console, len(entries) * (3 + options.rounds * len(columns)) + len(ours) * 6 + 2) as tell:
-            samples, speed = _measure_speed(entries, columns, options.rounds, tell)
-            shares, timed = _measure_shares(ours, columns, tell)
+        with _progress(console) as tell, Machine() as machine:
+            samples, speed = _measure_speed(entries, columns, options.rounds, machine, tell)
+            shares, timed = _measure_shares(ours, options, tell)
     except KeyboardInterrupt:
-        sys.exit(130)
-    peers = [entry.name for entry in entries if entry.is_peer]
-    console.print(speed_table(columns, samples, speed.failures, peers))
-    console.print(largest_spread(samples), highlight=False)
+        return 130
+    medians = medians_of(samples, speed.failures)
+    comparisons = compare(columns, medians, [one.name for one in ours], [one.name for one in theirs], required)
+    failures = timed.failures | speed.failures | machine.failures
+    console.print(speed_table(columns, medians, speed.failures, [entry.name for entry in theirs]))
+    console.print(largest_spread(samples))
     if ours:
         console.print(shares_table(shares, timed.failures))
-    failures = timed.failures | speed.failures
     for name, reason in failures.items():
-        console.print(f"[red]{name}[/] failed: {escape(reason)}", highlight=False)
-    console.print(_words(speed.versions), highlight=False)
+        console.print(f"[red]{name}[/] failed: {escape(reason)}")
+    console.print(_words(speed.versions))
+    for line in _ceilings(machine, medians, max(options.lengths)):
+        console.print(line)
+    console.print(comparison_table(comparisons))
+    missed = [*missed_lines(comparisons)]
+    for line in missed:
+        console.print(line)
+    if options.plots:
+        plot(columns, samples, options.plots)
     if options.json:
-        report = {
+        kept = {
             "hardware": _hardware(),
             "options": vars(options),
             "versions": speed.versions,
             "samples": samples,
+            "machine": machine.samples,
             "failures": failures,
             "worker_seconds": {f"{name}, {phase}": seconds for (name, phase), seconds in shares.items()},
+            "ratios": {one.column.key: one.ratio for one in comparisons},
         }
-        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        options.json.write_text(json.dumps(kept, indent=1, default=str) + "\n")
+    return 1 if missed else 0
+
+
+def _ceilings(machine: Machine, medians: Medians, length: int) -> list[str]:
+    """Says what the machine can do, and what every longspan reaches of it for a prompt of so many tokens."""
+    title = ttft_column(length).title
+    ttfts_s = {name: found[title] for name, found in medians.items() if name.startswith("longspan") and title in found}
+    config = json.loads((smollm2_folder() / "config.json").read_text(encoding="utf-8"))
+    return report(machine.samples, ttfts_s, length, config)
 
 
 @contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a bar, and the function that names the next of `total` steps."""
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what: bar.update(task, description=what, advance=1)
+def _progress(console: Console) -> Iterator[Tell]:
+    """Yields what says the next thing that is done."""
+    with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what: bar.update(task, description=what)
 
 
 def _measure_speed(
-    entries: list[Entry], columns: list[Column], rounds: int, tell: Callable[[str], None]
+    entries: Sequence[Entry], columns: Sequence[Column], rounds: int, machine: Machine, tell: Tell
 ) -> tuple[Samples, Contest]:
     """Collects one sample per round, contestant and column, after a warm-up of each contestant."""
     samples: Samples = {entry.name: {column.title: [] for column in columns} for entry in entries}
+    loads = list(dict.fromkeys(column.load for column in columns))
     with Contest(_start_options(record_times=False), tell) as contest:
         contest.start(entries)
-        _warm_up(contest, columns)
+        _warm_up(contest, loads)
         for number in range(rounds):
-            for column in columns:
-                prompts = _prompts(column.length, column.batch, f"round {number} of {column.title}")
-                answers = contest.ask(f"round {number + 1}, {column.title}", prompts, column.new_tokens)
-                for name, answer in answers.items():
-                    samples[name][column.title].append(column.value(answer["seconds"], answer["arrivals"]))
+            tell(f"round {number + 1}, the machine alone")
+            machine.measure()
+            for load in loads:
+                answers = contest.ask(f"round {number + 1}, {load.title}", load.submissions(f"round {number}"))
+                for (name, answer), column in product(answers.items(), columns):
+                    if column.load == load:
+                        samples[name][column.title].append(column.read(answer))
     return samples, contest
 
 
-def _measure_shares(entries: list[Entry], columns: list[Column], tell: Callable[[str], None]) -> tuple[Shares, Contest]:
+def _measure_shares(entries: Sequence[Entry], options: argparse.Namespace, tell: Tell) -> tuple[Shares, Contest]:
     """Measures worker seconds per category of longspan, in engines of their own because the timers cost something.
 
     Decoding is what a run with many new tokens takes beyond one that stops at the first.
     """
-    prefill = max((column for column in columns if column.is_ttft), key=lambda column: column.length)
-    decode = columns[-1]
+    longest, batch, length = max(options.lengths), max(options.batches), options.decode_length
+    prefill = ttft_column(longest).load
+    first, all_tokens = (decode_column(batch, length, number).load for number in (1, options.new_tokens))
     shares: Shares = {}
     with Contest(_start_options(record_times=True), tell) as contest:
         contest.start(entries)
-        _warm_up(contest, columns)
-        whole = contest.ask("where prefill time goes", _prompts(prefill.length, 1, "shares"), 1)
-        first = contest.ask("where decode time goes", _prompts(decode.length, decode.batch, "shares, first"), 1)
-        more = contest.ask(
-            "where decode time goes", _prompts(decode.length, decode.batch, "shares, all"), decode.new_tokens
-        )
+        _warm_up(contest, [prefill, all_tokens])
+        whole = contest.ask("where prefill time goes", prefill.submissions("shares"))
+        few = contest.ask("where decode time goes", first.submissions("shares, first"))
+        more = contest.ask("where decode time goes", all_tokens.submissions("shares, all"))
     for name in more:
-        shares[name, f"prefill {prefill.length:,}"] = _over_ranks(whole[name])
-        until_first, until_last = _over_ranks(first[name]), _over_ranks(more[name])
+        shares[name, f"prefill {longest:,}"] = _over_ranks(whole[name])
+        until_first, until_last = _over_ranks(few[name]), _over_ranks(more[name])
         beyond = {key: max(0.0, seconds - until_first[key]) for key, seconds in until_last.items()}
-        shares[name, f"decode x {decode.batch}"] = beyond
+        shares[name, f"decode x {batch}"] = beyond
     return shares, contest
 
 
-def _warm_up(contest: Contest, columns: list[Column]) -> None:
-    """Makes the first uses of kernels and memory, at the shortest length and at the largest batch."""
-    contest.ask("warm-up", _prompts(columns[0].length, 1, "warm-up"), 1)
-    contest.ask("warm-up", _prompts(columns[-1].length, columns[-1].batch, "warm-up"), 4)
+def _warm_up(contest: Contest, loads: Sequence[Load]) -> None:
+    """Makes the first uses of kernels and memory: by the first load, some decoding, and the most prompts at once."""
+    largest = max(loads, key=lambda load: len(load.shapes))
+    for load, new_tokens in ((loads[0], 1), (loads[0], 4), (largest, 4)):
+        shapes = tuple(replace(shape, new_tokens=new_tokens) for shape in load.shapes)
+        contest.ask("warm-up", replace(load, shapes=shapes).submissions(f"warm-up, {new_tokens}"))
 
 
-def _over_ranks(answer: dict[str, Any]) -> dict[str, float]:
-    ranks: list[dict[str, float]] = answer["worker_times"]
+def _over_ranks(answer: Answer) -> dict[str, float]:
+    ranks = answer.worker_times
     return {key: sum(rank[key] for rank in ranks) for key in ranks[0]}
-
-
-def _prompts(length: int, batch: int, seed: str) -> list[list[int]]:
-    """Draws random ids; no two prompts begin alike, and every contestant gets the same."""
-    generator = random.Random(f"{seed} {length} {batch}")
-    return [[generator.randrange(100, 49_000) for _ in range(length)] for _ in range(batch)]
 
 
 def _start_options(*, record_times: bool) -> dict[str, Any]:
     return {
         "model": str(smollm2_folder()),
+        "gguf": str(smollm2_gguf()),
         "cores": len(os.sched_getaffinity(0)),
         "max_model_len": CONTEXT_LENGTH,
         "kv_cache_memory_bytes": KV_BYTES,
@@ -172,18 +197,33 @@ def _words(versions: dict[str, dict[str, str]]) -> str:
     return "\n".join(f"{', '.join(names)}: {packages}" for packages, names in users.items())
 
 
-def _options() -> argparse.Namespace:
+def _options() -> tuple[argparse.Namespace, list[Column], dict[str, float]]:
+    """Returns the options, the columns that they ask for, and the ratios that are required of these."""
     names = list(roster(Path()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contestants", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8000], help="prompt tokens for TTFT")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="prompts decoded at a time")
     parser.add_argument("--decode-length", type=int, default=512, help="prompt tokens before decoding")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens per sequence when decoding")
+    parser.add_argument("--document-length", type=int, default=8000, help="prompt tokens that come while chats decode")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--require", metavar="COLUMN=RATIO,...", default="", help="least ratios to vLLM")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
-    parser.add_argument("--peers-venv", type=Path, default=REPOSITORY / ".venv-peers", help="vLLM's environment")
-    return parser.parse_args()
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write peers.html there; needs plotly")
+    parser.add_argument("--peers-venv", type=Path, default=REPOSITORY / ".venv-peers", help="the peers' environment")
+    options = parser.parse_args()
+    columns = [
+        *map(ttft_column, options.lengths),
+        *(decode_column(batch, options.decode_length, options.new_tokens) for batch in options.batches),
+        *mixed_columns(options.document_length),
+    ]
+    try:
+        required = parse_required(options.require, [column.key for column in columns]) if options.require else {}
+    except ValueError as error:
+        parser.error(f"--require: {error}")
+    return options, columns, required
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,95 +1,55 @@
-"""Samples to medians, rates and ratios, and these to tables."""
+"""Samples to medians and ratios, and these to tables and plots."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
+from columns import Column
 from rich.table import Table
 
-SAME_STEP_S = 1e-3
-"""Time stamps that differ by less belong to one step: no step of the model is this short."""
+Medians = Mapping[str, Mapping[str, float]]
+"""Medians by contestant and by the title of a column, without columns in which it does not take part."""
+_BASE = "transformers"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One quantity that every contestant is measured by.
-
-    Attributes:
-        length: prompt tokens per sequence.
-        batch: sequences at a time.
-        new_tokens: per sequence; 1 measures the time to first token, more measure decoding.
-    """
-
-    length: int
-    batch: int = 1
-    new_tokens: int = 1
-
-    @property
-    def is_ttft(self) -> bool:
-        """Tells whether it is in seconds, of which fewer are better; otherwise tokens per second."""
-        return self.new_tokens == 1
-
-    @property
-    def title(self) -> str:
-        """Returns how tables and JSON name it."""
-        return f"TTFT {self.length:,}" if self.is_ttft else f"tok/s, batch {self.batch}"
-
-    def value(self, seconds: float, arrivals: Sequence[Sequence[float]]) -> float:
-        """Reads TTFT in seconds, or decoded tokens per second, from what `serving` answers."""
-        return seconds if self.is_ttft else decode_rate(arrivals)
-
-    def text(self, value: float) -> str:
-        """Writes a value with its unit."""
-        return f"{value:.2f} s" if self.is_ttft else f"{value:.0f}"
-
-    def ratio(self, value: float, reference: float) -> float:
-        """Computes a ratio to the reference: above 1 is better."""
-        return reference / value if self.is_ttft else value / reference
-
-    def best(self, values: Sequence[float]) -> float:
-        """Picks the best of some values."""
-        return min(values) if self.is_ttft else max(values)
-
-
-def decode_rate(arrivals: Sequence[Sequence[float]]) -> float:
-    """Counts the tokens that come after every sequence has its first one, per second from there to the last token.
-
-    When all sequences go in step, this is `(new_tokens - 1) * batch / (last - first)`.
-    """
-    first = max(times[0] for times in arrivals)
-    last = max(times[-1] for times in arrivals)
-    return sum(time > first + SAME_STEP_S for times in arrivals for time in times) / (last - first)
-
-
-def speed_table(
-    columns: Sequence[Column],
-    samples: Mapping[str, Mapping[str, Sequence[float]]],
-    failures: Mapping[str, str],
-    peers: Sequence[str],
-) -> Table:
-    """Prints a row per contestant; under each median the ratio to the best peer, and to transformers."""
-    medians = {
-        name: {title: statistics.median(values) for title, values in titled.items()}
+def medians_of(samples: Mapping[str, Mapping[str, Sequence[float]]], failures: Mapping[str, str]) -> Medians:
+    """Leaves out contestants that failed."""
+    return {
+        name: {title: statistics.median(values) for title, values in titled.items() if values}
         for name, titled in samples.items()
         if name not in failures
     }
-    table = Table("", *(column.title for column in columns), title="Medians; below: × best peer | × transformers")
-    for name in samples:
-        if name in failures:
-            table.add_row(f"{name}\n[red]failed: see below", *("—" for _ in columns))
-            continue
+
+
+def speed_table(
+    columns: Sequence[Column], medians: Medians, failures: Mapping[str, str], theirs: Sequence[str]
+) -> Table:
+    """Prints a row per contestant; under each median the ratio to the best of `theirs`, and to transformers."""
+    table = Table("", *(column.title for column in columns), title="Medians; below: × best vLLM | × transformers")
+    for name, found in medians.items():
         cells = []
         for column in columns:
-            value = medians[name][column.title]
-            against_peers = [medians[peer][column.title] for peer in peers if peer in medians]
-            best = f"{column.ratio(value, column.best(against_peers)):.2f}" if against_peers else "—"
-            base = medians.get("transformers")
-            to_base = f"{column.ratio(value, base[column.title]):.2f}" if base else "—"
-            cells.append(f"{column.text(value)}\n[dim]{best} | {to_base}")
+            if column.title not in found:
+                cells.append("—")
+                continue
+            value = found[column.title]
+            ratios = [
+                "—" if best is None else f"{column.ratio(value, best[1]):.2f}"
+                for best in (best_of(column, medians, theirs), best_of(column, medians, [_BASE]))
+            ]
+            cells.append(f"{column.text(value)}\n[dim]{' | '.join(ratios)}")
         table.add_row(name, *cells)
+    for name in failures:
+        table.add_row(f"{name}\n[red]failed: see below", *("—" for _ in columns))
     return table
+
+
+def best_of(column: Column, medians: Medians, names: Collection[str]) -> tuple[str, float] | None:
+    """Finds who of some contestants has the best median; None where none of them has any."""
+    values = {name: medians[name][column.title] for name in names if column.title in medians.get(name, {})}
+    return (name := column.best(values), values[name]) if values else None
 
 
 def largest_spread(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
@@ -116,3 +76,26 @@ def shares_table(shares: Mapping[tuple[str, str], Mapping[str, float]], failures
     for name in failures:
         table.add_row(f"{name}\n[red]failed: see below", *("—" for _ in categories), "—")
     return table
+
+
+def plot(columns: Sequence[Column], samples: Mapping[str, Mapping[str, Sequence[float]]], folder: Path) -> None:
+    """Draws a panel for each column into `peers.html`: a bar per contestant up to its median, and a point per round."""
+    import plotly.graph_objects as go  # noqa: PLC0415  # optional
+    from plotly.colors import qualitative  # noqa: PLC0415
+    from plotly.subplots import make_subplots  # noqa: PLC0415
+
+    names, wide = list(samples), 4
+    rows = -(-len(columns) // wide)
+    page = make_subplots(rows=rows, cols=wide, subplot_titles=[column.title for column in columns])
+    for place, column in enumerate(columns):
+        where = {"row": place // wide + 1, "col": place % wide + 1}
+        for index, name in enumerate(names):
+            if values := samples[name][column.title]:
+                color = qualitative.Dark24[index]
+                page.add_trace(go.Bar(x=[name], y=[statistics.median(values)], marker_color=color), **where)
+                points = {"color": "black", "size": 5}
+                page.add_trace(go.Scatter(x=[name] * len(values), y=values, mode="markers", marker=points), **where)
+        page.update_yaxes(title_text=column.form.partition("}")[2].strip() or "tok/s", rangemode="tozero", **where)
+    page.update_layout(height=320 * rows, width=1500, template="plotly_white", showlegend=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    page.write_html(folder / "peers.html")

@@ -10,12 +10,15 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from contestants.roster import Entry
+from contestants.serving import Answer, Submission
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 600.0
@@ -38,7 +41,8 @@ class Child:
     def __init__(self, entry: Entry, options: dict[str, Any]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._unread = b""
-        command = [str(entry.python), "-m", f"contestants.{entry.module}"]
+        pinned = ["taskset", "--cpu-list", entry.core] if entry.core else []
+        command = [*pinned, str(entry.python), "-m", f"contestants.{entry.module}"]
         environment = os.environ | entry.environment | {"HF_HUB_OFFLINE": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [environment.get("PYTHONPATH")])])
         try:
@@ -51,7 +55,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches it through us only
             )
         except OSError as error:
-            raise ContestantError(f"{error.strerror}: {entry.python.name} of its environment") from error
+            raise ContestantError(f"{error.strerror}: {command[0]}") from error
         self._order = options | entry.options
 
     def start(self) -> dict[str, str]:
@@ -59,9 +63,24 @@ class Child:
         versions: dict[str, str] = self._ask(self._order, START_LIMIT_S)["versions"]
         return versions
 
-    def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Returns what `serving` answers to a job."""
-        return self._ask({"prompts": prompts, "new_tokens": new_tokens}, ANSWER_LIMIT_S)
+    def run(self, submissions: Sequence[Submission]) -> Answer:
+        """Returns its answer to a job."""
+        return Answer.from_json(self._ask({"submissions": [asdict(one) for one in submissions]}, ANSWER_LIMIT_S))
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Wakes it up and sends a line."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None, "a pipe"
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ContestantError(self._last_words()) from None
+
+    def receive(self, limit_s: float) -> dict[str, Any]:
+        """Waits for a line from it."""
+        answer: dict[str, Any] = json.loads(self._read_line(limit_s))
+        return answer
 
     def pause(self) -> None:
         """Stops all its processes until it is asked again."""
@@ -84,15 +103,8 @@ class Child:
         self._process.wait()
 
     def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None, "a pipe"
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise ContestantError(self._last_words()) from None
-        answer: dict[str, Any] = json.loads(self._read_line(limit_s))
-        return answer
+        self.send(message)
+        return self.receive(limit_s)
 
     def _read_line(self, limit_s: float) -> bytes:
         assert self._process.stdout is not None, "a pipe"

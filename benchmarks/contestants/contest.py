@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from contestants.child import Child, ContestantError
 from contestants.roster import Entry
+from contestants.serving import Answer, Submission
 
 
 class Contest:
@@ -23,7 +24,7 @@ class Contest:
 
     def __init__(self, options: dict[str, Any], tell: Callable[[str], None]) -> None:
         self._options, self._tell = options, tell
-        self._children: dict[str, Child] = {}
+        self._members: dict[str, tuple[Entry, Child]] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.failures: dict[str, str] = {}
 
@@ -32,41 +33,45 @@ class Contest:
         for entry in entries:
             self._tell(f"{entry.name}: starting")
             try:
-                self._children[entry.name] = child = Child(entry, self._options)
+                child = Child(entry, self._options)
+                self._members[entry.name] = entry, child
                 self.versions[entry.name] = child.start()
                 child.pause()
             except ContestantError as error:
                 self._drop(entry.name, error)
 
-    def ask(self, what: str, prompts: list[list[int]], new_tokens: int) -> dict[str, dict[str, Any]]:
-        """Returns the answers of all who are still there to the same job; only one of them runs at a time."""
-        answers = {}
-        for name, child in list(self._children.items()):
+    def ask(self, what: str, submissions: Sequence[Submission]) -> dict[str, Answer]:
+        """Returns the answers to a job of all who are still there and take it; only one of them runs at a time."""
+        found = {}
+        for name, (entry, child) in list(self._members.items()):
+            if not entry.takes(submissions):
+                continue
             self._tell(f"{name}: {what}")
             try:
-                answers[name] = child.run(prompts, new_tokens)
+                found[name] = child.run(submissions)
                 child.pause()
             except ContestantError as error:
                 self._drop(name, error)
-        return answers
+        return found
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Waits for nobody after an error or Ctrl-C."""
+        children = [child for _entry, child in self._members.values()]
         try:
             if kind is None:
                 self._tell("ending the contestants")
-                for child in self._children.values():
+                for child in children:
                     child.leave()
-                for child in self._children.values():
+                for child in children:
                     child.wait()
         finally:
-            for child in self._children.values():
+            for child in children:
                 child.kill()
 
     def _drop(self, name: str, error: ContestantError) -> None:
         self.failures[name] = str(error)
-        if name in self._children:
-            self._children.pop(name).kill()
+        if name in self._members:
+            self._members.pop(name)[1].kill()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 import longspan
-from contestants.serving import Prompts, Started, serve
+from contestants.serving import Started, Submission, Timeline, serve
 from longspan import LLM, SamplingParams
-from longspan.outputs import RequestOutput
+from longspan.core.request import RequestMetrics
+from longspan.text.input_processor import EngineRequest
+from longspan.text.output_processor import Choice
 
 
 def start(options: dict[str, Any]) -> Started:
@@ -25,27 +29,47 @@ def start(options: dict[str, Any]) -> Started:
         record_times=options["record_times"],
     )
 
-    def generate(prompts: Prompts, new_tokens: int) -> list[list[float]]:
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        return [_arrivals(output) for output in llm.generate(prompts, params)]
-
     def worker_times() -> list[dict[str, float]]:
         # They are as of each rank's latest step: steps that compute next to nothing bring them up to date.
-        generate([[1]] * (2 * options["instances"]), 1)
+        llm.generate([[1]] * (2 * options["instances"]), SamplingParams(max_tokens=1))
         return llm.worker_times()
 
     return Started(
         versions={"longspan": longspan.__version__, "torch": torch.__version__},
-        generate=generate,
+        generate=lambda submissions: _generate(llm, submissions),
         worker_times=worker_times if options["record_times"] else None,
         close=llm.shutdown,
     )
 
 
-def _arrivals(output: RequestOutput) -> list[float]:
-    metrics = output.metrics
+def _generate(llm: LLM, submissions: Sequence[Submission]) -> list[Timeline]:
+    requests = [_request(llm, one) for one in submissions]
+    fewest = 0.0
+
+    def stepped(choices: Sequence[Choice]) -> None:
+        nonlocal fewest
+        fewest = min((one.num_taken for one in choices if not one.finished), default=math.inf)
+
+    def groups() -> Iterator[tuple[int, list[EngineRequest]] | None]:
+        for index, (submission, request) in enumerate(zip(submissions, requests, strict=True)):
+            while fewest < submission.after_tokens:
+                yield None
+            yield index, [request]
+
+    finished = llm.finish_each(groups(), most=len(requests), stepped=stepped)
+    metrics = {index: state.output().metrics for index, [state] in finished}
+    return [_timeline(metrics[index]) for index in range(len(requests))]
+
+
+def _request(llm: LLM, submission: Submission) -> EngineRequest:
+    params = SamplingParams(temperature=0, max_tokens=submission.new_tokens, ignore_eos=True)
+    return llm.input_processor.process(submission.prompt, params)
+
+
+def _timeline(metrics: RequestMetrics) -> Timeline:
     assert metrics.ttft_s is not None, "a finished request has a first token"
-    return list(itertools.accumulate([metrics.arrival_s + metrics.ttft_s, *metrics.tbt_s]))
+    first_s = metrics.arrival_s + metrics.ttft_s
+    return Timeline(submitted_s=metrics.arrival_s, arrivals_s=list(itertools.accumulate([first_s, *metrics.tbt_s])))
 
 
 if __name__ == "__main__":

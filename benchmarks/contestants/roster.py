@@ -4,9 +4,40 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from contestants.serving import Submission
+
+
+class Side(Enum):
+    """Requirements compare the best of ours with the best of theirs; others are there to be looked at."""
+
+    OURS = "ours"
+    THEIRS = "theirs"
+    OTHER = "other"
+
+
+def anything(_submissions: Sequence[Submission]) -> bool:
+    return True
+
+
+def alike(submissions: Sequence[Submission]) -> bool:
+    """Takes a batch that starts together, of prompts of one length."""
+    return len({len(one.prompt) for one in submissions}) == 1
+
+
+def one_by_one(submissions: Sequence[Submission]) -> bool:
+    """Takes a prompt alone."""
+    return len(submissions) == 1
+
+
+def first_token(submissions: Sequence[Submission]) -> bool:
+    """Takes a prompt alone that is not decoded."""
+    return [one.new_tokens for one in submissions] == [1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +47,8 @@ class Entry:
     Attributes:
         module: the runner in this folder.
         options: what makes it differ from others with the same runner.
-        is_peer: not longspan; ratios are to peers.
+        core: the only one that it may use; None: all that there are.
+        takes: whether it can do a job.
     """
 
     name: str
@@ -24,21 +56,26 @@ class Entry:
     python: Path
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    is_peer: bool = True
+    core: str | None = None
+    side: Side = Side.OTHER
+    takes: Callable[[Sequence[Submission]], bool] = anything
 
 
 def roster(peers_venv: Path) -> dict[str, Entry]:
-    """Lists the contestants by name; `peers_venv` is the environment that `make peers` makes for vLLM.
+    """Lists the contestants by name; `peers_venv` is the environment that `make peers` makes for vLLM and llama.cpp.
 
     vLLM's default binding keeps one core for its scheduler and computes on the others: with two cores, on one.
     `vllm-eager` and `vllm-compiled` compute on all cores, and preload Intel's OpenMP as vLLM itself advises.
+    `longspan-1core` is what two instances on two cores are compared with.
     """
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    tuned = {"VLLM_CPU_OMP_THREADS_BIND": cores, "LD_PRELOAD": str(peers_venv / "lib" / "libiomp5.so")}
+    cores = [*map(str, sorted(os.sched_getaffinity(0)))]
+    tuned = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(cores), "LD_PRELOAD": str(peers_venv / "lib" / "libiomp5.so")}
     entries = [
         _longspan("longspan-1", instances=1),
         _longspan("longspan-2", instances=2),
-        Entry(name="transformers", module="transformers_loop", python=Path(sys.executable)),
+        replace(_longspan("longspan-1core", instances=1), core=cores[0], side=Side.OTHER, takes=first_token),
+        Entry(name="transformers", module="transformers_loop", python=Path(sys.executable), takes=alike),
+        Entry(name="llama-cpp", module="llama_loop", python=peers_venv / "bin" / "python", takes=one_by_one),
         _vllm("vllm-eager", peers_venv, eager=True, environment=tuned),
         _vllm("vllm-compiled", peers_venv, eager=False, environment=tuned),
         _vllm("vllm-default", peers_venv, eager=False, environment={}),
@@ -52,7 +89,7 @@ def _longspan(name: str, *, instances: int) -> Entry:
         module="longspan_llm",
         python=Path(sys.executable),
         options={"instances": instances},
-        is_peer=False,
+        side=Side.OURS,
     )
 
 
@@ -65,4 +102,5 @@ def _vllm(name: str, venv: Path, *, eager: bool, environment: dict[str, str]) ->
         python=venv / "bin" / "python",
         options={"eager": eager},
         environment={"VLLM_NO_USAGE_STATS": "1", **caches, **environment},
+        side=Side.THEIRS,
     )

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from contestants.serving import Prompts, Started, serve
+from contestants.serving import Started, Submission, Timeline, serve
 
 
 def start(options: dict[str, Any]) -> Started:
-    """Runs the unmodified model on all cores; prompts of one call must be equally long, so that nothing is padded."""
+    """Runs the unmodified model on all cores; submissions of a job must be alike, so that nothing is padded."""
     torch.set_num_threads(options["cores"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
-    def generate(prompts: Prompts, new_tokens: int) -> list[list[float]]:
-        times = []
-        tokens, cache = torch.tensor(prompts), None
-        for _ in range(new_tokens):
+    def generate(submissions: Sequence[Submission]) -> list[Timeline]:
+        submitted_s, times = time.perf_counter(), []
+        tokens, cache = torch.tensor([one.prompt for one in submissions]), None
+        for _ in range(submissions[0].new_tokens):
             output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
             times.append(time.perf_counter())
-        return [times] * len(prompts)
+        return [Timeline(submitted_s=submitted_s, arrivals_s=times)] * len(submissions)
 
     return Started(
         versions={"transformers": transformers.__version__, "torch": torch.__version__},

