@@ -261,10 +261,7 @@ def _projections(attention: Any, spec: AttnSpec, levels: LevelsOf) -> list[Matri
     else:
         q, k, v = (_matrix(one, levels) for one in (attention.q_proj, attention.k_proj, attention.v_proj))
     norms = [norm and norm.weight for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))]
-    return [
-        replace(one, is_rotated=True, head_norm=norm)
-        for one, norm in zip((q, k), norms, strict=True)
-    ] + [v]
+    return [replace(one, is_rotated=True, head_norm=norm) for one, norm in zip((q, k), norms, strict=True)] + [v]
 
 
 def _gate_and_up(mlp: Any, levels: LevelsOf) -> list[Matrix]:  # noqa: ANN401 - a module, whatever its class

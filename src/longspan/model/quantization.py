@@ -46,7 +46,7 @@ class Levels:
     def weights(self) -> Tensor:
         """Returns the weights `[outputs, inputs]` that they stand for, bfloat16."""
         groups = self.numbers.unflatten(1, (self.grid.shape[1], -1))
-        if self.bits == 4:  # noqa: PLR2004
+        if self.bits == 4:
             groups = torch.cat([groups & 15, groups >> 4], dim=2)
         step, base = self.grid.float().unbind(2)
         # The products of a level and a step are exact in float32, so this is one rounding, as that of the kernels.
@@ -55,11 +55,11 @@ class Levels:
 
 def is_quantised(name: str, weight: Tensor) -> bool:
     """Tells whether a parameter is one whose levels are stored: of a projection, or of the output head."""
-    return bool(_QUANTISED.search(name)) and weight.ndim == 2 and weight.shape[1] % GROUP == 0  # noqa: PLR2004
+    return bool(_QUANTISED.search(name)) and weight.ndim == 2 and weight.shape[1] % GROUP == 0
 
 
 def quantise(name: str, weight: Tensor, quantization: Quantization) -> Levels:
-    """Rounds a matrix to the nearest of evenly spaced levels between the least and the greatest number of each group."""
+    """Rounds each number to the nearest of evenly spaced levels from the least to the greatest of its group."""
     bits = max(BITS[quantization], _HEAD_BITS) if "lm_head" in name else BITS[quantization]
     groups = weight.detach().float().unflatten(1, (-1, GROUP))
     low, high = groups.amin(2), groups.amax(2)
@@ -67,6 +67,6 @@ def quantise(name: str, weight: Tensor, quantization: Quantization) -> Levels:
     base = low.to(torch.bfloat16)
     spacing = step.float().clamp(min=torch.finfo(torch.bfloat16).tiny)
     numbers = ((groups - base.float()[..., None]) / spacing[..., None]).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    if bits == 4:  # noqa: PLR2004
+    if bits == 4:
         numbers = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
     return Levels(numbers=numbers.flatten(1), grid=torch.stack([step, base], dim=2))

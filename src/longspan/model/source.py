@@ -29,8 +29,8 @@ def prepare(
     """Finds or fetches a model, checks that it can be served, and puts its weights into the store.
 
     `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format` "dummy"
-    draws random weights from `seed` and needs a configuration only; `quantization` rounds them. Runs in the parent process, before any worker
-    starts. Raises ModelError for everything that the user can cause.
+    draws random weights from `seed` and needs a configuration only; a `quantization` rounds weights. Runs in the parent
+    process, before any worker starts. Raises ModelError for everything that the user can cause.
     """
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
