@@ -50,7 +50,8 @@ class Levels:
             groups = torch.cat([groups & 15, groups >> 4], dim=2)
         step, base = self.grid.float().unbind(2)
         # The products of a level and a step are exact in float32, so this is one rounding, as that of the kernels.
-        return (groups * step[..., None] + base[..., None]).to(torch.bfloat16).flatten(1)
+        weights: Tensor = groups * step[..., None] + base[..., None]
+        return weights.to(torch.bfloat16).flatten(1)
 
 
 def is_quantised(name: str, weight: Tensor) -> bool:
