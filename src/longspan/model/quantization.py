@@ -17,7 +17,7 @@ from torch import Tensor
 
 GROUP = 32
 NUMBERS, GRID = ".numbers", ".grid"
-"""What follows a weight's name in a file, for its levels."""
+"""The names of levels in a file end so, behind the name of the weight."""
 _QUANTISED = re.compile(r"(_proj|\blm_head)\.weight$")
 _HEAD_BITS = 8
 """An output head has at least so many: its errors are those of the logits."""
@@ -28,7 +28,7 @@ BITS: dict[str, int] = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """A quantised matrix `[outputs, inputs]`.
+    """A matrix `[outputs, inputs]` is stored as the levels of its numbers.
 
     Attributes:
         numbers: `[outputs, inputs]` uint8; with 4 bits `[outputs, inputs / 2]`, where the 16 bytes of a group hold its
