@@ -35,16 +35,19 @@ SPEC = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=32, scale=32**-0.5, window
 SIZES: dict[str, Any] = BASE | {"head_dim": 32}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    """Loads the kernels into this process, if the machine can have them."""
-    try:
-        library = native.build(cache_root() / "native")
-    except native.UnavailableError as error:
-        pytest.skip(str(error))
-    native.load(library)
-    yield
-    native._library = None
+@pytest.fixture(scope="module", autouse=True, params=["as_it_is", "without_amx"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Loads the kernels into this process, if the machine can have them: with AMX if it has it, and without."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "without_amx":
+            monkeypatch.setattr(native, "has_amx", lambda: False)
+        try:
+            library = native.build(cache_root() / "native")
+        except native.UnavailableError as error:
+            pytest.skip(str(error))
+        native.load(library)
+        yield
+        native._library = None
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -1,9 +1,9 @@
 // Attention of query runs over keys at hand in bfloat16, for CPUs with AVX-512 and its bfloat16 products.
 //
-// FlashAttention (arXiv 2205.14135) in blocks of kQueries queries and kKeys keys: scores and sums are float32, and only the
-// weights of the second product are rounded to bfloat16, as in PyTorch's kernel. Both products are computed transposed, with
-// a column per query. So keys are read as they lie, the softmax runs down the columns, 16 queries at once, and its weights
-// come out as the second product wants them. Values are packed once per call.
+// FlashAttention (arXiv 2205.14135) in blocks of kQueries queries and kKeys keys: scores and sums are float32, and only
+// the weights of the second product are rounded to bfloat16, as in PyTorch's kernel. Both products are computed
+// transposed, with a column per query. So keys are read as they lie, the softmax runs down the columns, 16 queries at
+// once, and its weights come out as the second product wants them. Values are packed once per call.
 
 #include "tiles.h"
 
@@ -12,7 +12,7 @@ namespace {
 using namespace longspan;
 
 constexpr long kQueries = 64;  // per block
-constexpr long kKeys = 128;    // per block
+constexpr long kKeys = 256;    // per block
 constexpr long kRows = 32;     // keys, or numbers of a head, that are multiplied at once
 constexpr long kMaxDim = 256;  // largest head dimension
 constexpr float kLowest = -1e30f;
@@ -58,7 +58,8 @@ void pack(const Problem& p, const Packed& packed, long group, long start) {
             for (long d = 0; d < p.dim; d += 32) {
                 const uint16_t* key = p.k + group * p.k_head + place(rows, std::min(start + n, p.keys - 1)) * p.k_row;
                 const __mmask16 inside = start + n < p.keys ? 0xffff : 0;
-                _mm512_storeu_si512(const_cast<uint16_t*>(keys) + n * p.dim + d, _mm512_maskz_loadu_epi32(inside, key + d));
+                _mm512_storeu_si512(const_cast<uint16_t*>(keys) + n * p.dim + d,
+                                    _mm512_maskz_loadu_epi32(inside, key + d));
             }
     uint32_t* values = packed.values + (group * packed.padded + start) / 2 * p.dim;
     for (long n = start; n < start + kKeys; n += 32)
@@ -68,7 +69,8 @@ void pack(const Problem& p, const Packed& packed, long group, long start) {
                 __m512i two[2];
                 for (long j = 0; j < 2; ++j) {
                     const long key = n + 2 * i + j;
-                    const uint16_t* value = p.v + group * p.v_head + place(rows, std::min(key, p.keys - 1)) * p.v_row + d;
+                    const uint16_t* value =
+                        p.v + group * p.v_head + place(rows, std::min(key, p.keys - 1)) * p.v_row + d;
                     two[j] = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(key < p.keys ? 0xffff : 0, value));
                 }
                 block[i] = _mm512_or_si512(two[0], _mm512_slli_epi32(two[1], 16));
@@ -100,7 +102,8 @@ void hide(const Problem& p, long query, long start, long from, long to, Block& b
     }
 }
 
-// Weights of the scores of keys [from, to), in 16 * C columns; what was summed before counts as much less as `best` grew.
+// Weights of the scores of keys [from, to), in 16 * C columns; what was summed before counts as much less as `best`
+// grew.
 template <int C>
 void weigh(const Problem& p, long from, long to, Block& b) {
     const __m512 factor = _mm512_set1_ps(p.scale * kLog2E);
@@ -169,8 +172,7 @@ void begin(const Problem& p, long head, long query, long number, Block& b) {
                 block[i] = _mm512_loadu_si512(row + d);
             }
             transpose(block);
-            for (long i = 0; i < kTile; ++i)
-                _mm512_store_si512(b.queries + (d / 2 + i) * kQueries + column, block[i]);
+            for (long i = 0; i < kTile; ++i) _mm512_store_si512(b.queries + (d / 2 + i) * kQueries + column, block[i]);
         }
     std::fill(b.out, b.out + p.dim * kQueries, 0.0f);
     std::fill(b.best, b.best + kQueries, kLowest);
@@ -186,7 +188,8 @@ void finish(const Problem& p, long head, long query, long number, const Block& b
             __m512i block[kTile];
             for (long i = 0; i < kTile; ++i) {
                 const float* out = b.out + (d + 2 * i) * kQueries + column;
-                block[i] = pairs(_mm512_mul_ps(_mm512_load_ps(out), share), _mm512_mul_ps(_mm512_load_ps(out + kQueries), share));
+                block[i] = pairs(_mm512_mul_ps(_mm512_load_ps(out), share),
+                                 _mm512_mul_ps(_mm512_load_ps(out + kQueries), share));
             }
             transpose(block);
             for (long i = 0; i < std::min(kTile, number - column); ++i)

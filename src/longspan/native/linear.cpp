@@ -1,9 +1,9 @@
 // Linear layers in bfloat16 on weights as they lie in memory, and the small operators around them: RMSNorm before, then
 // rotary embedding, SiLU of a gate, or a residual behind.
 //
-// The product is computed transposed, outputs [32] by tokens [32] at a time: so rows of weights are rows of tiles, and only
-// the tokens are packed, once per call, which is when they are normalised. With few tokens what counts is that weights are
-// read once, as they come from memory; with many, that packed tokens stay in the second cache.
+// The product is computed transposed, outputs [32] by tokens [32] at a time: so rows of weights are rows of tiles, and
+// only the tokens are packed, once per call, which is when they are normalised. With few tokens what counts is that
+// weights are read once, as they come from memory; with many, that packed tokens stay in the second cache.
 
 #include "tiles.h"
 
@@ -11,23 +11,23 @@ namespace {
 
 using namespace longspan;
 
-constexpr long kOutputs = 2 * kTile;            // of a unit of work
-constexpr long kTokens = 2 * kTile;             // that are multiplied at once
-constexpr long kTokenBytes = 5 << 18;           // of tokens that are packed at a time
-constexpr long kPackedTokens = 128;             // from which on it pays to pack weights, too
-constexpr long kWeightBytes = 5 << 17;          // of weights that are packed at a time
-constexpr long kMaxUnits = 16;                  // that are computed at a time
+constexpr long kOutputs = 2 * kTile;    // of a unit of work
+constexpr long kTokens = 2 * kTile;     // that are multiplied at once
+constexpr long kTokenBytes = 5 << 18;   // of tokens that are packed at a time
+constexpr long kPackedTokens = 128;     // from which on it pays to pack weights, too
+constexpr long kWeightBytes = 5 << 17;  // of weights that are packed at a time
+constexpr long kMaxUnits = 16;          // that are computed at a time
 constexpr long kMaxMatrices = 3;
 
 struct Matrix {
     const uint16_t *weight, *bias;  // [outputs][inputs], [outputs]; a null bias for none
-    const uint8_t* levels;          // of quantised weights, [outputs][inputs], two to a byte if they have 4 bits; else null
-    const uint32_t* grid;           // [outputs][inputs / 32]: of each group the step in the low, the base in the high half
-    const uint16_t* head_norm;      // [head_dim], of an RMSNorm of each head before it is rotated; null for none
-    uint16_t* out;                  // [tokens][outputs]
-    long outputs, row, out_row;     // strides in numbers
-    long rotated;                   // not 0: heads get their rotary embedding
-    long bits;                      // of a level, 8 or 4
+    const uint8_t* levels;      // of quantised weights, [outputs][inputs], two to a byte if they have 4 bits; else null
+    const uint32_t* grid;       // [outputs][inputs / 32]: of each group the step in the low, the base in the high half
+    const uint16_t* head_norm;  // [head_dim], of an RMSNorm of each head before it is rotated; null for none
+    uint16_t* out;              // [tokens][outputs]
+    long outputs, row, out_row;  // strides in numbers
+    long rotated;                // not 0: heads get their rotary embedding
+    long bits;                   // of a level, 8 or 4
 };
 
 struct Linear {
@@ -45,7 +45,8 @@ struct Linear {
 };
 
 __m512 silu(__m512 x) {
-    const __m512 power = exp2(_mm512_min_ps(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-kLog2E)), _mm512_setzero_ps()));
+    const __m512 power =
+        exp2(_mm512_min_ps(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-kLog2E)), _mm512_setzero_ps()));
     const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
     const __m512 over = _mm512_mask_blend_ps(negative, _mm512_set1_ps(1.0f), power);
     return _mm512_div_ps(_mm512_mul_ps(x, over), _mm512_add_ps(_mm512_set1_ps(1.0f), power));
@@ -65,16 +66,22 @@ void normalise(const uint16_t* x, const uint16_t* weight, float epsilon, long si
     }
 }
 
-// Packs tokens [16] as [inputs / 2][16] pairs; those that there are not become zeros.
+// Packs tokens [16] as [inputs / 2][16] pairs; those that there are not become zeros. Very few are rows as they were.
 void pack_tokens(const Linear& p, long first, uint32_t* packed, uint16_t* rows) {
     const long number = std::min(kTile, p.tokens - first);
+    if (p.tokens <= kMostDots) rows = reinterpret_cast<uint16_t*>(packed);
     const uint16_t* each[kTile];
-    for (long t = 0; t < kTile; ++t) {
-        const uint16_t* x = p.x + (first + std::min(t, number - 1)) * p.x_row;
-        each[t] = x;
-        if (p.norm && t < number) normalise(x, p.norm, p.epsilon, p.inputs, rows + t * p.inputs);
-        if (p.norm) each[t] = rows + std::min(t, number - 1) * p.inputs;
+    for (long t = 0; t < number; ++t) {
+        each[t] = p.x + (first + t) * p.x_row;
+        if (!p.norm && p.tokens > kMostDots) continue;
+        uint16_t* row = rows + t * p.inputs;
+        if (p.norm)
+            normalise(each[t], p.norm, p.epsilon, p.inputs, row);
+        else
+            std::memcpy(row, each[t], p.inputs * sizeof(uint16_t));
+        each[t] = row;
     }
+    if (p.tokens <= kMostDots) return;
     for (long pair = 0; pair < p.inputs / 2; pair += kTile) {
         __m512i block[kTile];
         for (long t = 0; t < kTile; ++t)
@@ -99,7 +106,8 @@ struct Unit {
 Unit unit_of(const Linear& p, long index) {
     if (p.gated) return {{p.matrices, index * kTile}, {p.matrices + 1, index * kTile}, true};
     const Matrix* matrix = p.matrices;
-    for (; index >= (matrix->outputs + kOutputs - 1) / kOutputs; ++matrix) index -= (matrix->outputs + kOutputs - 1) / kOutputs;
+    for (; index >= (matrix->outputs + kOutputs - 1) / kOutputs; ++matrix)
+        index -= (matrix->outputs + kOutputs - 1) / kOutputs;
     const long output = index * kOutputs;
     const bool is_whole = output + kTile < matrix->outputs;
     return {{matrix, output}, {matrix, is_whole ? output + kTile : output}, is_whole};
@@ -125,8 +133,9 @@ __m512 sum(const float* sums, const uint16_t* bias, long row) {
 void write_gated(const Linear& p, const Unit& unit, const float* sums, long token) {
     const Matrix& gate = *unit.first.matrix;
     const uint16_t *gate_bias = bias_of(unit.first), *up_bias = bias_of(unit.second);
-    __m512i rows[kTile];
-    for (long row = 0; row < kTile; ++row) {
+    const long number = std::min(kTokens, p.tokens - token);
+    __m512i rows[kTile] = {};
+    for (long row = 0; row < (number > kTile ? kTile : kTile / 2); ++row) {
         const float* here = sums + row / 8 * kTile;
         __m512 two[2];
         for (long i = 0; i < 2; ++i) {
@@ -137,7 +146,7 @@ void write_gated(const Linear& p, const Unit& unit, const float* sums, long toke
     }
     transpose(rows);
     uint16_t* out = gate.out + token * gate.out_row + unit.first.output;
-    for (long t = 0; t < std::min(kTokens, p.tokens - token); ++t) {
+    for (long t = 0; t < number; ++t) {
         const __m512i both = rows[t % kTile];
         const __m256i own = t < kTile ? _mm512_castsi512_si256(both) : _mm512_extracti64x4_epi64(both, 1);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + t * gate.out_row), own);
@@ -158,7 +167,8 @@ void write(const Linear& p, const Unit& unit, const float* sums, long token) {
     const long outputs = unit.is_whole ? kOutputs : kTile;
     __m512i rows[kTile];
     for (long row = 0; row < kTile; ++row)
-        rows[row] = 2 * row < outputs ? pairs(sum(sums, bias, 2 * row), sum(sums, bias, 2 * row + 1)) : _mm512_setzero_si512();
+        rows[row] =
+            2 * row < outputs ? pairs(sum(sums, bias, 2 * row), sum(sums, bias, 2 * row + 1)) : _mm512_setzero_si512();
     transpose(rows);
     const __mmask16 inside = lanes(0, 0, outputs / 2);
     for (long t = 0; t < std::min(kTile, p.tokens - token); ++t) {
@@ -177,7 +187,8 @@ void write_block(const Linear& p, const Unit& unit, const float* sums, long toke
 // 32 weights of a row by their levels, as bfloat16: the first 16 and the others.
 __m512i weights_of(const Matrix& m, long row, long group, long groups) {
     const uint32_t grid = m.grid[row * groups + group];
-    const __m512 step = _mm512_set1_ps(widen(static_cast<uint16_t>(grid))), base = _mm512_set1_ps(widen(static_cast<uint16_t>(grid >> 16)));
+    const __m512 step = _mm512_set1_ps(widen(static_cast<uint16_t>(grid))),
+                 base = _mm512_set1_ps(widen(static_cast<uint16_t>(grid >> 16)));
     const uint8_t* levels = m.levels + (row * groups + group) * 4 * m.bits;
     const auto* here = reinterpret_cast<const __m128i*>(levels);
     __m128i low = _mm_loadu_si128(here), high;
@@ -199,12 +210,14 @@ void pack_weights(const Linear& p, const Stripe& stripe, uint16_t* packed) {
     for (long row = 0; row < kTile; ++row)
         for (long tile = 0; tile < tiles; ++tile) {
             const uint16_t* weights = m.weight + (stripe.output + row) * m.row + tile * kOutputs;
-            const __m512i numbers = m.levels ? weights_of(m, stripe.output + row, tile, tiles) : _mm512_loadu_si512(weights);
+            const __m512i numbers =
+                m.levels ? weights_of(m, stripe.output + row, tile, tiles) : _mm512_loadu_si512(weights);
             _mm512_store_si512(packed + (2 * tile * kTile + row) * kOutputs, numbers);
         }
 }
 
-// What is computed together: the packed tokens [first, last), and the packed weights of a unit if `weights` is not null.
+// What is computed together: the packed tokens [first, last), and the packed weights of a unit if `weights` is not
+// null.
 struct Piece {
     const uint32_t* tokens;
     long first, last;
@@ -220,6 +233,18 @@ void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, 
     const Rows as_they_lie{in_pairs(unit.first), in_pairs(unit.second), unit.first.matrix->row / 2, kTile};
     const Rows tiled{piece.weights, piece.weights + kTile * kTile, kTile, 2 * kTile * kTile};
     const Rows& rows = piece.weights ? tiled : as_they_lie;
+    if (p.tokens <= kMostDots) {
+        switch (p.tokens) {
+            case 1:
+                return dots<1>(rows, piece.tokens, steps, sums, kTokens);
+            case 2:
+                return dots<2>(rows, piece.tokens, steps, sums, kTokens);
+            case 3:
+                return dots<3>(rows, piece.tokens, steps, sums, kTokens);
+            default:
+                return dots<4>(rows, piece.tokens, steps, sums, kTokens);
+        }
+    }
     const Columns columns{piece.tokens + (token - piece.first) / kTile * block, kTile, kTile * kTile, block};
     if (token + kTile < piece.last)
         tiles<2>(rows, columns, steps, sums, kTokens, false);
@@ -229,7 +254,7 @@ void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, 
 
 // Some units for all tokens of a piece. Sums are written while the next are computed.
 void compute_units(const Linear& p, long first, long last, Piece piece, uint32_t* weights) {
-    alignas(64) float sums[2][kOutputs * kTokens];
+    alignas(64) float sums[2][kOutputs * kTokens] = {};  // finite where nothing is computed: the rest is quick only then
     const long block = p.inputs / 2 * kTile, number = last - first;
     Unit units[kMaxUnits];
     for (long i = 0; i < number; ++i) {
@@ -247,7 +272,8 @@ void compute_units(const Linear& p, long first, long last, Piece piece, uint32_t
         }
         if (item > 0) {
             const long before = item - 1;
-            write_block(p, units[before % number], sums[before % 2], piece.first + before / number * kTokens, piece.last);
+            write_block(p, units[before % number], sums[before % 2], piece.first + before / number * kTokens,
+                        piece.last);
         }
     }
 }
@@ -261,7 +287,8 @@ void rotate(const Linear& p, const Matrix& m, long token) {
         if (m.head_norm) normalise(x, m.head_norm, p.epsilon, p.head_dim, x);
         for (long d = 0; d < half; d += 16) {
             const __m512 low = widen(x + d), high = widen(x + half + d);
-            const __m512 turned_low = _mm512_mul_ps(high, widen(sin + d)), turned_high = _mm512_mul_ps(low, widen(sin + half + d));
+            const __m512 turned_low = _mm512_mul_ps(high, widen(sin + d)),
+                         turned_high = _mm512_mul_ps(low, widen(sin + half + d));
             store_bf16(x + d, _mm512_fmsub_ps(low, widen(cos + d), turned_low));
             store_bf16(x + half + d, _mm512_fmadd_ps(high, widen(cos + half + d), turned_high));
         }
@@ -270,7 +297,8 @@ void rotate(const Linear& p, const Matrix& m, long token) {
 
 }  // namespace
 
-// Returns 0, or 1 when there is no memory. Inputs come in multiples of 32, outputs and halves of heads in multiples of 16.
+// Returns 0, or 1 when there is no memory. Inputs come in multiples of 32, outputs and halves of heads in multiples
+// of 16.
 extern "C" int longspan_linear_bf16(const Linear* problem, int threads) {
     const Linear& p = *problem;
     const long units = num_units(p), block = p.inputs / 2 * kTile;
@@ -285,7 +313,8 @@ extern "C" int longspan_linear_bf16(const Linear* problem, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         const TileRegisters registers;
-        const long thread = omp_get_thread_num(), first = units * thread / threads, last = units * (thread + 1) / threads;
+        const long thread = omp_get_thread_num(), first = units * thread / threads,
+                   last = units * (thread + 1) / threads;
         uint32_t* own = packed + (blocks + 2 * rooms * thread) * block;
         for (long start = 0; start < p.tokens; start += at_once) {
             const long stop = std::min(p.tokens, start + at_once);
@@ -293,7 +322,8 @@ extern "C" int longspan_linear_bf16(const Linear* problem, int threads) {
             for (long token = start; token < stop; token += kTile)
                 pack_tokens(p, token, packed + (token - start) / kTile * block, reinterpret_cast<uint16_t*>(own));
             for (long unit = first; unit < last; unit += group)
-                compute_units(p, unit, std::min(unit + group, last), {packed, start, stop, nullptr}, is_packed ? own : nullptr);
+                compute_units(p, unit, std::min(unit + group, last), {packed, start, stop, nullptr},
+                              is_packed ? own : nullptr);
 #pragma omp barrier
         }
         for (long i = 0; i < p.number; ++i) {

@@ -16,9 +16,9 @@ constexpr long kMaxDim = 256;
 constexpr long kMaxSlots = 1024;  // scores that are held at once
 
 struct Problem {
-    const uint16_t *q, *keys, *values;  // keys and values: [blocks][kv_heads][block_size][dim]
-    uint16_t* out;                      // [heads][queries][dim]
-    float* lse;                         // [heads][queries]
+    const uint16_t *q, *keys, *values;                // keys and values: [blocks][kv_heads][block_size][dim]
+    uint16_t* out;                                    // [heads][queries][dim]
+    float* lse;                                       // [heads][queries]
     const int64_t *first_item, *blocks, *low, *high;  // items of query t: [first_item[t], first_item[t + 1])
     long queries, heads, kv_heads, dim, block_size;
     long q_head, q_row;  // strides in numbers

@@ -61,8 +61,9 @@ inline __m512 round_bf16(__m512 numbers) {
 
 // Two rows of numbers as one of bfloat16 pairs.
 inline __m512i pairs(__m512 even, __m512 odd) {
-    alignas(64) static constexpr uint16_t kInterleaved[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                              8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    alignas(64) static constexpr uint16_t kInterleaved[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                              21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                              11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
 }
 

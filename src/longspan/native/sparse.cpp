@@ -8,14 +8,14 @@ namespace {
 
 using namespace longspan;
 
-constexpr long kColumns = 64;       // keys per block
+constexpr long kColumns = 64;      // keys per block
 constexpr long kRows = 2 * kTile;  // samples that are multiplied at once
 
 struct Rating {
     const uint16_t *q, *k;
-    const float* lse;   // [heads][samples]
-    const long* seen;   // [samples]: each sees so many keys from the first on
-    float* ratings;     // [kv_heads][keys]
+    const float* lse;  // [heads][samples]
+    const long* seen;  // [samples]: each sees so many keys from the first on
+    float* ratings;    // [kv_heads][keys]
     long heads, kv_heads, samples, keys, dim;
     long q_head, k_head, k_row;  // strides in numbers; the rows of q are dense
     float scale;
@@ -66,20 +66,21 @@ void rate_block(const Rating& p, long group, long first, uint32_t* packed) {
             if (*std::max_element(p.seen + start, p.seen + start + number) <= first) continue;
             std::memcpy(rows, p.q + head * p.q_head + start * p.dim, number * pairs * sizeof(uint32_t));
             for (long column = 0; column < kColumns; column += 2 * kTile)
-                tiles<2>({rows, rows + kTile * pairs, pairs, kTile}, {packed + column, kColumns, kTile * kColumns, kTile},
-                         pairs / kTile, scores + column, kColumns, false);
+                tiles<2>({rows, rows + kTile * pairs, pairs, kTile},
+                         {packed + column, kColumns, kTile * kColumns, kTile}, pairs / kTile, scores + column, kColumns,
+                         false);
             for (long r = 0; r < number; ++r) {
                 const __m512 shift = _mm512_set1_ps(p.lse[head * p.samples + start + r] * kLog2E);
                 for (long j = 0; j < 4; ++j) {
                     const __mmask16 visible = lanes(first + 16 * j, 0, p.seen[start + r]);
                     const __m512 score = _mm512_load_ps(scores + r * kColumns + 16 * j);
-                    sums[j] = _mm512_mask_add_ps(sums[j], visible, sums[j], exp2(_mm512_fmsub_ps(score, factor, shift)));
+                    sums[j] =
+                        _mm512_mask_add_ps(sums[j], visible, sums[j], exp2(_mm512_fmsub_ps(score, factor, shift)));
                 }
             }
         }
     float* ratings = p.ratings + group * p.keys + first;
-    for (long j = 0; j < 4; ++j)
-        _mm512_mask_storeu_ps(ratings + 16 * j, lanes(first + 16 * j, 0, p.keys), sums[j]);
+    for (long j = 0; j < 4; ++j) _mm512_mask_storeu_ps(ratings + 16 * j, lanes(first + 16 * j, 0, p.keys), sums[j]);
 }
 
 void merge_row(const Merge& p, long head, long query, float* weights, const uint16_t** rows) {

@@ -1,5 +1,6 @@
-// Blocks of a product of bfloat16 matrices, with sums in float32: by AMX's tiles where the processor has them, by AVX-512
-// otherwise. Both take numbers in pairs along the inner dimension: A[row][pair] as matrices lie in memory, and B[pair][column].
+// Blocks of a product of bfloat16 matrices, with sums in float32: by AMX's tiles where the processor has them, by
+// AVX-512 otherwise. Both take numbers in pairs along the inner dimension: A[row][pair] as matrices lie in memory, and
+// B[pair][column].
 
 #pragma once
 
@@ -83,7 +84,11 @@ void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool
     }
 }
 
+constexpr long kMostDots = 0;
+
 #else
+
+constexpr long kMostDots = 4;
 
 struct TileRegisters {
     TileRegisters() {}
@@ -96,7 +101,8 @@ void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool
         const uint32_t* rows = start < kTile ? a.first + start * a.row : a.second + (start - kTile) * a.row;
         __m512 sum[kRows][T];
         for (int r = 0; r < kRows; ++r)
-            for (int t = 0; t < T; ++t) sum[r][t] = add ? _mm512_loadu_ps(c + r * ldc + kTile * t) : _mm512_setzero_ps();
+            for (int t = 0; t < T; ++t)
+                sum[r][t] = add ? _mm512_loadu_ps(c + r * ldc + kTile * t) : _mm512_setzero_ps();
         for (long pair = 0; pair < kTile * steps; ++pair) {
             const uint32_t* columns = b.first + pair / kTile * b.step + pair % kTile * b.pair;
             const uint32_t* numbers = rows + pair / kTile * a.step + pair % kTile;
@@ -113,5 +119,27 @@ void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool
 }
 
 #endif
+
+// C[32][T] = A X for T columns [16 * steps] of pairs, each in one piece: for so few, up to kMostDots, that most of a
+// block of 16 columns would be computed for nothing. (A tile of AMX takes as long for one column as for 16, and less
+// than memory.)
+template <int T>
+void dots(const Rows& a, const uint32_t* x, long steps, float* c, long ldc) {
+    constexpr int kRows = 4;
+    for (int start = 0; start < 2 * kTile; start += kRows, c += kRows * ldc) {
+        const uint32_t* rows = start < kTile ? a.first + start * a.row : a.second + (start - kTile) * a.row;
+        __m512 sum[kRows][T] = {};
+        for (long step = 0; step < steps; ++step) {
+            __m512bh column[T];
+            for (int t = 0; t < T; ++t) column[t] = (__m512bh)_mm512_loadu_si512(x + (t * steps + step) * kTile);
+            for (int r = 0; r < kRows; ++r) {
+                const __m512bh row = (__m512bh)_mm512_loadu_si512(rows + r * a.row + step * a.step);
+                for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], row, column[t]);
+            }
+        }
+        for (int r = 0; r < kRows; ++r)
+            for (int t = 0; t < T; ++t) c[r * ldc + t] = _mm512_reduce_add_ps(sum[r][t]);
+    }
+}
 
 }  // namespace longspan
