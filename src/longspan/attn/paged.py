@@ -74,6 +74,11 @@ class PagedPlan:
         self.num_queries, self.items, self._kv = len(reads), _items(reads, kv.block_size), kv
 
     @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """The addresses of the arrays of `items`, which the plan keeps alive."""
+        return tuple(numbers.ctypes.data for numbers in self.items)
+
+    @cached_property
     def batch(self) -> PagedBatch:
         """The items as PyTorch's kernels take them, made when a kernel first asks."""
         return PagedBatch(self.items, self._kv)

@@ -130,7 +130,7 @@ class Product:
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
         """Returns `[tokens, outputs]` of each matrix for `x [tokens, inputs]`; a residual is added to the first."""
-        problem, num_tokens = self._problem, len(x)
+        problem, num_tokens = self._problem, x.shape[0]
         problem.x, problem.tokens, problem.x_row = x.data_ptr(), num_tokens, x.stride(0)
         if residual is not None:
             problem.residual, problem.residual_row = residual.data_ptr(), residual.stride(0)
@@ -140,7 +140,7 @@ class Product:
             problem.cos, problem.sin, problem.rotary_dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
         outs = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in self._widths]
         for own, out in zip(self._outs, outs, strict=True):
-            own.out = out.data_ptr()
+            own.out = out.data_ptr()  # the kernel writes all of it
         if native.loaded().longspan_linear_bf16(ctypes.byref(problem), torch.get_num_threads()):
             raise MemoryError("no memory for packed tokens")
         return outs
@@ -180,8 +180,9 @@ class FusedLayer:
             return self._own(hidden_states, *others, **arguments)  # type: ignore[no-any-return]
         hidden, dim = hidden_states[0], self._spec.head_dim
         q, k, v = self._qkv(hidden, rotary=arguments["position_embeddings"])
-        heads = (x.view(len(x), -1, dim).transpose(0, 1) for x in (q, k, v))
-        out = attend(self._index, *heads).transpose(0, 1).reshape(len(q), -1)
+        num_tokens = q.shape[0]
+        q, k, v = [x.view(num_tokens, -1, dim).transpose(0, 1) for x in (q, k, v)]
+        out = attend(self._index, q, k, v).transpose(0, 1).reshape(num_tokens, -1)
         hidden = self._add(self._out, out, hidden)
         (inner,) = self._gate_up(hidden)
         return self._add(self._down, inner, hidden)[None]

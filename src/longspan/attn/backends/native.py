@@ -125,7 +125,7 @@ class NativeCpu(TorchCpu):
         out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
         problem = _Paged(
             *(tensor.data_ptr() for tensor in (q, kv.keys, kv.values, out, lse)),
-            *(numbers.ctypes.data for numbers in plan.items),
+            *plan.addresses,
             *(q.shape[1], q.shape[0], kv.keys.shape[1], q.shape[2], kv.block_size, q.stride(0), q.stride(1)),
             spec.scale,
         )
