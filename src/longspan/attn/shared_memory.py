@@ -415,7 +415,7 @@ def _introduction(connection: socket.socket, deadline_s: float) -> tuple[int, in
     """Returns the rank at the other end, and the descriptor of its arena."""
     connection.settimeout(max(0.001, deadline_s - time.monotonic()))
     try:
-        data, descriptors, *_ = socket.recv_fds(connection, _HELLO.size, 1)
+        data, descriptors, *_ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
     except (TimeoutError, ConnectionError) as error:
         raise CommError("a rank of this host does not introduce itself") from error
     if not descriptors:

@@ -17,7 +17,7 @@ from longspan.cost.profile import Profile, ProfileKey, Stored
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 
 StoredT = TypeVar("StoredT", bound=Stored)
-_REVISION = 3
+_REVISION = 4
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
 
