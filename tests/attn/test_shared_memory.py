@@ -138,6 +138,19 @@ def test_an_arena_lends_each_place_once_and_keeps_little(sizes: list[int], data:
     arena.close()
 
 
+def test_an_arena_counts_what_it_keeps_and_not_what_it_has_given_up() -> None:
+    kept = 8 * PAGE
+    with mock.patch.multiple(shared_memory, _IDLE_BYTES=kept):
+        arena = Arena()
+        for sizes in ([16 * PAGE], [16 * PAGE], [16 * PAGE], [8 * PAGE] * 4):
+            lent = [arena.lend(size) for size in sizes]
+            for place, piece in lent:
+                piece.fill_(1)
+                arena.take_back(place, len(piece))
+            assert os.fstat(arena.descriptor).st_blocks * 512 <= kept
+        arena.close()
+
+
 def test_one_copy_serves_all_readers() -> None:
     with ranks_of(3) as transports:
         message, rooms = filled(5 * PAGE, 7), [filled(5 * PAGE, 0) for _ in range(2)]
