@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-import gloo_member
+import exchange_member
 import pytest
 import torch
 from engines import Row, pairwise
@@ -146,13 +147,19 @@ def test_what_travels_is_a_copy(name: str) -> None:
         torch.testing.assert_close(out.double(), request.wanted(rank, spec), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_gloo_processes(num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "hosts",
+    [(0, 0, 0), (0, 1, 2), (0, 0, 1), pytest.param((0, 0), marks=pytest.mark.full)],
+    ids=["shared memory", "gloo", "both", "two ranks"],
+)
+def test_processes(hosts: tuple[int, ...], tmp_path: Path) -> None:
     """Real processes under random delays equal one device; when rank 1 is killed, the others get CommError.
 
-    Long before any time-out of theirs: gloo's is half an hour.
+    Long before any time-out of theirs: gloo's is half an hour, and shared memory has none. Nothing is left where they
+    met, but gloo's file.
     """
-    ended = run_ranks(gloo_member.main, tmp_path / "store", num_ranks)
+    ended = run_ranks(partial(exchange_member.main, hosts), tmp_path / "store", len(hosts))
+    assert {path.name for path in tmp_path.iterdir()} <= {"store"}
     killed = ended.pop(1)
     assert killed.returncode == -9, killed
     for other in ended:

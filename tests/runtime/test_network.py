@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lane_member
@@ -31,9 +32,10 @@ def test_lanes_of_their_own(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ended] == [0, 0, 0], ended
 
 
-def test_what_has_left_for_another_stage_is_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_has_left_for_another_stage_is_not_kept(apart: bool, tmp_path: Path) -> None:
     """Else the ranks of a pipeline would grow with each step."""
-    ended = run_ranks(stage_member.main, tmp_path / "store", 2)
+    ended = run_ranks(partial(stage_member.main, apart), tmp_path / "store", 2)
     assert [rank.returncode for rank in ended] == [0, 0], ended
 
 

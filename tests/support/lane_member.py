@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from longspan.attn.comm import Group, Message, TorchTransport
-from longspan.runtime.worker_process import connect, open_lane
+from longspan.attn.comm import Group, Message, TorchTransport, meet
+from longspan.runtime.worker_process import open_lane
 
 
 def main(store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
-    connect("cpu", store, rank, num_ranks, timeout_s=30)
+    meet(store, rank, num_ranks, timeout_s=30)
     met: list[object] = []
     together = dist.all_reduce
     dist.all_reduce = lambda tensor, group: met.append(group) or together(tensor, group=group)

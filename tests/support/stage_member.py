@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from longspan.attn.comm import Group, Message
-from longspan.core.cluster import Cluster
-from longspan.runtime import worker_process
+from longspan.runtime.worker_process import open_transports
 
 
-def main(store: str, num_ranks: int, rank: int) -> None:
+def main(apart: bool, store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    config: Any = SimpleNamespace(device="cpu", cluster=Cluster.of("pp2"))
-    found = worker_process._transports(config, rank, config.cluster.num_ranks, store, device)
+    hosts = range(num_ranks) if apart else (0,) * num_ranks
+    found = open_transports(device, rank, hosts, store)
     for transport in (found.hidden, found.samples):
         group, message = Group(transport, range(num_ranks), rank), Message([((1000,), torch.int64)], device)
         buffer = weakref.ref(message.buffer)
@@ -29,5 +25,4 @@ def main(store: str, num_ranks: int, rank: int) -> None:
         pending.wait()
         del pending, message
         assert buffer() is None
-    dist.barrier()
-    dist.destroy_process_group()
+    found.close()

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol, Self
@@ -22,8 +22,8 @@ from torch import Tensor
 from longspan.core.steps import Link
 
 _TRAILER_BYTES = 16
-_OUTBOX_BYTES = 256 * 2**20
-"""Sends that may be under way besides those of the latest call. They keep their buffers: gloo tells only who waits."""
+OUTBOX_BYTES = 256 * 2**20
+"""Sends that may be under way besides those of the latest call. They keep memory until their peers have taken them."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of one tensor of a message."""
@@ -96,7 +96,7 @@ class Transport(Protocol):
         """Starts all sends and receives as one grouped call; blocks only to bound the memory of old sends."""
 
     def complete_sends(self) -> None:
-        """Waits until every send has left; its peer receives it in the same step."""
+        """Waits until every send has left its buffer; its peer receives it in the same step."""
 
 
 _ANY_TAG = range(2**31)
@@ -175,6 +175,40 @@ class _Nobody:
 NOBODY = _Nobody()
 ALONE = Group(NOBODY, (0,), 0)
 """The group of one member."""
+
+
+class RoutedTransport:
+    """Reaches some ranks by one transport, and all others by another. Both are tagged."""
+
+    tagged = True
+
+    def __init__(self, near: Transport, neighbours: Container[int], far: Transport) -> None:
+        assert near.tagged and far.tagged, "they are told apart by ranks, not by the order of calls"
+        self._near, self._neighbours, self._far = near, neighbours, far
+
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
+        (near_sends, far_sends), (near_receives, far_receives) = self._split(sends), self._split(receives)
+        return _Both(
+            self._near.start(near_sends, near_receives, tag),
+            self._far.start(far_sends, far_receives, tag),
+        )
+
+    def complete_sends(self) -> None:
+        self._near.complete_sends()
+        self._far.complete_sends()
+
+    def _split(self, calls: Calls) -> tuple[Calls, Calls]:
+        near = [(peer, buffer) for peer, buffer in calls if peer in self._neighbours]
+        return near, [(peer, buffer) for peer, buffer in calls if peer not in self._neighbours]
+
+
+class _Both:
+    def __init__(self, *pending: Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()
 
 
 class _Verified:
@@ -258,7 +292,7 @@ class TorchTransport:
             if self._waits_for_sends:
                 return _Transfers([*coming, *((work, host, host) for work, host in leaving)])
             self._outbox_bytes += sum(buffer.nbytes for _, buffer in sends)
-            while self._outbox_bytes > _OUTBOX_BYTES and len(self._outbox) > len(sends):
+            while self._outbox_bytes > OUTBOX_BYTES and len(self._outbox) > len(sends):
                 self._await_oldest()
         return _Transfers(coming)
 

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from longspan.attn.collectives import all_gather, gather_hops
-from longspan.attn.comm import Group, Message, TorchTransport
+from longspan.attn.comm import Group, Message, Transport
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
 from longspan.runtime.child import end_with_parent, start_child
-from longspan.runtime.worker_process import connect, keep_to_cores, open_device, own_cores
+from longspan.runtime.worker_process import keep_to_cores, open_device, open_transports, own_cores
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)
 _REPEATS = 7
@@ -60,10 +59,11 @@ def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transf
     device = open_device(device_kind, rank)
     found = [_copies(device, size) for size in _SIZES] if rank == 0 else []
     if num_ranks > 1:
-        transport = connect(device_kind, store, rank, num_ranks, timeout_s=_TIMEOUT_S)
-        found += _between(Links(transport, rank, num_ranks, device))
-        dist.barrier()
-        dist.destroy_process_group()
+        transports = open_transports(device, rank, (0,) * num_ranks, store, timeout_s=_TIMEOUT_S)
+        links = Links(transports.exchange, rank, num_ranks, device)
+        found += _between(links)
+        links.meet()
+        transports.close()
     return found
 
 
@@ -84,7 +84,7 @@ def _between(links: Links) -> Iterator[Transfer]:
 class Links:
     """One rank's view of all links; every method sends messages of `num_bytes` and returns seconds."""
 
-    def __init__(self, transport: TorchTransport, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, transport: Transport, rank: int, size: int, device: torch.device) -> None:
         self.size, self._rank, self._device, self._transport = size, rank, device, transport
         self._next_tag = 0
 
@@ -105,15 +105,23 @@ class Links:
 
     def alltoall(self, num_bytes: int) -> float:
         """Sends from every rank to every other, a message for each."""
-        group, others = self._group(), [rank for rank in range(self.size) if rank != self._rank]
-        leaving = {rank: self._message(num_bytes) for rank in others}
-        coming = {rank: self._message(num_bytes) for rank in others}
-        return self._timed(lambda: group.start(sends=leaving, receives=coming, hop=0).wait())
+        return self._timed(self._alltoall(num_bytes))
 
     def all_gather(self, num_bytes: int) -> float:
         """Sends from every rank to every other, the same message."""
         group, blocks = self._group(), [self._message(num_bytes) for _ in range(self.size)]
         return self._timed(lambda: all_gather(group, blocks))
+
+    def meet(self) -> None:
+        """Waits for all other ranks: for a small message of each."""
+        _seconds(self._alltoall(1), self._device)
+
+    def _alltoall(self, num_bytes: int) -> Callable[[], None]:
+        """Makes a call that sends and receives messages that exist already."""
+        group = self._group()
+        leaving = {rank: self._message(num_bytes) for rank in group.others}
+        coming = {rank: self._message(num_bytes) for rank in group.others}
+        return lambda: group.start(sends=leaving, receives=coming, hop=0).wait()
 
     def _group(self) -> Group:
         first = self._next_tag
@@ -124,7 +132,7 @@ class Links:
         return Message([((num_bytes,), torch.uint8)], self._device)
 
     def _timed(self, call: Callable[[], object]) -> float:
-        dist.barrier()
+        self.meet()
         seconds = _seconds(call, self._device)
         self._transport.complete_sends()
         return seconds

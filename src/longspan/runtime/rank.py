@@ -7,7 +7,7 @@ mapped weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import zmq
@@ -30,7 +30,7 @@ class Rank:
     """Serves as the worker of its place, in the cluster of `config` first; one that came later waits for a place.
 
     Args:
-        connect: opens links among so many ranks, once all of them do; those that there were are closed.
+        connect: opens links among the ranks of these hosts, once all of them do.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Rank:
         config: messages.WorkerConfig,
         rank: int,
         device: torch.device,
-        connect: Callable[[int], Transports],
+        connect: Callable[[Sequence[int]], Transports],
     ) -> None:
         self._config, self._rank, self._device, self._connect = config, rank, device, connect
         self._transports: Transports | None = None
@@ -89,7 +89,9 @@ class Rank:
         """Makes the worker of its place in a cluster, if it has any; also counts the bytes of weights copied for it."""
         config, rank = self._config, self._rank
         if self._transports is None or cluster.num_ranks > self._num_connected:
-            self._transports, self._num_connected = self._connect(cluster.num_ranks), cluster.num_ranks
+            if self._transports is not None:
+                self._transports.close()
+            self._transports, self._num_connected = self._connect(cluster.hosts), cluster.num_ranks
         if cluster.is_spare(rank):
             return None, 0
         instance, stage, _ = cluster.at(rank)

@@ -6,7 +6,7 @@ It is given all of them, so that the same worker runs in a process of its own or
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,6 +47,7 @@ class Transports:
         moves: for KV that moves between ranks in different steps; what it starts waits for its sends, too.
         hidden: for hidden states, which a pipeline stage sends to the next; nobody waits until they have left.
         samples: for tokens, which the last stage sends to the first as soon as it has sampled them.
+        close: closes them all, when no rank uses any of them.
     """
 
     exchange: Transport
@@ -54,6 +55,7 @@ class Transports:
     moves: Transport
     hidden: Transport
     samples: Transport
+    close: Callable[[], None] = lambda: None
 
 
 class Worker:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 import zmq
 
 from longspan import native
-from longspan.attn.comm import NOBODY, TorchTransport, meet
+from longspan.attn import shared_memory
+from longspan.attn.comm import NOBODY, RoutedTransport, TorchTransport, meet
+from longspan.attn.shared_memory import meet_on_host
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
@@ -59,31 +61,81 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
     if config.kernels is not None:
         native.load(config.kernels)
 
-    def connect_among(num_ranks: int) -> Transports:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        torch.set_num_threads(config.threads_among(num_ranks))
-        keep_to_cores(config.device, rank, num_ranks, cores)
-        return _transports(config, rank, num_ranks, f"{run_dir}/rendezvous{num_ranks}", device)
+    def connect(hosts: Sequence[int]) -> Transports:
+        torch.set_num_threads(config.threads_among(len(hosts)))
+        keep_to_cores(config.device, rank, len(hosts), cores)
+        return open_transports(device, rank, hosts, f"{run_dir}/rendezvous{len(hosts)}")
 
     torch.set_num_threads(config.num_threads)
-    found = Rank(config, rank, device, connect_among)
+    found = Rank(config, rank, device, connect)
     _log.info("ready: %s on %s, %d threads", config.files.name, config.device, torch.get_num_threads())
     return found
 
 
-def _transports(config: WorkerConfig, rank: int, num_ranks: int, store: str, device: torch.device) -> Transports:
-    """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work."""
-    if num_ranks == 1:
+def open_transports(
+    device: torch.device, rank: int, hosts: Sequence[int], store: str, *, timeout_s: float | None = None
+) -> Transports:
+    """Connects a rank with all others, whose hosts are given; they meet at files whose paths begin with `store`.
+
+    CPU ranks talk to those of their host through shared memory, where the system has it, and to others through gloo.
+    CUDA devices talk through NCCL; ranks that share one are connected by gloo through host memory.
+    """
+    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank] and other != rank]
+    if device.type != "cpu" or not shared_memory.is_supported():
+        neighbours = []
+    if len(hosts) == 1:
         return Transports(exchange=NOBODY, rebalances=NOBODY, moves=NOBODY, hidden=NOBODY, samples=NOBODY)
-    exchange = connect(config.device, store, rank, num_ranks)
-    rebalances, moves, hidden, samples = (None if exchange.tagged else open_lane(device) for _ in range(4))
+    if len(neighbours) + 1 == len(hosts):
+        return _on_host(rank, neighbours, store, timeout_s)
+    far = _by_process_groups(device, rank, len(hosts), store, timeout_s)
+    return _routed(_on_host(rank, neighbours, store, timeout_s), neighbours, far) if neighbours else far
+
+
+def _on_host(rank: int, neighbours: Sequence[int], prefix: str, timeout_s: float | None) -> Transports:
+    """Opens links of their own for moves, whose threads wait beside steps; all else is told apart by tags."""
+    steps = meet_on_host(f"{prefix}-steps", rank, neighbours, timeout_s=timeout_s)
+    moves = meet_on_host(f"{prefix}-moves", rank, neighbours, timeout_s=timeout_s, waits_for_sends=True)
+
+    def close() -> None:
+        steps.close()
+        moves.close()
+
+    return Transports(exchange=steps, rebalances=steps, moves=moves, hidden=steps, samples=steps, close=close)
+
+
+def _routed(near: Transports, neighbours: Sequence[int], far: Transports) -> Transports:
+    def close() -> None:
+        near.close()
+        far.close()
+
     return Transports(
-        exchange=exchange,
-        rebalances=TorchTransport(rebalances, staged=exchange.staged),
-        moves=TorchTransport(moves, staged=exchange.staged, waits_for_sends=True),
-        hidden=TorchTransport(hidden, staged=exchange.staged, waits_for_sends=exchange.tagged),
-        samples=TorchTransport(samples, staged=exchange.staged, waits_for_sends=exchange.tagged),
+        exchange=RoutedTransport(near.exchange, neighbours, far.exchange),
+        rebalances=RoutedTransport(near.rebalances, neighbours, far.rebalances),
+        moves=RoutedTransport(near.moves, neighbours, far.moves),
+        hidden=RoutedTransport(near.hidden, neighbours, far.hidden),
+        samples=RoutedTransport(near.samples, neighbours, far.samples),
+        close=close,
+    )
+
+
+def _by_process_groups(
+    device: torch.device, rank: int, num_ranks: int, store: str, timeout_s: float | None
+) -> Transports:
+    """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work.
+
+    NCCL needs a device of its own per rank.
+    """
+    is_nccl = device.type == "cuda" and torch.cuda.device_count() >= num_ranks
+    meet(store, rank, num_ranks, backend="nccl" if is_nccl else "gloo", timeout_s=timeout_s)
+    staged = device.type == "cuda" and not is_nccl
+    rebalances, moves, hidden, samples = (open_lane(device) if is_nccl else None for _ in range(4))
+    return Transports(
+        exchange=TorchTransport(staged=staged),
+        rebalances=TorchTransport(rebalances, staged=staged),
+        moves=TorchTransport(moves, staged=staged, waits_for_sends=True),
+        hidden=TorchTransport(hidden, staged=staged, waits_for_sends=not is_nccl),
+        samples=TorchTransport(samples, staged=staged, waits_for_sends=not is_nccl),
+        close=dist.destroy_process_group,
     )
 
 
@@ -104,23 +156,13 @@ def own_cores() -> list[int]:
 def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) -> None:
     """Keeps a rank's later threads on its core when ranks of one CPU thread each fill the machine, else on all `cores`.
 
-    So gloo's thread, which interrupts nobody (`polite_threads`), never waits for another rank to stop computing. Linux
-    only, and where the system allows it.
+    So a rank that wakes up, or gloo's thread, which interrupts nobody (`polite_threads`), never waits for another rank
+    to stop computing. Linux only, and where the system allows it.
     """
     fills = kind == "cpu" and torch.get_num_threads() == 1 and num_ranks == len(cores)
     if (wanted := [cores[rank]] if fills else [*cores]) != own_cores():
         with suppress(OSError):
             os.sched_setaffinity(0, wanted)
-
-
-def connect(kind: str, store: str, rank: int, world_size: int, *, timeout_s: float | None = None) -> TorchTransport:
-    """Meets the other ranks through the file `store`.
-
-    NCCL needs a device of its own per rank; ranks that share one are connected by gloo through host memory.
-    """
-    nccl = kind == "cuda" and torch.cuda.device_count() >= world_size
-    meet(store, rank, world_size, backend="nccl" if nccl else "gloo", timeout_s=timeout_s)
-    return TorchTransport(staged=kind == "cuda" and not nccl)
 
 
 def open_lane(device: torch.device) -> dist.ProcessGroup | None:

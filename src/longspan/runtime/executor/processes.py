@@ -18,7 +18,7 @@ _NUM_LOGS_KEPT = 20
 
 
 class ProcessLauncher:
-    """Forks a process per rank; they meet by torch.distributed."""
+    """Forks a process per rank; they meet in the run folder."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.cluster, self._config = config.cluster, config

@@ -1,6 +1,6 @@
-"""One rank of `test_faults.test_gloo_processes`.
+"""One rank of `test_faults.test_processes`.
 
-Exchanges over real gloo connections with random delays, compares with one device, meets a message that is too short,
+Exchanges over real connections with random delays, compares with one device, meets a message that is too short,
 and at last goes on exchanging until rank 1 has killed itself; the others end well if that is a CommError.
 """
 
@@ -10,33 +10,32 @@ import itertools
 import os
 import random
 import signal
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from test_exchanges import outputs, spec_of
 from transports import FaultyTransport
 
 from longspan.attn.check import Request
-from longspan.attn.comm import CommError, Group, Message, TorchTransport
+from longspan.attn.comm import CommError, Group, Message, Transport
 from longspan.core.layouts import shard_span
+from longspan.runtime.worker_process import open_transports
 
 SPEC = spec_of(window=70)
 
 
-def main(store: str, num_ranks: int, rank: int) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def main(hosts: Sequence[int], store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
-    gloo = TorchTransport()
-    faulty = FaultyTransport(gloo, seed=rank, max_delay_s=0.02)
+    transport = open_transports(torch.device("cpu"), rank, hosts, store).exchange
+    faulty = FaultyTransport(transport, seed=rank, max_delay_s=0.02)
     tags = itertools.count(0, 40)
     for round_number in range(6):
         for members in {tuple(range(num_ranks)), (1, 0)}:
             check(faulty, members, rank, round_number, next(tags))
     faulty.complete_sends()
-    gloo.complete_sends()
-    meet_short_message(gloo, rank, next(tags))
-    until_killed(gloo, num_ranks, rank, tags)
+    transport.complete_sends()
+    meet_short_message(transport, rank, next(tags))
+    until_killed(transport, num_ranks, rank, tags)
 
 
 def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed: int, tag: int) -> None:
@@ -56,8 +55,8 @@ def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed:
         torch.testing.assert_close(out.double(), request.wanted(me, SPEC), atol=1e-5, rtol=0)
 
 
-def meet_short_message(transport: TorchTransport, rank: int, tag: int) -> None:
-    """For gloo a message passes for a longer one without a word; for the trailer it does not."""
+def meet_short_message(transport: Transport, rank: int, tag: int) -> None:
+    """For gloo a message passes for a longer one without a word; for the trailer, and in shared memory, it does not."""
     message = Message([((3 if rank else 2,), torch.float32)], torch.device("cpu"))
     if rank == 0:
         Group(transport, (0, 1), 0, tags=range(tag, tag + 20)).start(sends={1: message}, receives={}, hop=0)
@@ -70,7 +69,7 @@ def meet_short_message(transport: TorchTransport, rank: int, tag: int) -> None:
         raise AssertionError("a short message passed for a long one")
 
 
-def until_killed(transport: TorchTransport, num_ranks: int, rank: int, tags: itertools.count[int]) -> None:
+def until_killed(transport: Transport, num_ranks: int, rank: int, tags: itertools.count[int]) -> None:
     spans = shard_span("zigzag", 0, 200, num_ranks)
     request = Request(q_runs=spans, kv_runs=spans, seed=0)
     killed = random.Random(5).randrange(3, 9)
