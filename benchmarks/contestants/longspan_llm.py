@@ -23,6 +23,7 @@ def start(options: dict[str, Any]) -> Started:
         options["model"],
         instances=options["instances"],
         dtype="bfloat16",
+        quantization=options.get("quantization"),
         skip_tokenizer_init=True,
         max_model_len=options["max_model_len"],
         kv_cache_memory_bytes=options["kv_cache_memory_bytes"],

@@ -74,6 +74,8 @@ def roster(peers_venv: Path) -> dict[str, Entry]:
         _longspan("longspan-1", instances=1),
         _longspan("longspan-2", instances=2),
         replace(_longspan("longspan-1core", instances=1), core=cores[0], side=Side.OTHER, takes=first_token),
+        _quantised("int8"),
+        _quantised("int4"),
         Entry(name="transformers", module="transformers_loop", python=Path(sys.executable), takes=alike),
         Entry(name="llama-cpp", module="llama_loop", python=peers_venv / "bin" / "python", takes=one_by_one),
         _vllm("vllm-eager", peers_venv, eager=True, environment=tuned),
@@ -91,6 +93,12 @@ def _longspan(name: str, *, instances: int) -> Entry:
         options={"instances": instances},
         side=Side.OURS,
     )
+
+
+def _quantised(quantization: str) -> Entry:
+    """Enters longspan with weights in fewer bits, beside llama.cpp; it does not stand for ours against vLLM."""
+    entry = _longspan(f"longspan-{quantization}", instances=1)
+    return replace(entry, options={**entry.options, "quantization": quantization}, side=Side.OTHER, takes=one_by_one)
 
 
 def _vllm(name: str, venv: Path, *, eager: bool, environment: dict[str, str]) -> Entry:

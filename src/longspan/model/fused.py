@@ -127,9 +127,16 @@ class Product:
             if (levels := matrix.levels) is not None:
                 own.levels, own.grid, own.bits = _address(levels.numbers), _address(levels.grid), levels.bits
         self._outs = [problem.matrices[index] for index in range(len(self._widths))]
+        self._alone = _addresses(self)
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
         """Returns `[tokens, outputs]` of each matrix for `x [tokens, inputs]`; a residual is added to the first."""
+        outs = self.prepare(x, residual=residual, rotary=rotary)
+        _compute(self._alone)
+        return outs
+
+    def prepare(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
+        """Returns room for what is computed when this is a link of a `Chain`; until then all of it must stay."""
         problem, num_tokens = self._problem, x.shape[0]
         problem.x, problem.tokens, problem.x_row = x.data_ptr(), num_tokens, x.stride(0)
         if residual is not None:
@@ -141,9 +148,31 @@ class Product:
         outs = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in self._widths]
         for own, out in zip(self._outs, outs, strict=True):
             own.out = out.data_ptr()  # the kernel writes all of it
-        if native.loaded().longspan_linear_bf16(ctypes.byref(problem), torch.get_num_threads()):
-            raise MemoryError("no memory for packed tokens")
         return outs
+
+    @property
+    def problem(self) -> _Linear:
+        """The arguments of the kernel."""
+        return self._problem
+
+
+class Chain:
+    """Products that are computed in one call, each of what one before it gives. They are prepared one by one."""
+
+    def __init__(self, *products: Product) -> None:
+        self._problems = _addresses(*products)
+
+    def compute(self) -> None:
+        _compute(self._problems)
+
+
+def _addresses(*products: Product) -> ctypes.Array[Any]:
+    return (ctypes.POINTER(_Linear) * len(products))(*(ctypes.pointer(product.problem) for product in products))
+
+
+def _compute(problems: ctypes.Array[Any]) -> None:
+    if native.loaded().longspan_linear_bf16(problems, ctypes.c_long(len(problems)), torch.get_num_threads()):
+        raise MemoryError("no memory for packed tokens")
 
 
 class FusedLayer:
@@ -172,6 +201,7 @@ class FusedLayer:
         norm, epsilon = _norm(layer.post_attention_layernorm)
         self._gate_up = Product(_gate_and_up(mlp, levels), norm=norm, epsilon=epsilon, is_gated=True)
         self._down = Product([_matrix(mlp.down_proj, levels)])
+        self._rest = Chain(self._out, self._gate_up, self._down)
 
     def __call__(self, hidden_states: Tensor, *others: object, **arguments: Any) -> Tensor:  # noqa: ANN401
         """Returns hidden states `[1, tokens, hidden]`, as transformers' layers do."""
@@ -183,14 +213,15 @@ class FusedLayer:
         num_tokens = q.shape[0]
         q, k, v = [x.view(num_tokens, -1, dim).transpose(0, 1) for x in (q, k, v)]
         out = attend(self._index, q, k, v).transpose(0, 1).reshape(num_tokens, -1)
-        hidden = self._add(self._out, out, hidden)
-        (inner,) = self._gate_up(hidden)
-        return self._add(self._down, inner, hidden)[None]
-
-    def _add(self, product: Product, x: Tensor, residual: Tensor) -> Tensor:
-        if self._reduce is None:
-            return product(x, residual=residual)[0]
-        return residual + self._reduce(product(x)[0][None])[0]
+        if self._reduce is not None:
+            hidden = hidden + self._reduce(self._out(out)[0][None])[0]
+            (inner,) = self._gate_up(hidden)
+            return (hidden + self._reduce(self._down(inner)[0][None])[0])[None]
+        (between,) = self._out.prepare(out, residual=hidden)
+        (inner,) = self._gate_up.prepare(between)
+        (behind,) = self._down.prepare(inner, residual=between)
+        self._rest.compute()  # all of them are still here
+        return behind[None]
 
 
 def fuse_layers(

@@ -15,7 +15,6 @@ constexpr long kQueries = 64;  // per block
 constexpr long kKeys = 256;    // per block
 constexpr long kRows = 32;     // keys, or numbers of a head, that are multiplied at once
 constexpr long kMaxDim = 256;  // largest head dimension
-constexpr float kLowest = -1e30f;
 
 struct Problem {
     const uint16_t *q, *k, *v;

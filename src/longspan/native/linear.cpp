@@ -87,7 +87,7 @@ void pack_tokens(const Linear& p, long first, uint32_t* packed, uint16_t* rows) 
         for (long t = 0; t < kTile; ++t)
             block[t] = t < number ? _mm512_loadu_si512(each[t] + 2 * pair) : _mm512_setzero_si512();
         transpose(block);
-        for (long t = 0; t < kTile; ++t) _mm512_storeu_si512(packed + (pair + t) * kTile, block[t]);
+        for (long t = 0; t < kTile; ++t) _mm512_storeu_si512(packed + (2 * pair + t) * kTile, block[t]);
     }
 }
 
@@ -245,7 +245,8 @@ void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, 
                 return dots<4>(rows, piece.tokens, steps, sums, kTokens);
         }
     }
-    const Columns columns{piece.tokens + (token - piece.first) / kTile * block, kTile, kTile * kTile, block};
+    const Columns columns{piece.tokens + (token - piece.first) / kTile * block, kTile, 2 * kTile * kTile,
+                          kTile * kTile};
     if (token + kTile < piece.last)
         tiles<2>(rows, columns, steps, sums, kTokens, false);
     else
@@ -254,7 +255,8 @@ void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, 
 
 // Some units for all tokens of a piece. Sums are written while the next are computed.
 void compute_units(const Linear& p, long first, long last, Piece piece, uint32_t* weights) {
-    alignas(64) float sums[2][kOutputs * kTokens] = {};  // finite where nothing is computed: the rest is quick only then
+    alignas(
+        64) float sums[2][kOutputs * kTokens] = {};  // finite where nothing is computed: the rest is quick only then
     const long block = p.inputs / 2 * kTile, number = last - first;
     Unit units[kMaxUnits];
     for (long i = 0; i < number; ++i) {
@@ -295,42 +297,64 @@ void rotate(const Linear& p, const Matrix& m, long token) {
     }
 }
 
+// How the work of a problem is cut.
+struct Cut {
+    explicit Cut(const Linear& p) : units(num_units(p)), block(p.inputs / 2 * kTile) {
+        at_once = std::max(kTokens, kTokenBytes / 4 / block * kTile / kTokens * kTokens);
+        blocks = round_up(std::min(p.tokens, at_once), kTokens) / kTile;
+        const bool has_many = p.tokens > kPackedTokens;
+        packs_weights = has_many || p.matrices[0].levels;
+        group = has_many ? std::clamp(kWeightBytes / 4 / (2 * block), 1L, kMaxUnits) : packs_weights ? 1 : kMaxUnits;
+        rooms = packs_weights ? group : 1;  // a thread also normalises tokens there
+    }
+    long size(int threads) const { return (blocks + 2 * rooms * threads) * block; }
+
+    long units, block;     // in all; pairs of a block of 16 tokens
+    long at_once, blocks;  // tokens that are packed at a time, and their blocks
+    long group, rooms;     // units that are computed at a time, and those that a thread has room for
+    bool packs_weights;
+};
+
+// One thread's part of a problem; all threads of a parallel region call it.
+void run(const Linear& p, uint32_t* packed) {
+    const Cut cut(p);
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const long first = cut.units * thread / threads, last = cut.units * (thread + 1) / threads;
+    uint32_t* own = packed + (cut.blocks + 2 * cut.rooms * thread) * cut.block;
+    for (long start = 0; start < p.tokens; start += cut.at_once) {
+        const long stop = std::min(p.tokens, start + cut.at_once);
+#pragma omp for schedule(static)
+        for (long token = start; token < stop; token += kTile) {
+            const long tile = (token - start) / kTile;  // tiles of two groups of tokens take turns
+            uint32_t* here = packed + tile / 2 * 2 * cut.block + tile % 2 * kTile * kTile;
+            pack_tokens(p, token, here, reinterpret_cast<uint16_t*>(own));
+        }
+        for (long unit = first; unit < last; unit += cut.group)
+            compute_units(p, unit, std::min(unit + cut.group, last), {packed, start, stop, nullptr},
+                          cut.packs_weights ? own : nullptr);
+#pragma omp barrier
+    }
+    for (long i = 0; i < p.number; ++i) {
+        if (!p.matrices[i].rotated) continue;
+#pragma omp for schedule(static)
+        for (long token = 0; token < p.tokens; ++token) rotate(p, p.matrices[i], token);
+    }
+}
+
 }  // namespace
 
-// Returns 0, or 1 when there is no memory. Inputs come in multiples of 32, outputs and halves of heads in multiples
-// of 16.
-extern "C" int longspan_linear_bf16(const Linear* problem, int threads) {
-    const Linear& p = *problem;
-    const long units = num_units(p), block = p.inputs / 2 * kTile;
-    const long at_once = std::max(kTokens, kTokenBytes / 4 / block * kTile / kTokens * kTokens);
-    const long blocks = round_up(std::min(p.tokens, at_once), kTokens) / kTile;
-    const bool has_many = p.tokens > kPackedTokens, is_packed = has_many || p.matrices[0].levels;
-    const long group = has_many ? std::clamp(kWeightBytes / 4 / (2 * block), 1L, kMaxUnits) : is_packed ? 1 : kMaxUnits;
-    const long rooms = is_packed ? group : 1;  // a thread also normalises tokens there
+// Computes some problems, one after the other: each may read what those before it wrote. Returns 0, or 1 when there is
+// no memory. Inputs come in multiples of 32, outputs and halves of heads in multiples of 16.
+extern "C" int longspan_linear_bf16(const Linear* const* problems, long number, int threads) {
+    long size = 0;
+    for (long i = 0; i < number; ++i) size = std::max(size, Cut(*problems[i]).size(threads));
     thread_local Scratch scratch;
-    uint32_t* packed = scratch.take((blocks + 2 * rooms * threads) * block);
+    uint32_t* packed = scratch.take(size);
     if (!packed) return 1;
 #pragma omp parallel num_threads(threads)
     {
         const TileRegisters registers;
-        const long thread = omp_get_thread_num(), first = units * thread / threads,
-                   last = units * (thread + 1) / threads;
-        uint32_t* own = packed + (blocks + 2 * rooms * thread) * block;
-        for (long start = 0; start < p.tokens; start += at_once) {
-            const long stop = std::min(p.tokens, start + at_once);
-#pragma omp for schedule(static)
-            for (long token = start; token < stop; token += kTile)
-                pack_tokens(p, token, packed + (token - start) / kTile * block, reinterpret_cast<uint16_t*>(own));
-            for (long unit = first; unit < last; unit += group)
-                compute_units(p, unit, std::min(unit + group, last), {packed, start, stop, nullptr},
-                              is_packed ? own : nullptr);
-#pragma omp barrier
-        }
-        for (long i = 0; i < p.number; ++i) {
-            if (!p.matrices[i].rotated) continue;
-#pragma omp for schedule(static) nowait
-            for (long token = 0; token < p.tokens; ++token) rotate(p, p.matrices[i], token);
-        }
+        for (long i = 0; i < number; ++i) run(*problems[i], packed);
     }
     return 0;
 }

@@ -6,14 +6,15 @@
 #include <memory>
 #include <new>
 
-#include "simd.h"
+#include "tiles.h"
 
 namespace {
 
 using namespace longspan;
 
 constexpr long kMaxDim = 256;
-constexpr long kMaxSlots = 1024;  // scores that are held at once
+constexpr long kRows = 32;       // keys that are multiplied at once
+constexpr long kMaxSlots = 256;  // scores that are held at once
 
 struct Problem {
     const uint16_t *q, *keys, *values;                // keys and values: [blocks][kv_heads][block_size][dim]
@@ -38,68 +39,108 @@ struct Partial {
     float best = -kInfinity, sum = 0.0f;
 };
 
-float dot(const __m512i* query, const uint16_t* key, long chunks) {
-    __m512 sum = _mm512_setzero_ps();
-    for (long c = 0; c < chunks; ++c)
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)query[c], (__m512bh)_mm512_loadu_si512(key + 32 * c));
-    return _mm512_reduce_add_ps(sum);
+// What a thread has of the heads that it computes; these are columns.
+struct Block {
+    alignas(64) uint32_t queries[kMaxDim / 2 * kTile];
+    alignas(64) float weights[kMaxSlots * kTile];  // scores at first
+    alignas(64) uint16_t last[kRows * kMaxDim];    // keys, where fewer than kRows are left
+};
+
+void pack_heads(const uint16_t* q, long q_head, long number, long dim, uint32_t* packed) {
+    for (long d = 0; d < dim; d += 32) {
+        __m512i block[kTile];
+        for (long h = 0; h < kTile; ++h)
+            block[h] = h < number ? _mm512_loadu_si512(q + h * q_head + d) : _mm512_setzero_si512();
+        transpose(block);
+        for (long i = 0; i < kTile; ++i) _mm512_store_si512(packed + (d / 2 + i) * kTile, block[i]);
+    }
 }
 
+void multiply(const uint16_t* keys, long slots, long dim, Block& b) {
+    for (long n = 0; n < slots; n += kRows) {
+        const uint16_t* rows = keys + n * dim;
+        if (n + kRows > slots) {
+            std::memcpy(b.last, rows, (slots - n) * dim * sizeof(uint16_t));
+            rows = b.last;
+        }
+        const auto* a = reinterpret_cast<const uint32_t*>(rows);
+        tiles<1>({a, a + kTile * dim / 2, dim / 2, kTile}, {b.queries, kTile, kTile * kTile, 0}, dim / 32,
+                 b.weights + n * kTile, kTile, false);
+    }
+}
+
+// out[H][dim] += the weights' sum of values.
+template <int H>
 void add_values(const float* weights, const uint16_t* values, long slots, long dim, float* out) {
     for (long d = 0; d < dim; d += 32) {
-        __m512 low = _mm512_loadu_ps(out + d), high = _mm512_loadu_ps(out + d + 16);
+        __m512 sum[H][2];
+        for (int h = 0; h < H; ++h)
+            for (int i = 0; i < 2; ++i) sum[h][i] = _mm512_loadu_ps(out + h * dim + d + 16 * i);
         for (long n = 0; n < slots; ++n) {
-            const __m512 weight = _mm512_set1_ps(weights[n]);
-            low = _mm512_fmadd_ps(weight, widen(values + n * dim + d), low);
-            high = _mm512_fmadd_ps(weight, widen(values + n * dim + d + 16), high);
+            const __m512 low = widen(values + n * dim + d), high = widen(values + n * dim + d + 16);
+            for (int h = 0; h < H; ++h) {
+                const __m512 weight = _mm512_set1_ps(weights[n * kTile + h]);
+                sum[h][0] = _mm512_fmadd_ps(weight, low, sum[h][0]);
+                sum[h][1] = _mm512_fmadd_ps(weight, high, sum[h][1]);
+            }
         }
-        _mm512_storeu_ps(out + d, low);
-        _mm512_storeu_ps(out + d + 16, high);
+        for (int h = 0; h < H; ++h)
+            for (int i = 0; i < 2; ++i) _mm512_storeu_ps(out + h * dim + d + 16 * i, sum[h][i]);
     }
 }
 
-// One head over up to kMaxSlots tokens; `out` is made to count as `partial` says.
-void attend_slots(const uint16_t* q, const uint16_t* keys, const uint16_t* values, long slots, long dim, float factor,
-                  Partial& partial, float* out) {
-    alignas(64) float weights[kMaxSlots];
-    __m512i query[kMaxDim / 32];
-    for (long c = 0; c < dim / 32; ++c) query[c] = _mm512_loadu_si512(q + 32 * c);
-    float best = partial.best;
-    for (long n = 0; n < slots; ++n) {
-        weights[n] = dot(query, keys + n * dim, dim / 32) * factor;
-        best = std::max(best, weights[n]);
+void add_values(long number, const float* weights, const uint16_t* values, long slots, long dim, float* out) {
+    for (; number >= 4; number -= 4, weights += 4, out += 4 * dim) add_values<4>(weights, values, slots, dim, out);
+    switch (number) {
+        case 3:
+            return add_values<3>(weights, values, slots, dim, out);
+        case 2:
+            return add_values<2>(weights, values, slots, dim, out);
+        case 1:
+            return add_values<1>(weights, values, slots, dim, out);
+        default:
+            return;
     }
-    __m512 sum = _mm512_setzero_ps();
-    for (long n = 0; n < slots; n += 16) {
-        const __mmask16 inside = lanes(n, 0, slots);
-        const __m512 score = _mm512_maskz_loadu_ps(inside, weights + n);
-        const __m512 weight = _mm512_maskz_mov_ps(inside, exp2(_mm512_sub_ps(score, _mm512_set1_ps(best))));
-        _mm512_mask_storeu_ps(weights + n, inside, weight);
-        sum = _mm512_add_ps(sum, weight);
-    }
-    if (partial.sum > 0.0f && best > partial.best) {
-        const float decay = std::exp2(partial.best - best);
-        partial.sum *= decay;
-        for (long d = 0; d < dim; ++d) out[d] *= decay;
-    }
-    partial.best = best;
-    partial.sum += _mm512_reduce_add_ps(sum);
-    add_values(weights, values, slots, dim, out);
 }
 
-void attend_item(const Problem& p, long query, long item, long group, Partial* partials, float* outs) {
-    const long heads = p.heads / p.kv_heads, begin = (p.blocks[item] * p.kv_heads + group) * p.block_size * p.dim;
-    for (long h = 0; h < heads; ++h) {
-        const long head = group * heads + h;
-        float* out = outs + (item * p.heads + head) * p.dim;
-        Partial& partial = partials[item * p.heads + head];
-        partial = Partial();
-        std::fill(out, out + p.dim, 0.0f);
-        for (long slot = p.low[item]; slot < p.high[item]; slot += kMaxSlots) {
-            const long slots = std::min(kMaxSlots, p.high[item] - slot), place = begin + slot * p.dim;
-            attend_slots(p.q + head * p.q_head + query * p.q_row, p.keys + place, p.values + place, slots, p.dim,
-                         p.scale * kLog2E, partial, out);
+// Up to 16 heads that share keys, over one block; `outs` is made to count as `partials` say.
+void attend_heads(const Problem& p, long query, long item, long group, long head, long number, Partial* partials,
+                  float* outs, Block& b) {
+    pack_heads(p.q + head * p.q_head + query * p.q_row, p.q_head, number, p.dim, b.queries);
+    std::fill(outs, outs + number * p.dim, 0.0f);
+    const __m512 factor = _mm512_set1_ps(p.scale * kLog2E);
+    __m512 best = _mm512_set1_ps(kLowest), sum = _mm512_setzero_ps();
+    for (long slot = p.low[item]; slot < p.high[item]; slot += kMaxSlots) {
+        const long slots = std::min(kMaxSlots, p.high[item] - slot);
+        const long place = ((p.blocks[item] * p.kv_heads + group) * p.block_size + slot) * p.dim;
+        multiply(p.keys + place, slots, p.dim, b);
+        const __m512 before = best;
+        for (long n = 0; n < slots; ++n)
+            best = _mm512_max_ps(best, _mm512_mul_ps(_mm512_load_ps(b.weights + n * kTile), factor));
+        alignas(64) float decay[kTile];
+        _mm512_store_ps(decay, exp2(_mm512_sub_ps(before, best)));
+        sum = _mm512_mul_ps(sum, _mm512_load_ps(decay));
+        for (long h = 0; h < (slot > p.low[item] ? number : 0); ++h)
+            for (long d = 0; d < p.dim; ++d) outs[h * p.dim + d] *= decay[h];
+        for (long n = 0; n < slots; ++n) {
+            const __m512 weight = exp2(_mm512_fmsub_ps(_mm512_load_ps(b.weights + n * kTile), factor, best));
+            _mm512_store_ps(b.weights + n * kTile, weight);
+            sum = _mm512_add_ps(sum, weight);
         }
+        add_values(number, b.weights, p.values + place, slots, p.dim, outs);
+    }
+    alignas(64) float bests[kTile], sums[kTile];
+    _mm512_store_ps(bests, best);
+    _mm512_store_ps(sums, sum);
+    for (long h = 0; h < number; ++h) partials[h] = {bests[h], sums[h]};
+}
+
+void attend_item(const Problem& p, long query, long item, long group, Partial* partials, float* outs, Block& b) {
+    const long heads = p.heads / p.kv_heads;
+    for (long first = 0; first < heads; first += kTile) {
+        const long head = group * heads + first, row = item * p.heads + head;
+        attend_heads(p, query, item, group, head, std::min(kTile, heads - first), partials + row, outs + row * p.dim,
+                     b);
     }
 }
 
@@ -138,10 +179,12 @@ extern "C" int longspan_attend_paged_bf16(const Problem* problem, int threads) {
         std::fill(owner.get() + p.first_item[query], owner.get() + p.first_item[query + 1], query);
 #pragma omp parallel num_threads(threads)
     {
+        const TileRegisters registers;
+        static thread_local Block block;
 #pragma omp for schedule(dynamic)
         for (long unit = 0; unit < items * p.kv_heads; ++unit) {
             const long item = unit / p.kv_heads;
-            attend_item(p, owner[item], item, unit % p.kv_heads, partials.get(), outs.get());
+            attend_item(p, owner[item], item, unit % p.kv_heads, partials.get(), outs.get(), block);
         }
 #pragma omp for schedule(static)
         for (long unit = 0; unit < p.queries * p.heads; ++unit)

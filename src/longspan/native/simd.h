@@ -17,6 +17,7 @@ namespace longspan {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
+constexpr float kLowest = -1e30f;  // less than all scores, and finite
 
 // 2 to the power of x <= 0, to 2 units in the last place.
 inline __m512 exp2(__m512 x) {

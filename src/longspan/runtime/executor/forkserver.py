@@ -29,11 +29,12 @@ _START_TIMEOUT_S = 300.0
 """The server has imported everything and forked."""
 _END_TIMEOUT_S = 5.0
 """The server has done what ends a worker, or itself."""
-_SPIN_COUNT = "2000"
+_SPIN_COUNT = "20000"
 """The number of times that a thread of GNU's OpenMP asks whether it can go on before it sleeps.
 
-They take some 0.1 ms; the default takes 150 times as long. A layer has ten such waits, and the thread that is
-waited for may have lost its core to another process.
+They take some 1 ms; the default takes 15 times as long. A decode step has a hundred such waits, each for Python between
+two kernels: at 2,000 it took a quarter longer, since threads slept. But the thread that is waited for may have lost its
+core to another process.
 """
 
 
