@@ -21,24 +21,6 @@ if model.files.tokenizer_dir is not None:
     load_tokenizer(model.files)
 print(*sorted({"transformers.modeling_utils", "torch._dynamo", "sympy"} & set(sys.modules)))
 """
-WORKER = """
-import sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from longspan.model.quick_import import import_models
-import_models()
-from longspan.attn.comm import meet
-from longspan.model.adapter import Model
-from longspan.model.source import prepare
-from longspan.runtime import worker_process
-meet(sys.argv[2], 0, 1, backend="gloo", timeout_s=None)
-model = Model(prepare(sys.argv[1], dtype="float32"), torch.device("cpu"))
-ids = torch.arange(3)
-logits = model.forward(ids, ids, torch.tensor([2]), lambda layer, q, k, v: q, ids)
-print(*sorted({"torch._dynamo.eval_frame", "torch.distributed.tensor"} & set(sys.modules)))
-print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
-"""
 
 
 def lines_of(code: str, *arguments: Path) -> list[str]:
@@ -56,9 +38,3 @@ def test_a_model_in_the_cache_is_found_without_transformers_models(tmp_path: Pat
 def test_the_default_model_brings_a_tokenizer_that_needs_no_model() -> None:
     prepare("smollm2-135m", dtype="float32")
     assert lines_of(PARENT, Path("smollm2-135m")) == [""]
-
-
-def test_workers_load_no_compiler_until_somebody_compiles(tmp_path: Path) -> None:
-    folder = make_tiny("llama", tmp_path / "llama")
-    prepare(str(folder), dtype="float32")
-    assert lines_of(WORKER, folder, tmp_path / "store") == ["", "2.0"]

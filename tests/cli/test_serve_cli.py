@@ -64,6 +64,7 @@ VALUES: dict[str, str | list[str]] = {
     "device": "cuda",
     "dtype": "bfloat16",
     "attention_backend": "torch",
+    "quantization": "int8",
     "load_format": "dummy",
     "skip_tokenizer_init": "true",
     "trust_remote_code": "true",

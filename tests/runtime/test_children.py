@@ -78,7 +78,7 @@ def start_worker(tmp_path: Path) -> StartWorker:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"GOMP_SPINCOUNT": "2000"}),
+        ({}, {"GOMP_SPINCOUNT": "20000"}),
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),  # a number would go before it
         ({"GOMP_SPINCOUNT": "70"}, {"GOMP_SPINCOUNT": "70"}),
     ],

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from typing import NoReturn
 
 import msgspec
@@ -20,6 +21,13 @@ from longspan.runtime.executor.forkserver import Ended, KillWorker, ServerComman
 
 _END_TIMEOUT_S = 2.0
 _POLL_S = 0.02
+_MODULES = (
+    "longspan.runtime.worker_process",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "sympy",
+)
+"""Workers need these. The last is imported by PyTorch when it builds a model on the meta device."""
 
 
 class _Children:
@@ -70,10 +78,8 @@ class _Children:
 
 def main() -> None:
     with uncollected():
-        from longspan.model.quick_import import import_models  # noqa: PLC0415 - seconds of imports
-
-        import_models()
-        from longspan.runtime import worker_process  # noqa: PLC0415, F401 - not before transformers' models
+        for name in _MODULES:
+            import_module(name)
     gc.freeze()  # so that collections in the workers do not copy shared pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     waking, wake = socket.socketpair()
