@@ -56,9 +56,11 @@ void pack_heads(const uint16_t* q, long q_head, long number, long dim, uint32_t*
     }
 }
 
-void multiply(const uint16_t* keys, long slots, long dim, Block& b) {
+// Scores of the heads for some keys. Their values are on their way meanwhile.
+void multiply(const uint16_t* keys, const uint16_t* values, long slots, long dim, Block& b) {
     for (long n = 0; n < slots; n += kRows) {
         const uint16_t* rows = keys + n * dim;
+        for (long i = n * dim; i < std::min(n + kRows, slots) * dim; i += 32) _mm_prefetch(values + i, _MM_HINT_T1);
         if (n + kRows > slots) {
             std::memcpy(b.last, rows, (slots - n) * dim * sizeof(uint16_t));
             rows = b.last;
@@ -113,7 +115,7 @@ void attend_heads(const Problem& p, long query, long item, long group, long head
     for (long slot = p.low[item]; slot < p.high[item]; slot += kMaxSlots) {
         const long slots = std::min(kMaxSlots, p.high[item] - slot);
         const long place = ((p.blocks[item] * p.kv_heads + group) * p.block_size + slot) * p.dim;
-        multiply(p.keys + place, slots, p.dim, b);
+        multiply(p.keys + place, p.values + place, slots, p.dim, b);
         const __m512 before = best;
         for (long n = 0; n < slots; ++n)
             best = _mm512_max_ps(best, _mm512_mul_ps(_mm512_load_ps(b.weights + n * kTile), factor));
