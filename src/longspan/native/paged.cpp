@@ -105,9 +105,21 @@ void add_values(long number, const float* weights, const uint16_t* values, long 
     }
 }
 
+// The keys of a block that are read, of one KV head, and those that a thread reads next: they are on their way
+// meanwhile.
+struct Keys {
+    const uint16_t* first = nullptr;
+    long slots = 0;
+};
+
+Keys keys_of(const Problem& p, long item, long group) {
+    const long place = ((p.blocks[item] * p.kv_heads + group) * p.block_size + p.low[item]) * p.dim;
+    return {p.keys + place, p.high[item] - p.low[item]};
+}
+
 // Up to 16 heads that share keys, over one block; `outs` is made to count as `partials` say.
-void attend_heads(const Problem& p, long query, long item, long group, long head, long number, Partial* partials,
-                  float* outs, Block& b) {
+void attend_heads(const Problem& p, long query, long item, long group, long head, long number, const Keys& next,
+                  Partial* partials, float* outs, Block& b) {
     pack_heads(p.q + head * p.q_head + query * p.q_row, p.q_head, number, p.dim, b.queries);
     std::fill(outs, outs + number * p.dim, 0.0f);
     const __m512 factor = _mm512_set1_ps(p.scale * kLog2E);
@@ -128,6 +140,8 @@ void attend_heads(const Problem& p, long query, long item, long group, long head
             const __m512 weight = exp2(_mm512_fmsub_ps(_mm512_load_ps(b.weights + n * kTile), factor, best));
             _mm512_store_ps(b.weights + n * kTile, weight);
             sum = _mm512_add_ps(sum, weight);
+            for (long d = 0; d < (n < next.slots ? p.dim : 0); d += 32)
+                _mm_prefetch(next.first + n * p.dim + d, _MM_HINT_T1);
         }
         add_values(number, b.weights, p.values + place, slots, p.dim, outs);
     }
@@ -137,12 +151,13 @@ void attend_heads(const Problem& p, long query, long item, long group, long head
     for (long h = 0; h < number; ++h) partials[h] = {bests[h], sums[h]};
 }
 
-void attend_item(const Problem& p, long query, long item, long group, Partial* partials, float* outs, Block& b) {
+void attend_item(const Problem& p, long query, long item, long group, const Keys& next, Partial* partials, float* outs,
+                 Block& b) {
     const long heads = p.heads / p.kv_heads;
     for (long first = 0; first < heads; first += kTile) {
         const long head = group * heads + first, row = item * p.heads + head;
-        attend_heads(p, query, item, group, head, std::min(kTile, heads - first), partials + row, outs + row * p.dim,
-                     b);
+        attend_heads(p, query, item, group, head, std::min(kTile, heads - first), next, partials + row,
+                     outs + row * p.dim, b);
     }
 }
 
@@ -174,7 +189,8 @@ extern "C" int longspan_attend_paged_bf16(const Problem* problem, int threads) {
     const Problem& p = *problem;
     const long items = p.first_item[p.queries];
     std::unique_ptr<Partial[]> partials(new (std::nothrow) Partial[items * p.heads + 1]);
-    std::unique_ptr<float[]> outs(new (std::nothrow) float[items * p.heads * p.dim + 1]);
+    thread_local Scratch scratch;
+    auto* outs = reinterpret_cast<float*>(scratch.take(items * p.heads * p.dim + 1));
     std::unique_ptr<int64_t[]> owner(new (std::nothrow) int64_t[items + 1]);
     if (!partials || !outs || !owner) return 1;
     for (long query = 0; query < p.queries; ++query)
@@ -183,14 +199,16 @@ extern "C" int longspan_attend_paged_bf16(const Problem* problem, int threads) {
     {
         const TileRegisters registers;
         static thread_local Block block;
-#pragma omp for schedule(dynamic)
-        for (long unit = 0; unit < items * p.kv_heads; ++unit) {
-            const long item = unit / p.kv_heads;
-            attend_item(p, owner[item], item, unit % p.kv_heads, partials.get(), outs.get(), block);
+        const long units = items * p.kv_heads, step = omp_get_num_threads();
+#pragma omp for schedule(static, 1)
+        for (long unit = 0; unit < units; ++unit) {
+            const long item = unit / p.kv_heads, after = unit + step;
+            const Keys next = after < units ? keys_of(p, after / p.kv_heads, after % p.kv_heads) : Keys();
+            attend_item(p, owner[item], item, unit % p.kv_heads, next, partials.get(), outs, block);
         }
 #pragma omp for schedule(static)
         for (long unit = 0; unit < p.queries * p.heads; ++unit)
-            join(p, unit / p.heads, unit % p.heads, partials.get(), outs.get());
+            join(p, unit / p.heads, unit % p.heads, partials.get(), outs);
     }
     return 0;
 }
