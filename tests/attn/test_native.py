@@ -13,6 +13,7 @@ import torch
 from engines import ThreadLLM
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import loaded_kernels
 from oracle import Oracle
 from test_kept import kept_by
 from texts import topic_tokens
@@ -24,19 +25,12 @@ from longspan.attn.check import random_qkv, reference
 from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
-from longspan.model.files import cache_root
 
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[None]:
-    """The kernel in this process, if the machine can have it."""
-    try:
-        library = native.build(cache_root() / "native")
-    except native.UnavailableError as error:
-        pytest.skip(str(error))
-    native.load(library)
-    yield
-    native._library = None
+    with loaded_kernels():
+        yield
 
 
 _DIMS = (32, 64, 96, 128, 256)
@@ -223,7 +217,7 @@ def test_a_model_is_as_exact_with_it_as_without(smollm2_oracle: Oracle, monkeypa
         ) as llm:
             assert native.is_loaded() == (backend == "native")
             outputs = [llm.generate(prompt, params)[0] for prompts_ in (prompts, whole) for prompt in prompts_]
-            assert (llm.bytes_exchanged["total"] > 0) == bool(options.keys() & {"instances", "tp"})
+            assert (llm.bytes_exchanged["total"] > 0) == bool(options.keys() & {"instances", "tp", "pp"})
         found = [output.outputs[0].logits[0] for output in outputs if output.outputs[0].logits]
         wanted = [one.logits[step] for step in (0, 1) for one in expected]
         return float(np.mean([np.sqrt(np.mean((a - b) ** 2)) for a, b in zip(found, wanted, strict=True)]))
@@ -231,7 +225,7 @@ def test_a_model_is_as_exact_with_it_as_without(smollm2_oracle: Oracle, monkeypa
     # Roundings to bfloat16 in another order; over 12 samples their sizes differ by chance (1.35 has been seen).
     limit = 2 * error("torch")
     assert limit < 0.4
-    for options in ({}, {"instances": 2}, {"tp": 2}, {"quantization": "int8"}):
+    for options in ({}, {"instances": 2}, {"tp": 2}, {"pp": 2, "quantization": "int8"}):
         assert error("native", **options) <= limit, options
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native import kernel  # noqa: F401 - a fixture
+from kernels import loaded_kernels
 
 from longspan.attn.backends.native import NativeCpu
 from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.paged import PagedKv
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> Iterator[None]:
+    with loaded_kernels():
+        yield
+
+
 @settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 3), st.integers(1, 9), st.sampled_from((1, 8, 64)), st.integers(0, 9))
 def test_every_token_lies_in_its_slot(num_tokens: int, heads: int, size: int, dim: int, seed: int) -> None:

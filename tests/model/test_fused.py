@@ -10,29 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import BASE
+from kernels import loaded_kernels
+from tiny_models import TINY
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 from longspan import native
 from longspan.attn.spec import AttnSpec
 from longspan.model import adapter
-from longspan.model.files import cache_root
 from longspan.model.fused import FusedLayer, Matrix, Product, fuse_head, fuse_layers
 from longspan.model.quantization import GROUP, Levels, Quantization, quantise
 
 SPEC = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=32, scale=32**-0.5, window=None, softcap=None)
-SIZES: dict[str, Any] = BASE | {"head_dim": 32}
 
 
 @pytest.fixture(scope="module", autouse=True, params=["as_it_is", "without_amx"])
@@ -41,13 +30,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.param == "without_amx":
             monkeypatch.setattr(native, "has_amx", lambda: False)
-        try:
-            library = native.build(cache_root() / "native")
-        except native.UnavailableError as error:
-            pytest.skip(str(error))
-        native.load(library)
-        yield
-        native._library = None
+        with loaded_kernels():
+            yield
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -62,9 +46,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([own * cos.double()[:, None] + half * sin.double()[:, None], rest], dim=-1)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def is_close(found: Tensor, wanted: Tensor) -> bool:
     """Some roundings to bfloat16, each of at most 1 in 256."""
-    assert (found.double() - wanted).norm() <= 0.01 * wanted.norm()
+    return bool((found.double() - wanted).norm() <= 0.01 * wanted.norm())
 
 
 @settings(deadline=None, max_examples=60)
@@ -114,8 +98,7 @@ def test_a_product_is_norm_then_matrices_then_what_follows(
         wanted = [nn.functional.silu(wanted[0]) * wanted[1]]
     elif residual is not None:
         wanted[0] = wanted[0] + residual.double()
-    for one, other in zip(found, wanted, strict=True):
-        close(one, other)
+    assert all(is_close(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,8 +107,10 @@ def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
 
 
-def random_model(config: PreTrainedConfig) -> nn.Module:
-    """Makes a model whose norms and biases are no constants."""
+def random_model(name: str) -> nn.Module:
+    """Makes a tiny model whose norms and biases are no constants, with heads that the kernels know."""
+    config = TINY[name]()
+    config.head_dim = SPEC.head_dim
     torch.manual_seed(1)
     module: nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation=adapter._SERVE
@@ -149,34 +134,32 @@ def fused_layers(module: Any) -> list[bool]:
     return [isinstance(layer.forward, FusedLayer) for layer in layers.values()]
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config])
-def test_a_fused_model_is_as_exact_as_its_modules(config: type[PreTrainedConfig]) -> None:
-    module = random_model(config(**SIZES))
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "phi3", "qwen2", "qwen3"])
+def test_a_fused_model_is_as_exact_as_its_modules(name: str) -> None:
+    module = random_model(name)
     tokens = torch.randint(0, 199, (1, 70), generator=torch.Generator().manual_seed(3))
     arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "attend": attend}
     with torch.no_grad():
         own = module(**arguments).logits.double()
-        exact = random_model(config(**SIZES)).double()(**arguments).logits
+        exact = random_model(name).double()(**arguments).logits
         assert all(fused_layers(module))
         found = module(**arguments).logits.double()
     assert (found - exact).norm() <= 1.5 * (own - exact).norm() and not torch.equal(found, own)
 
 
-@pytest.mark.parametrize("config", [Gemma2Config, MixtralConfig])
-def test_layers_of_another_form_keep_their_own(
-    config: type[PreTrainedConfig], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_layers_of_another_form_keep_their_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "longspan"):
-        assert not any(fused_layers(random_model(config(**SIZES))))
-    assert "layers from 0 on are computed by PyTorch's operators" in caplog.text
+        assert not any(fused_layers(random_model(name)))
+    assert "are computed by PyTorch's operators: " in caplog.text
 
 
 def test_a_layer_that_computes_something_else_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
-    module: Any = random_model(LlamaConfig(**SIZES))
+    module: Any = random_model("llama")
     module.model.layers[1].mlp.act_fn = nn.GELU()
     with caplog.at_level(logging.INFO, "longspan"):
-        assert fused_layers(module) == [True, False, False]
-    assert "layers from 1 on" in caplog.text and "would differ by" in caplog.text
+        assert fused_layers(module) == [True, False, True]
+    assert "layers [1] are computed" in caplog.text and "would differ by" in caplog.text
 
 
 @pytest.mark.parametrize(

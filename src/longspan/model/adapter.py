@@ -69,6 +69,8 @@ class Model:
         self.specs = self.shard.local_specs
         self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
         is_whole = layers is None or len(layers) == self.info.num_layers
+        decoder = decoder_layers(self.module)
+        own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
         self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
         stored = map_tensors(files.weights) if stored is None else stored
         self.copied_bytes = _fill(self.module, stored, device, self.shard)
@@ -84,7 +86,7 @@ class Model:
                 for layer, attention in attention_modules(self.module).items()
             }
         if fused:
-            self._fuse(range(self.info.num_layers) if layers is None else layers, files.weights)
+            self._fuse(own, files.weights)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(self.module, self.module.base_model_prefix).register_forward_hook(self._keep_output)
@@ -154,7 +156,7 @@ class Model:
         finally:
             self._reduce = before
 
-    def _fuse(self, layers: range, weights: Path) -> None:
+    def _fuse(self, layers: Mapping[int, nn.Module], weights: Path) -> None:
         """Lets our own kernels compute what they know of these layers, and of the output head if it is here."""
 
         def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,11 +164,11 @@ class Model:
 
         # A share of tensor parallelism reads the weights that the levels stand for.
         levels = {} if self.shard.size > 1 else map_levels(weights)
-        by_address = {self.module.get_parameter(name).data_ptr(): found for name, found in levels.items()}
-        own = decoder_layers(self.module)
+        own_weights = self.module.named_parameters(remove_duplicate=False)
+        by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._sum
-            fuse_layers({layer: own[layer] for layer in layers}, self.specs, reduce, rotary, by_address)
+            fuse_layers(layers, self.specs, reduce, rotary, by_address)
         if self.stage is None or self.stage.is_last:
             fuse_head(self.module.get_output_embeddings(), by_address)
 

@@ -1,4 +1,4 @@
-"""Decoder layers computed by our own kernels: four calls in place of some thirty operators.
+"""Decoder layers computed by our own kernels: two calls in place of some thirty operators.
 
 A layer of Llama's form (norm, attention, residual, norm, gated feed-forward, residual) is taken over as a whole: its
 module stays, and its forward is replaced. Before that, both compute the same random input, and a layer whose results
@@ -89,6 +89,9 @@ class Product:
         is_gated: the only output is that of the second matrix, times SiLU of that of the first.
         head_dim: of what is rotated.
 
+    Attributes:
+        problem: the arguments of the kernel.
+
     Raises:
         ValueError: for shapes that the kernel does not know.
     """
@@ -112,7 +115,7 @@ class Product:
             raise ValueError(f"heads have {head_dim} numbers")
         self._held = matrices, norm  # the kernel knows their addresses only
         self._widths = [len(matrix.weight) for matrix in matrices[: 1 if is_gated else None]]
-        self._problem = problem = _Linear(
+        self.problem = problem = _Linear(
             inputs=matrices[0].weight.shape[1],
             norm=_address(norm),
             epsilon=epsilon,
@@ -137,10 +140,11 @@ class Product:
 
     def prepare(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
         """Returns room for what is computed when this is a link of a `Chain`; until then all of it must stay."""
-        problem, num_tokens = self._problem, x.shape[0]
+        problem, num_tokens = self.problem, x.shape[0]
         problem.x, problem.tokens, problem.x_row = x.data_ptr(), num_tokens, x.stride(0)
+        problem.residual = _address(residual)
         if residual is not None:
-            problem.residual, problem.residual_row = residual.data_ptr(), residual.stride(0)
+            problem.residual_row = residual.stride(0)
         if rotary is not None:
             cos, sin = rotary
             assert cos.is_contiguous() and sin.is_contiguous(), "the kernel reads them as arrays"
@@ -149,11 +153,6 @@ class Product:
         for own, out in zip(self._outs, outs, strict=True):
             own.out = out.data_ptr()  # the kernel writes all of it
         return outs
-
-    @property
-    def problem(self) -> _Linear:
-        """The arguments of the kernel."""
-        return self._problem
 
 
 class Chain:
@@ -231,18 +230,21 @@ def fuse_layers(
     rotary: Callable[[Tensor], Rotary],
     levels: LevelsOf,
 ) -> None:
-    """Replaces the forward of each layer that the kernels know, by its number, and logs if there are others.
+    """Replaces the forward of each layer that the kernels know, by its number, and logs which they do not.
 
     `rotary` gives cosines and sines for positions `[tokens]`.
     """
+    others: dict[str, list[int]] = {}
     for index, layer in layers.items():
         try:
             fused = FusedLayer(layer, specs[index], reduce, levels)
             _check(fused, layer, rotary)
         except ValueError as error:
-            _log.info("layers from %d on are computed by PyTorch's operators: %s", index, error)
-            return
-        layer.forward = fused
+            others.setdefault(str(error), []).append(index)
+        else:
+            layer.forward = fused
+    for reason, indices in others.items():
+        _log.info("layers %s are computed by PyTorch's operators: %s", indices, reason)
 
 
 def fuse_head(head: Any, levels: LevelsOf) -> None:  # noqa: ANN401 - a module, whatever its class
@@ -277,7 +279,8 @@ def _check(fused: FusedLayer, layer: Any, rotary: Callable[[Tensor], Rotary]) ->
         "attend": attend,
     }
     with torch.no_grad():
-        own, found = layer(hidden, **arguments), fused(hidden, **arguments)
+        # Not the module's call: at the edge of a stage it takes hidden states from another.
+        own, found = layer.forward(hidden, **arguments), fused(hidden, **arguments)
     if not isinstance(own, Tensor):
         raise ValueError("its layers return several things")
     error = ((found.float() - own.float()).norm() / (own.float() - hidden.float()).norm()).item()
