@@ -285,7 +285,7 @@ def not_there(*_: object, **__: object) -> NoReturn:
 
 def test_memory_that_a_kernel_does_not_get_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no wrong answer."""
-    full = SimpleNamespace(longspan_attend_bf16=lambda *_: 1, longspan_attend_paged_bf16=lambda *_: 1)
+    full = SimpleNamespace(longspan_attend_bf16=lambda *_: 1, longspan_run=lambda *_: 1)
     monkeypatch.setattr(native, "_library", full)
     spec = AttnSpec(num_heads=2, num_kv_heads=1, head_dim=32, scale=0.1, window=None, softcap=None)
     q, k, v = random_qkv(spec, 64, 64, torch.bfloat16, seed=1)
@@ -293,7 +293,7 @@ def test_memory_that_a_kernel_does_not_get_is_an_error(monkeypatch: pytest.Monke
         NativeCpu().attend(q, k, v, relate(Run(0, 64), Run(0, 64)), spec)
     kv = PagedKv(keys=torch.zeros(1, 1, 16, 32).bfloat16(), values=torch.zeros(1, 1, 16, 32).bfloat16())
     plan = NativeCpu().plan([Reads(blocks=[0], start=0, stop=3)], kv)
-    with pytest.raises(MemoryError, match="partial outputs"):
+    with pytest.raises(MemoryError, match="intermediate results"):
         NativeCpu().attend_paged(q[:, :1], kv, plan, spec)
 
 

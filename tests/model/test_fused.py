@@ -107,9 +107,10 @@ def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
 
 
-def random_model(name: str) -> nn.Module:
+def random_model(name: str, **changes: int) -> nn.Module:
     """Makes a tiny model whose norms and biases are no constants, with heads that the kernels know."""
     config = TINY[name]()
+    config.update(changes)
     config.head_dim = SPEC.head_dim
     torch.manual_seed(1)
     module: nn.Module = AutoModelForCausalLM.from_config(

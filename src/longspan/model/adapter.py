@@ -23,11 +23,15 @@ from longspan.model.sharding import Shard, attention_modules, sum_partial_result
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.stages import Stage
 from longspan.model.store import DTYPES, map_levels, map_tensors, read_info
+from longspan.model.whole_step import SingleTokens, WholeStep, whole_step
 
 _SERVE = "longspan"
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`"""
+"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`
+
+One that has a method `single_tokens` may tell by it that its step can be computed as a whole.
+"""
 
 
 class Model:
@@ -85,6 +89,7 @@ class Model:
                 layer: {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
                 for layer, attention in attention_modules(self.module).items()
             }
+        self._whole_step: WholeStep | None = None
         if fused:
             self._fuse(own, files.weights)
         self._inputs: tuple[Tensor, Tensor]
@@ -112,9 +117,12 @@ class Model:
         place of logits.
         """
         assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
+        self._inputs = tokens, positions
+        if self._whole_step is not None and (step := _single_tokens(attend)) is not None:
+            logits = self._whole_step(tokens, self.rotary(positions, rope_lengths), step)
+            return (logits if len(keep) == len(tokens) else logits[keep]).float()
         if self._longrope is not None:
             self._longrope.pin(rope_lengths)
-        self._inputs = tokens, positions
         if self.stage is not None:
             if not self.stage.is_last:
                 return self.stage.before_head(hidden, **self._arguments(attend))
@@ -168,9 +176,12 @@ class Model:
         by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._sum
-            fuse_layers(layers, self.specs, reduce, rotary, by_address)
+            fused = fuse_layers(layers, self.specs, reduce, rotary, by_address)
+        head = None
         if self.stage is None or self.stage.is_last:
-            fuse_head(self.module.get_output_embeddings(), by_address)
+            head = fuse_head(self.module.get_output_embeddings(), by_address)
+        if head is not None and reduce is None and len(fused) == self.info.num_layers:
+            self._whole_step = whole_step(self.module, [fused[layer] for layer in layers], head, rotary)
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self._reduce is not None, "a share of a model needs the sums over all shares"
@@ -215,6 +226,11 @@ def _serve(
 
 
 AttentionInterface.register(_SERVE, _serve)
+
+
+def _single_tokens(attend: Attend) -> SingleTokens | None:
+    found: SingleTokens | None = attend.single_tokens() if hasattr(attend, "single_tokens") else None
+    return found
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, shard: Shard) -> int:

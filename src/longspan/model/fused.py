@@ -7,7 +7,6 @@ differ keeps its own forward; so do layers of any other form.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan import native
 from longspan.attn.spec import AttnSpec
 from longspan.model.quantization import Levels
+from longspan.native.chain import Chain, LinearArgs
 
 _log = logging.getLogger("longspan")
-_MAX_MATRICES = 3
-_MAX_ERROR = 0.02
-"""The largest difference from a layer's own results, relative to them: some roundings to bfloat16."""
+MAX_ERROR = 0.02
+"""The largest difference from a module's own results, relative to them: some roundings to bfloat16."""
 _PROBE = (0, 1, 5, 17, 400)
 """Positions of the tokens by which a layer is checked."""
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -35,33 +33,6 @@ LevelsOf = Mapping[int, Levels]
 """The levels of quantised parameters, by their addresses."""
 Reduce = Callable[[Tensor], Tensor]
 """Sums `[1, tokens, hidden]` over the ranks of an instance."""
-
-
-class _Matrix(ctypes.Structure):
-    """`Matrix` of linear.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "levels", "grid", "head_norm", "out")),
-        *((name, ctypes.c_long) for name in ("outputs", "row", "out_row", "rotated", "bits")),
-    )
-
-
-class _Linear(ctypes.Structure):
-    """`Linear` of linear.cpp, field by field."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("tokens", "inputs", "x_row")),
-        ("norm", ctypes.c_void_p),
-        ("epsilon", ctypes.c_float),
-        ("number", ctypes.c_long),
-        ("matrices", _Matrix * _MAX_MATRICES),
-        ("gated", ctypes.c_long),
-        ("residual", ctypes.c_void_p),
-        ("residual_row", ctypes.c_long),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
-        *((name, ctypes.c_long) for name in ("head_dim", "rotary_dim")),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +86,7 @@ class Product:
             raise ValueError(f"heads have {head_dim} numbers")
         self._held = matrices, norm  # the kernel knows their addresses only
         self._widths = [len(matrix.weight) for matrix in matrices[: 1 if is_gated else None]]
-        self.problem = problem = _Linear(
+        self.problem = problem = LinearArgs(
             inputs=matrices[0].weight.shape[1],
             norm=_address(norm),
             epsilon=epsilon,
@@ -130,12 +101,12 @@ class Product:
             if (levels := matrix.levels) is not None:
                 own.levels, own.grid, own.bits = _address(levels.numbers), _address(levels.grid), levels.bits
         self._outs = [problem.matrices[index] for index in range(len(self._widths))]
-        self._alone = _addresses(self)
+        self._alone = Chain(problem)
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
         """Returns `[tokens, outputs]` of each matrix for `x [tokens, inputs]`; a residual is added to the first."""
         outs = self.prepare(x, residual=residual, rotary=rotary)
-        _compute(self._alone)
+        self._alone.run()
         return outs
 
     def prepare(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
@@ -155,25 +126,6 @@ class Product:
         return outs
 
 
-class Chain:
-    """Products that are computed in one call, each of what one before it gives. They are prepared one by one."""
-
-    def __init__(self, *products: Product) -> None:
-        self._problems = _addresses(*products)
-
-    def compute(self) -> None:
-        _compute(self._problems)
-
-
-def _addresses(*products: Product) -> ctypes.Array[Any]:
-    return (ctypes.POINTER(_Linear) * len(products))(*(ctypes.pointer(product.problem) for product in products))
-
-
-def _compute(problems: ctypes.Array[Any]) -> None:
-    if native.loaded().longspan_linear_bf16(problems, ctypes.c_long(len(problems)), torch.get_num_threads()):
-        raise MemoryError("no memory for packed tokens")
-
-
 class FusedLayer:
     """The forward of one decoder layer.
 
@@ -182,6 +134,10 @@ class FusedLayer:
         spec: its attention.
         reduce: sums outputs over the ranks of an instance; None on a rank that has whole layers.
         levels: of quantised weights, by the address of a parameter.
+
+    Attributes:
+        products: in the order in which they are computed; attention comes behind the first.
+        inner_size: numbers of a token between the last two.
 
     Raises:
         ValueError: for a layer of another form.
@@ -193,21 +149,23 @@ class FusedLayer:
             raise ValueError("its layers have other parts")
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
-        self._own, self._spec, self._reduce, self._index = layer.forward, spec, reduce, attention.layer_idx
-        norm, epsilon = _norm(layer.input_layernorm)
+        self._own, self.spec, self._reduce, self._index = layer.forward, spec, reduce, attention.layer_idx
+        norm, epsilon = norm_of(layer.input_layernorm)
         self._qkv = Product(_projections(attention, spec, levels), norm=norm, epsilon=epsilon, head_dim=spec.head_dim)
         self._out = Product([_matrix(attention.o_proj, levels)])
-        norm, epsilon = _norm(layer.post_attention_layernorm)
+        norm, epsilon = norm_of(layer.post_attention_layernorm)
         self._gate_up = Product(_gate_and_up(mlp, levels), norm=norm, epsilon=epsilon, is_gated=True)
         self._down = Product([_matrix(mlp.down_proj, levels)])
-        self._rest = Chain(self._out, self._gate_up, self._down)
+        self.products = (self._qkv, self._out, self._gate_up, self._down)
+        self.inner_size = self._down.problem.inputs
+        self._rest = Chain(self._out.problem, self._gate_up.problem, self._down.problem)
 
     def __call__(self, hidden_states: Tensor, *others: object, **arguments: Any) -> Tensor:  # noqa: ANN401
         """Returns hidden states `[1, tokens, hidden]`, as transformers' layers do."""
         attend = arguments["attend"]
         if getattr(attend, "num_alone", None) is not None:
             return self._own(hidden_states, *others, **arguments)  # type: ignore[no-any-return]
-        hidden, dim = hidden_states[0], self._spec.head_dim
+        hidden, dim = hidden_states[0], self.spec.head_dim
         q, k, v = self._qkv(hidden, rotary=arguments["position_embeddings"])
         num_tokens = q.shape[0]
         q, k, v = [x.view(num_tokens, -1, dim).transpose(0, 1) for x in (q, k, v)]
@@ -219,7 +177,7 @@ class FusedLayer:
         (between,) = self._out.prepare(out, residual=hidden)
         (inner,) = self._gate_up.prepare(between)
         (behind,) = self._down.prepare(inner, residual=between)
-        self._rest.compute()  # all of them are still here
+        self._rest.run()  # all of them are still here
         return behind[None]
 
 
@@ -229,11 +187,12 @@ def fuse_layers(
     reduce: Reduce | None,
     rotary: Callable[[Tensor], Rotary],
     levels: LevelsOf,
-) -> None:
+) -> dict[int, FusedLayer]:
     """Replaces the forward of each layer that the kernels know, by its number, and logs which they do not.
 
-    `rotary` gives cosines and sines for positions `[tokens]`.
+    `rotary` gives cosines and sines for positions `[tokens]`. Returns the former.
     """
+    known: dict[int, FusedLayer] = {}
     others: dict[str, list[int]] = {}
     for index, layer in layers.items():
         try:
@@ -242,19 +201,21 @@ def fuse_layers(
         except ValueError as error:
             others.setdefault(str(error), []).append(index)
         else:
-            layer.forward = fused
+            layer.forward = known[index] = fused
     for reason, indices in others.items():
         _log.info("layers %s are computed by PyTorch's operators: %s", indices, reason)
+    return known
 
 
-def fuse_head(head: Any, levels: LevelsOf) -> None:  # noqa: ANN401 - a module, whatever its class
-    """Replaces the forward of an output head, if the kernels know it."""
+def fuse_head(head: Any, levels: LevelsOf) -> Product | None:  # noqa: ANN401 - a module, whatever its class
+    """Replaces the forward of an output head, and returns what computes it, if the kernels know it."""
     try:
         product = Product([_matrix(head, levels)])
     except ValueError as error:
         _log.info("the output head is computed by PyTorch: %s", error)
-        return
+        return None
     head.forward = lambda hidden: product(hidden[0])[0][None]
+    return product
 
 
 def _check(fused: FusedLayer, layer: Any, rotary: Callable[[Tensor], Rotary]) -> None:  # noqa: ANN401
@@ -284,7 +245,7 @@ def _check(fused: FusedLayer, layer: Any, rotary: Callable[[Tensor], Rotary]) ->
     if not isinstance(own, Tensor):
         raise ValueError("its layers return several things")
     error = ((found.float() - own.float()).norm() / (own.float() - hidden.float()).norm()).item()
-    if not error <= _MAX_ERROR:
+    if not error <= MAX_ERROR:
         raise ValueError(f"they would differ by {error:.1%}")
 
 
@@ -326,7 +287,7 @@ def _split(linear: nn.Module, sizes: list[int], levels: LevelsOf) -> list[Matrix
     return found
 
 
-def _norm(module: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - a module, whatever its class
+def norm_of(module: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - a module, whatever its class
     epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
     if epsilon is None or not isinstance(getattr(module, "weight", None), Tensor):
         raise ValueError(f"{type(module).__name__} is not an RMSNorm that is known")

@@ -2,7 +2,7 @@
 
 They are compiled on first use by g++ (or what CXX says). Without it, or on another processor, PyTorch's kernels do
 the same work, as they do for other types and for what ours do not know. `attn.backends.native` calls those of
-attention, `model.fused` those of the layers around it.
+attention, `model.fused` those of the layers around it, and `native.chain` any of them one after the other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-_SOURCES = ("flash.cpp", "paged.cpp", "sparse.cpp", "linear.cpp")
-_HEADERS = ("simd.h", "tiles.h")
+_SOURCES = ("flash.cpp", "sparse.cpp", "linear.cpp", "paged.cpp", "chain.cpp")
+_HEADERS = ("simd.h", "tiles.h", "kernels.h")
 _FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),

@@ -5,18 +5,11 @@
 // only the tokens are packed, once per call, which is when they are normalised. With few tokens what counts is that
 // weights are read once, as they come from memory; with many, that packed tokens stay in the second cache.
 
+#include "kernels.h"
 #include "tiles.h"
 
-namespace {
+namespace longspan {
 
-using namespace longspan;
-
-constexpr long kOutputs = 2 * kTile;    // of a unit of work
-constexpr long kTokens = 2 * kTile;     // that are multiplied at once
-constexpr long kTokenBytes = 5 << 18;   // of tokens that are packed at a time
-constexpr long kPackedTokens = 128;     // from which on it pays to pack weights, too
-constexpr long kWeightBytes = 5 << 17;  // of weights that are packed at a time
-constexpr long kMaxUnits = 16;          // that are computed at a time
 constexpr long kMaxMatrices = 3;
 
 struct Matrix {
@@ -43,6 +36,16 @@ struct Linear {
     const uint16_t *cos, *sin;  // [tokens][rotary_dim]
     long head_dim, rotary_dim;
 };
+
+namespace {
+
+constexpr long kOutputs = 2 * kTile;    // of a unit of work
+constexpr long kTokens = 2 * kTile;     // that are multiplied at once
+constexpr long kTokenBytes = 5 << 18;   // of tokens that are packed at a time
+constexpr long kPackedTokens = 128;     // from which on it pays to pack weights, too
+constexpr long kWeightBytes = 5 << 17;  // of weights that are packed at a time
+constexpr long kMaxUnits = 16;          // that are computed at a time
+constexpr long kRowsAhead = 4;          // of weights, that are fetched early
 
 __m512 silu(__m512 x) {
     const __m512 power =
@@ -185,35 +188,74 @@ void write_block(const Linear& p, const Unit& unit, const float* sums, long toke
 }
 
 // 32 weights of a row by their levels, as bfloat16: the first 16 and the others.
-__m512i weights_of(const Matrix& m, long row, long group, long groups) {
-    const uint32_t grid = m.grid[row * groups + group];
-    const __m512 step = _mm512_set1_ps(widen(static_cast<uint16_t>(grid))),
-                 base = _mm512_set1_ps(widen(static_cast<uint16_t>(grid >> 16)));
-    const uint8_t* levels = m.levels + (row * groups + group) * 4 * m.bits;
+template <int kBits>
+__m512i weights_of(const uint8_t* levels, uint32_t grid) {
+    const __m512i both = _mm512_set1_epi32(static_cast<int>(grid));
+    const __m512 step = (__m512)_mm512_slli_epi32(both, 16),
+                 base = (__m512)_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
     const auto* here = reinterpret_cast<const __m128i*>(levels);
-    __m128i low = _mm_loadu_si128(here), high;
-    if (m.bits == 8) {
-        high = _mm_loadu_si128(here + 1);
+    if constexpr (kBits == 8) {
+        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(here)));
+        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(here + 1)));
+        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(second, step, base), _mm512_fmadd_ps(first, step, base));
     } else {
-        high = _mm_and_si128(_mm_srli_epi16(low, 4), _mm_set1_epi8(15));
-        low = _mm_and_si128(low, _mm_set1_epi8(15));
+        const __m128i low = _mm_loadu_si128(here);
+        const __m256i two = _mm256_inserti128_si256(_mm256_castsi128_si256(low), _mm_srli_epi16(low, 4), 1);
+        const __m512i places = _mm512_cvtepu8_epi16(_mm256_and_si256(two, _mm256_set1_epi8(15)));
+        const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m256i weights = (__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(all, step, base));  // of every level
+        return _mm512_permutexvar_epi16(places, _mm512_castsi256_si512(weights));
     }
-    const __m512 first = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(low)), step, base);
-    const __m512 second = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(high)), step, base);
-    return (__m512i)_mm512_cvtne2ps_pbh(second, first);
 }
 
+// Weights of a row of a matrix, 32 at a time, that have so many bits where they are stored. Those some rows behind are
+// on their way meanwhile.
+template <int kBits>
+struct Weights {
+    const uint8_t* levels;
+    const uint32_t* grid;
+    long ahead;
+
+    Weights(const Matrix& m, long row, long groups)
+        : levels(m.levels + row * groups * 4 * kBits),
+          grid(m.grid + row * groups),
+          ahead(kRowsAhead * groups * 4 * kBits) {}
+    __m512i operator()(long group) const {
+        const uint8_t* here = levels + group * 4 * kBits;
+        if (group % (16 / kBits) == 0) _mm_prefetch(here + ahead, _MM_HINT_T1);  // a line of several groups
+        return weights_of<kBits>(here, grid[group]);
+    }
+};
+
+template <>
+struct Weights<16> {
+    const uint16_t* weights;
+    long ahead;
+
+    Weights(const Matrix& m, long row, long) : weights(m.weight + row * m.row), ahead(kRowsAhead * m.row) {}
+    __m512i operator()(long group) const {
+        const uint16_t* here = weights + group * kOutputs;
+        _mm_prefetch(here + ahead, _MM_HINT_T1);
+        return _mm512_loadu_si512(here);
+    }
+};
+
 // Copies a stripe of weights such that a tile is in one piece: [inputs / 32][16 rows][32 numbers], every other tile.
+template <int kBits>
+void pack_weights(const Linear& p, const Stripe& stripe, uint16_t* packed) {
+    const long tiles = p.inputs / kOutputs;
+    for (long row = 0; row < kTile; ++row) {
+        const Weights<kBits> weights(*stripe.matrix, stripe.output + row, tiles);
+        for (long tile = 0; tile < tiles; ++tile)
+            _mm512_store_si512(packed + (2 * tile * kTile + row) * kOutputs, weights(tile));
+    }
+}
+
 void pack_weights(const Linear& p, const Stripe& stripe, uint16_t* packed) {
     const Matrix& m = *stripe.matrix;
-    const long tiles = p.inputs / kOutputs;
-    for (long row = 0; row < kTile; ++row)
-        for (long tile = 0; tile < tiles; ++tile) {
-            const uint16_t* weights = m.weight + (stripe.output + row) * m.row + tile * kOutputs;
-            const __m512i numbers =
-                m.levels ? weights_of(m, stripe.output + row, tile, tiles) : _mm512_loadu_si512(weights);
-            _mm512_store_si512(packed + (2 * tile * kTile + row) * kOutputs, numbers);
-        }
+    !m.levels     ? pack_weights<16>(p, stripe, packed)
+    : m.bits == 8 ? pack_weights<8>(p, stripe, packed)
+                  : pack_weights<4>(p, stripe, packed);
 }
 
 // What is computed together: the packed tokens [first, last), and the packed weights of a unit if `weights` is not
@@ -228,23 +270,34 @@ const uint32_t* in_pairs(const Stripe& stripe) {
     return reinterpret_cast<const uint32_t*>(stripe.matrix->weight + stripe.output * stripe.matrix->row);
 }
 
+// Up to kMostDots tokens, by weights as they lie.
+template <int kBits>
+void compute_few(const Linear& p, const Unit& unit, const uint32_t* tokens, float* sums) {
+    const long steps = p.inputs / kOutputs;
+    const auto row_of = [&](long row) {
+        const Stripe& stripe = row < kTile ? unit.first : unit.second;
+        return Weights<kBits>(*stripe.matrix, stripe.output + row % kTile, steps);
+    };
+    using RowOf = decltype(row_of);
+    using Dots = void (*)(const RowOf&, const uint32_t*, long, float*, long);
+    static constexpr Dots kDots[] = {dots<1, RowOf>, dots<2, RowOf>, dots<3, RowOf>, dots<4, RowOf>,
+                                     dots<5, RowOf>, dots<6, RowOf>, dots<7, RowOf>, dots<8, RowOf>};
+    kDots[p.tokens - 1](row_of, tokens, steps, sums, kTokens);
+}
+
+void compute_few(const Linear& p, const Unit& unit, const uint32_t* tokens, float* sums) {
+    const Matrix& m = *unit.first.matrix;
+    !m.levels     ? compute_few<16>(p, unit, tokens, sums)
+    : m.bits == 8 ? compute_few<8>(p, unit, tokens, sums)
+                  : compute_few<4>(p, unit, tokens, sums);
+}
+
 void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, float* sums) {
+    if (p.tokens <= kMostDots) return compute_few(p, unit, piece.tokens, sums);
     const long steps = p.inputs / kOutputs, block = p.inputs / 2 * kTile;
     const Rows as_they_lie{in_pairs(unit.first), in_pairs(unit.second), unit.first.matrix->row / 2, kTile};
     const Rows tiled{piece.weights, piece.weights + kTile * kTile, kTile, 2 * kTile * kTile};
     const Rows& rows = piece.weights ? tiled : as_they_lie;
-    if (p.tokens <= kMostDots) {
-        switch (p.tokens) {
-            case 1:
-                return dots<1>(rows, piece.tokens, steps, sums, kTokens);
-            case 2:
-                return dots<2>(rows, piece.tokens, steps, sums, kTokens);
-            case 3:
-                return dots<3>(rows, piece.tokens, steps, sums, kTokens);
-            default:
-                return dots<4>(rows, piece.tokens, steps, sums, kTokens);
-        }
-    }
     const Columns columns{piece.tokens + (token - piece.first) / kTile * block, kTile, 2 * kTile * kTile,
                           kTile * kTile};
     if (token + kTile < piece.last)
@@ -303,7 +356,7 @@ struct Cut {
         at_once = std::max(kTokens, kTokenBytes / 4 / block * kTile / kTokens * kTokens);
         blocks = round_up(std::min(p.tokens, at_once), kTokens) / kTile;
         const bool has_many = p.tokens > kPackedTokens;
-        packs_weights = has_many || p.matrices[0].levels;
+        packs_weights = has_many || (p.matrices[0].levels && p.tokens > kMostDots);
         group = has_many ? std::clamp(kWeightBytes / 4 / (2 * block), 1L, kMaxUnits) : packs_weights ? 1 : kMaxUnits;
         rooms = packs_weights ? group : 1;  // a thread also normalises tokens there
     }
@@ -315,7 +368,11 @@ struct Cut {
     bool packs_weights;
 };
 
-// One thread's part of a problem; all threads of a parallel region call it.
+}  // namespace
+
+long size_of_room(const Linear& p, int threads) { return Cut(p).size(threads); }
+
+// Inputs come in multiples of 32, outputs and halves of heads in multiples of 16.
 void run(const Linear& p, uint32_t* packed) {
     const Cut cut(p);
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -341,20 +398,4 @@ void run(const Linear& p, uint32_t* packed) {
     }
 }
 
-}  // namespace
-
-// Computes some problems, one after the other: each may read what those before it wrote. Returns 0, or 1 when there is
-// no memory. Inputs come in multiples of 32, outputs and halves of heads in multiples of 16.
-extern "C" int longspan_linear_bf16(const Linear* const* problems, long number, int threads) {
-    long size = 0;
-    for (long i = 0; i < number; ++i) size = std::max(size, Cut(*problems[i]).size(threads));
-    thread_local Scratch scratch;
-    uint32_t* packed = scratch.take(size);
-    if (!packed) return 1;
-#pragma omp parallel num_threads(threads)
-    {
-        const TileRegisters registers;
-        for (long i = 0; i < number; ++i) run(*problems[i], packed);
-    }
-    return 0;
-}
+}  // namespace longspan

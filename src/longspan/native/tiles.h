@@ -16,6 +16,10 @@ struct Rows {
     long row, step;
 };
 
+inline const uint32_t* row_of(const Rows& a, long number) {
+    return number < kTile ? a.first + number * a.row : a.second + (number - kTile) * a.row;
+}
+
 // 16 * T columns of pairs: from a pair to the next, from 16 pairs to the next 16, and from 16 columns to the next 16.
 struct Columns {
     const uint32_t* first;
@@ -88,29 +92,32 @@ constexpr long kMostDots = 0;
 
 #else
 
-constexpr long kMostDots = 4;
+constexpr long kMostDots = 8;
 
 struct TileRegisters {
     TileRegisters() {}
 };
 
+// Rows that come from memory are on their way while those before them are multiplied: few processors foresee so many.
 template <int T>
 void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool add) {
-    constexpr int kRows = 8;
+    constexpr int kRows = 16 / T;
     for (int start = 0; start < 2 * kTile; start += kRows, c += kRows * ldc) {
-        const uint32_t* rows = start < kTile ? a.first + start * a.row : a.second + (start - kTile) * a.row;
+        const uint32_t *rows = row_of(a, start), *next = row_of(a, start + kRows), *columns = b.first;
         __m512 sum[kRows][T];
         for (int r = 0; r < kRows; ++r)
             for (int t = 0; t < T; ++t)
                 sum[r][t] = add ? _mm512_loadu_ps(c + r * ldc + kTile * t) : _mm512_setzero_ps();
-        for (long pair = 0; pair < kTile * steps; ++pair) {
-            const uint32_t* columns = b.first + pair / kTile * b.step + pair % kTile * b.pair;
-            const uint32_t* numbers = rows + pair / kTile * a.step + pair % kTile;
-            __m512bh column[T];
-            for (int t = 0; t < T; ++t) column[t] = (__m512bh)_mm512_loadu_si512(columns + t * b.tile);
-            for (int r = 0; r < kRows; ++r) {
-                const __m512bh number = (__m512bh)_mm512_set1_epi32(static_cast<int>(numbers[r * a.row]));
-                for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], number, column[t]);
+        for (long step = 0; step < steps; ++step, rows += a.step, next += a.step, columns += b.step) {
+            for (int r = 0; r < kRows; ++r) _mm_prefetch(next + r * a.row, _MM_HINT_T1);
+            for (long pair = 0; pair < kTile; ++pair) {
+                __m512bh column[T];
+                for (int t = 0; t < T; ++t)
+                    column[t] = (__m512bh)_mm512_loadu_si512(columns + pair * b.pair + t * b.tile);
+                for (int r = 0; r < kRows; ++r) {
+                    const __m512bh number = (__m512bh)_mm512_set1_epi32(static_cast<int>(rows[r * a.row + pair]));
+                    for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], number, column[t]);
+                }
             }
         }
         for (int r = 0; r < kRows; ++r)
@@ -120,25 +127,39 @@ void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool
 
 #endif
 
+// The sums of four vectors.
+inline __m128 sums(const __m512* each) {
+    const __m512 even = _mm512_add_ps(_mm512_unpacklo_ps(each[0], each[1]), _mm512_unpackhi_ps(each[0], each[1]));
+    const __m512 odd = _mm512_add_ps(_mm512_unpacklo_ps(each[2], each[3]), _mm512_unpackhi_ps(each[2], each[3]));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(even, odd, 0x44), _mm512_shuffle_ps(even, odd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
 // C[32][T] = A X for T columns [16 * steps] of pairs, each in one piece: for so few, up to kMostDots, that most of a
 // block of 16 columns would be computed for nothing. (A tile of AMX takes as long for one column as for 16, and less
-// than memory.)
-template <int T>
-void dots(const Rows& a, const uint32_t* x, long steps, float* c, long ldc) {
-    constexpr int kRows = 4;
+// than memory.) Row by row, as memory gives them quickest: `row_of(row)` is a function of the step, of 16 pairs. It
+// may fetch those of further rows, too.
+template <int T, typename RowOf>
+void dots(const RowOf& row_of, const uint32_t* x, long steps, float* c, long ldc) {
+    constexpr int kRows = T == 1 ? 4 : T == 2 ? 2 : 1;
     for (int start = 0; start < 2 * kTile; start += kRows, c += kRows * ldc) {
-        const uint32_t* rows = start < kTile ? a.first + start * a.row : a.second + (start - kTile) * a.row;
-        __m512 sum[kRows][T] = {};
-        for (long step = 0; step < steps; ++step) {
-            __m512bh column[T];
-            for (int t = 0; t < T; ++t) column[t] = (__m512bh)_mm512_loadu_si512(x + (t * steps + step) * kTile);
-            for (int r = 0; r < kRows; ++r) {
-                const __m512bh row = (__m512bh)_mm512_loadu_si512(rows + r * a.row + step * a.step);
-                for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], row, column[t]);
+        __m512 sum[(kRows * T + 3) / 4 * 4] = {};
+        for (int r = 0; r < kRows; ++r) {
+            const auto row = row_of(start + r);
+            for (long step = 0; step < steps; ++step) {
+                const __m512bh numbers = (__m512bh)row(step);
+                for (int t = 0; t < T; ++t) {
+                    const __m512bh column = (__m512bh)_mm512_loadu_si512(x + (t * steps + step) * kTile);
+                    sum[r * T + t] = _mm512_dpbf16_ps(sum[r * T + t], numbers, column);
+                }
             }
         }
-        for (int r = 0; r < kRows; ++r)
-            for (int t = 0; t < T; ++t) c[r * ldc + t] = _mm512_reduce_add_ps(sum[r][t]);
+        for (int i = 0; i < kRows * T; i += 4) {
+            alignas(16) float four[4];
+            _mm_storeu_ps(T % 4 ? four : c + i, sums(sum + i));
+            for (int j = i; T % 4 && j < std::min(i + 4, kRows * T); ++j) c[j / T * ldc + j % T] = four[j - i];
+        }
     }
 }
 

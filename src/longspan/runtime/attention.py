@@ -9,6 +9,8 @@ from torch import Tensor
 
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import LOCAL
+from longspan.model.whole_step import SingleTokens
 from longspan.runtime.batch import Packed
 from longspan.runtime.layerwise import Layerwise, LayerwiseStep
 from longspan.runtime.moves import StepMoves
@@ -79,6 +81,22 @@ class StepAttention:
                     slots.write(self._pool, layer, keys, values)
             self._start(layer + 1)
             return out
+
+    def single_tokens(self) -> SingleTokens | None:
+        """Returns what the step reads and writes if each of its tokens is its request's only one, and nothing travels.
+
+        Then the model may compute all of it without calling this object. Not while times are recorded, by layer.
+        """
+        packed, moves = self._packed, self._moves
+        if self._watch.enabled or packed.prompts or len(packed.channels) != 1 or (moves and moves.any_left):
+            return None
+        (channel,) = packed.channels
+        num_tokens, parts = len(packed.tokens), channel.parts
+        if channel.exchange != LOCAL or not len(parts) == len(packed.slots.rows) == num_tokens:
+            return None
+        kv, rows = self._pool.kv, tuple(range(num_tokens))
+        plans = [parts.plan(rows, 0, 0, one, spec.window) for one, spec in zip(kv, self._specs, strict=True)]
+        return SingleTokens(blocks=packed.slots.blocks, offsets=packed.slots.offsets, kv=kv, plans=plans)
 
     def layerwise(self, layer: int, hidden: Tensor) -> Tensor:
         """Returns the output of a layer's attention `[tokens, hidden]` for the tokens of layerwise exchanges."""

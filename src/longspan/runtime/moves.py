@@ -367,6 +367,11 @@ class StepMoves:
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
         self._start(messages.layers.start)
 
+    @property
+    def any_left(self) -> bool:
+        """Whether any KV moves layer by layer."""
+        return bool(self._rebalances or self._streams)
+
     def complete(self, layer: int) -> None:
         """Waits until a layer's rebalanced KV is in the pool, and then starts that of the next layer."""
         while self._num_complete <= layer:

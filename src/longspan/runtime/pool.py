@@ -72,6 +72,7 @@ class KvPool:
             layer: PagedKv(keys=keys.view(shape), values=values.view(shape))
             for layer, shape, keys, values in zip(self.layers, shapes, parts[::2], parts[1::2], strict=True)
         }
+        self.kv = tuple(self._layers.values())
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores `k, v [kv_heads, tokens, head_dim]`: token t goes to slot `offsets[t]` of block `blocks[t]`."""

@@ -28,14 +28,14 @@ class Stopwatch:
     """
 
     def __init__(self, *, enabled: bool, device: torch.device) -> None:
-        self._enabled, self._is_cuda = enabled, device.type == "cuda"
+        self.enabled, self._is_cuda = enabled, device.type == "cuda"
         self._seconds = dict.fromkeys(_CATEGORIES, 0.0)
         self._current, self._since = "controller", self._now("controller")
 
     def switch(self, category: str) -> str:
         """Counts time from now on as `category`; returns the one before."""
         before = self._current
-        if self._enabled and category != before:
+        if self.enabled and category != before:
             if self._is_cuda:
                 torch.cuda.synchronize()
             self._seconds[before] += self._now(before) - self._since
@@ -55,10 +55,10 @@ class Stopwatch:
 
     def seconds(self) -> dict[str, float]:
         """Returns seconds since the start, up to the latest change of category; none unless enabled."""
-        return dict(self._seconds) if self._enabled else {}
+        return dict(self._seconds) if self.enabled else {}
 
     def watch_linear(self, module: nn.Module) -> None:
-        for layer in module.modules() if self._enabled else ():
+        for layer in module.modules() if self.enabled else ():
             if isinstance(layer, nn.Linear) or isinstance(vars(layer).get("forward"), FusedLayer):
                 layer.register_forward_pre_hook(self._enter_linear)
                 layer.register_forward_hook(self._leave_linear)

@@ -14,9 +14,13 @@ from longspan.attn.backends.pytorch import TorchCpu
 from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
+from longspan.native.chain import Chain, PagedArgs, StoreArgs
 
 _FAR = 1 << 40
-_MAX_DIM = 256
+_MAX_DIM, _MULTIPLE = 256, 32
+"""A head has so many numbers at most, and a multiple of the other."""
+_MOST_TOKENS_ALONE = 64
+"""One thread stores so few before the others have awoken."""
 _FEWEST_QUERIES = 17
 """Packing the keys for fewer costs more than the products gain."""
 
@@ -31,27 +35,6 @@ class _Flash(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_long) for name in ("lower", "upper", "dense")),
         ("kept", ctypes.c_void_p),
-    )
-
-
-class _Paged(ctypes.Structure):
-    """`Problem` of paged.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "lse")),
-        *((name, ctypes.c_void_p) for name in ("first_item", "blocks", "low", "high")),
-        *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "dim", "block_size", "q_head", "q_row")),
-        ("scale", ctypes.c_float),
-    )
-
-
-class _Store(ctypes.Structure):
-    """`Store` of paged.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v", "keys", "values", "blocks", "offsets")),
-        *((name, ctypes.c_long) for name in ("tokens", "kv_heads", "dim", "block_size")),
-        *((name, ctypes.c_long) for name in ("k_head", "k_row", "v_head", "v_row")),
     )
 
 
@@ -89,10 +72,15 @@ class _Merge(ctypes.Structure):
 class NativeCpu(TorchCpu):
     """Our own kernels, which must be loaded, and PyTorch's wherever they do not apply."""
 
+    @staticmethod
+    def knows(spec: AttnSpec) -> bool:
+        """Tells whether the kernels compute attention of bfloat16 numbers as `spec` says."""
+        return spec.softcap is None and spec.head_dim % _MULTIPLE == 0 and spec.head_dim <= _MAX_DIM
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec, multiple=32):
+        if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec):
             return super().attend(q, k, v, relation, spec, dense=dense)
         is_full = relation.kind == "full"  # maybe of several runs of keys, of which the relation is that of the last
         band = (-_FAR, _FAR) if is_full else (relation.lower, relation.upper)
@@ -100,7 +88,7 @@ class NativeCpu(TorchCpu):
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Packs the kept keys from where they are."""
-        if q.shape[1] < _FEWEST_QUERIES or not indices.shape[1] or not _applies(q, spec, multiple=32):
+        if q.shape[1] < _FEWEST_QUERIES or not indices.shape[1] or not _applies(q, spec):
             return super().attend_kept(q, k, v, indices, spec)
         return _attended(q, k, v, spec, kept=indices)
 
@@ -110,27 +98,27 @@ class NativeCpu(TorchCpu):
             return
         assert blocks.is_contiguous() and offsets.is_contiguous(), "the kernel reads them as arrays"
         num_heads, num_tokens, dim = k.shape
-        problem = _Store(
+        problem = StoreArgs(
             *(tensor.data_ptr() for tensor in (k, v, kv.keys, kv.values, blocks, offsets)),
             *(num_tokens, num_heads, dim, kv.block_size, *k.stride()[:2], *v.stride()[:2]),
         )
-        native.loaded().longspan_store_bf16(ctypes.byref(problem), torch.get_num_threads())
+        Chain(problem).run(num_threads=1 if num_tokens <= _MOST_TOKENS_ALONE else None)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Uses our own kernel for a dense pool, and PyTorch's otherwise."""
-        if not _applies(q, spec, multiple=32):
+        if not _applies(q, spec):
             return super().attend_paged(q, kv, plan, spec)
         assert q.shape[1] == plan.num_queries, "the plan is for these queries"
         q = q if q.stride(-1) == 1 else q.contiguous()
         out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
-        problem = _Paged(
+        problem = PagedArgs(
             *(tensor.data_ptr() for tensor in (q, kv.keys, kv.values, out, lse)),
             *plan.addresses,
-            *(q.shape[1], q.shape[0], kv.keys.shape[1], q.shape[2], kv.block_size, q.stride(0), q.stride(1)),
+            *(q.shape[1], q.shape[0], kv.keys.shape[1], q.shape[2], kv.block_size),
+            *(*q.stride()[:2], *out.stride()[:2]),
             spec.scale,
         )
-        if native.loaded().longspan_attend_paged_bf16(ctypes.byref(problem), torch.get_num_threads()):
-            raise MemoryError("no memory for partial outputs")
+        Chain(problem).run()
         return out, lse
 
     def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
@@ -156,7 +144,7 @@ class NativeCpu(TorchCpu):
         return lse
 
     def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
-        if not _applies(q, spec, multiple=32):
+        if not _applies(q, spec):
             return super().rate(q, lse, seen, k, spec)
         q, lse, seen = q.contiguous(), lse.contiguous(), seen.to(torch.int64)
         k = k if k.stride(-1) == 1 else k.contiguous()
@@ -204,12 +192,5 @@ def _is_bf16(*tensors: Tensor) -> bool:
     return all(one.device.type == "cpu" and one.dtype == torch.bfloat16 and one.stride(-1) == 1 for one in tensors)
 
 
-def _applies(q: Tensor, spec: AttnSpec, *, multiple: int) -> bool:
-    """Tells whether a kernel that needs such a multiple as head size can compute `q [H, T, D]`."""
-    return (
-        q.device.type == "cpu"
-        and q.dtype == torch.bfloat16
-        and spec.softcap is None
-        and q.shape[2] % multiple == 0
-        and q.shape[2] <= _MAX_DIM
-    )
+def _applies(q: Tensor, spec: AttnSpec) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and NativeCpu.knows(spec)

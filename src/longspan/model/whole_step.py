@@ -1,0 +1,215 @@
+"""Steps of single tokens, as decodes are, in one call: all layers, their attention to KV in blocks, the output head.
+
+Nothing of Python runs between the kernels of such a step, which would find its own code and data gone from the caches
+each time, because every layer streams its weights through them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.attn.backends.native import NativeCpu
+from longspan.attn.paged import PagedKv, PagedPlan, Reads
+from longspan.attn.spec import AttnSpec
+from longspan.model.fused import MAX_ERROR, FusedLayer, Product, Rotary, norm_of
+from longspan.native.chain import Args, Chain, LinearArgs, PagedArgs, StoreArgs, fields
+
+_log = logging.getLogger("longspan")
+_PROBE = (0, 1, 5, 17, 23)
+"""Positions of the tokens by which a model is checked, each of a request of its own."""
+_PROBE_SLOTS = 32
+_PRODUCTS = 4
+"""Calls of `linear.cpp` per layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleTokens:
+    """Lists what a step reads and writes besides the model when each of its tokens is the only one of its request.
+
+    Attributes:
+        blocks, offsets: where each token's keys and values go, `[tokens]` int64.
+        kv: of each layer.
+        plans: of each layer, for one query per token.
+    """
+
+    blocks: Tensor
+    offsets: Tensor
+    kv: Sequence[PagedKv]
+    plans: Sequence[PagedPlan]
+
+
+class WholeStep:
+    """Computes logits of single tokens by a chain of kernels that was prepared before.
+
+    Args:
+        module: the model, whose last norm and embeddings are taken.
+        layers: its own, all of them.
+        head: its output head.
+
+    Raises:
+        ValueError: for a model of another form.
+    """
+
+    def __init__(self, module: Any, layers: Sequence[FusedLayer], head: Product) -> None:  # noqa: ANN401 - whatever its class
+        base = getattr(module, module.base_model_prefix)
+        if not hasattr(base, "norm"):
+            raise ValueError(f"{type(base).__name__} has no last norm that is known")
+        self._norm, epsilon = norm_of(base.norm)  # the kernel knows its address only
+        self._embeddings = module.get_input_embeddings().weight
+        self._layers, self._head = layers, head
+        specs = [layer.spec for layer in layers]
+        if any(not NativeCpu.knows(spec) for spec in specs):
+            raise ValueError("its attention is not that of the kernel")
+        problems = [product.problem for layer in layers for product in layer.products] + [head.problem]
+        self._linears = (LinearArgs * len(problems))(*problems)  # copies: layers go on to serve other steps
+        self._linears[-1].norm, self._linears[-1].epsilon = self._norm.data_ptr(), epsilon
+        self._stores = (StoreArgs * len(layers))(*(_store_args(spec) for spec in specs))
+        self._reads = (PagedArgs * len(layers))(*(_paged_args(spec) for spec in specs))
+        links: list[Args] = []
+        for index in range(len(layers)):
+            first = _PRODUCTS * index
+            qkv, *rest = self._linears[first : first + _PRODUCTS]
+            links += [qkv, self._stores[index], self._reads[index], *rest]
+        self._chain = Chain(*links, self._linears[-1])
+        self._of_linears, self._of_stores = fields(self._linears), fields(self._stores)
+        self._of_reads = fields(self._reads)
+        self._specs = specs
+        self._kv: Sequence[PagedKv] = ()
+        self._make_room(1)
+
+    def __call__(self, tokens: Tensor, rotary: Rotary, step: SingleTokens) -> Tensor:
+        """Returns bfloat16 logits `[tokens, vocab]`, which stay until the next call; stores the tokens' KV.
+
+        `tokens` `[tokens]` int64; `rotary` are cosines and sines `[1, tokens, rotary_dim]`.
+        """
+        num_tokens = len(tokens)
+        if num_tokens > len(self._hidden):
+            self._make_room(2 * num_tokens)
+        if step.kv is not self._kv:
+            self._set_pool(step.kv)
+        torch.index_select(self._embeddings, 0, tokens, out=self._hidden[:num_tokens])
+        cos, sin = rotary
+        assert cos.is_contiguous() and sin.is_contiguous(), "the kernel reads them as arrays"
+        self._of_linears["tokens"] = num_tokens
+        self._of_linears["cos"], self._of_linears["sin"] = cos.data_ptr(), sin.data_ptr()
+        self._of_linears["rotary_dim"] = cos.shape[-1]
+        self._of_stores["tokens"] = self._of_reads["queries"] = num_tokens
+        self._of_stores["blocks"], self._of_stores["offsets"] = step.blocks.data_ptr(), step.offsets.data_ptr()
+        places = np.array([plan.addresses for plan in step.plans], dtype=np.uint64)
+        for field, column in zip(("first_item", "blocks", "low", "high"), places.T, strict=True):
+            self._of_reads[field] = column
+        self._chain.run()
+        return self._logits[:num_tokens]
+
+    def check(self, module: Any, rotary: Callable[[Tensor], Rotary]) -> None:  # noqa: ANN401
+        """Raises ValueError unless it computes what `module` does, whose attention calls `attend`."""
+        numbers = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, len(self._embeddings), (len(_PROBE),), generator=numbers)
+        positions, offsets, blocks = torch.tensor(_PROBE), torch.tensor(_PROBE), torch.arange(len(_PROBE))
+
+        def pools() -> list[PagedKv]:
+            random = torch.Generator().manual_seed(1)
+            shapes = [(len(_PROBE), spec.num_kv_heads, _PROBE_SLOTS, spec.head_dim) for spec in self._specs]
+            pairs = [(torch.randn(shape, generator=random), torch.randn(shape, generator=random)) for shape in shapes]
+            return [PagedKv(keys=keys.bfloat16(), values=values.bfloat16()) for keys, values in pairs]
+
+        own_kv, backend = pools(), NativeCpu()
+        reads = [Reads(blocks=[row], start=0, stop=position + 1) for row, position in enumerate(_PROBE)]
+        plans = [backend.plan(reads, kv) for kv in own_kv]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            backend.store(own_kv[layer], blocks, offsets, k, v)
+            return backend.attend_paged(q, own_kv[layer], plans[layer], self._specs[layer])[0]
+
+        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
+        with torch.no_grad():
+            own = module(**arguments).logits[0]
+            step = SingleTokens(blocks=blocks, offsets=offsets, kv=pools(), plans=plans)
+            found = self(tokens, rotary(positions), step)
+        self._kv = ()  # the probe's is gone
+        error = ((found.float() - own.float()).norm() / own.float().norm()).item()
+        if not error <= MAX_ERROR:
+            raise ValueError(f"its logits would differ by {error:.1%}")
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Makes buffers for so many tokens, which all layers share, and tells every kernel where they are."""
+        width, inner = self._embeddings.shape[1], max(layer.inner_size for layer in self._layers)
+        heads, kv_heads = (max(sizes) for sizes in zip(*map(_sizes, self._specs), strict=True))
+        widths = (width, width, heads, heads, kv_heads, kv_heads, inner, self._head.problem.matrices[0].outputs)
+        self._buffers = [torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in widths]
+        self._hidden, *_, self._logits = self._buffers
+        hidden, between, q, attended, k, v, inner_at, logits = (one.data_ptr() for one in self._buffers)
+        of_layers = self._of_linears[:-1].reshape(-1, _PRODUCTS)
+        for product, (x, residual, outs) in enumerate(
+            (
+                (hidden, 0, (q, k, v)),
+                (attended, hidden, (between,)),
+                (between, 0, (inner_at,)),
+                (inner_at, between, (hidden,)),
+            )
+        ):
+            own = of_layers[:, product]
+            own["x"], own["residual"], own["x_row"], own["residual_row"] = x, residual, own["inputs"], width
+            for index, out in enumerate(outs):
+                own["matrices"]["out"][:, index] = out
+        last = self._of_linears[-1:]
+        last["x"], last["x_row"], last["residual"] = hidden, width, 0
+        last["matrices"]["out"][:, 0] = logits
+        self._of_stores["k"], self._of_stores["v"] = k, v
+        self._of_reads["q"], self._of_reads["out"] = q, attended
+
+    def _set_pool(self, kv: Sequence[PagedKv]) -> None:
+        """Tells every kernel where keys and values are."""
+        for args in (self._of_stores, self._of_reads):
+            args["keys"] = [one.keys.data_ptr() for one in kv]
+            args["values"] = [one.values.data_ptr() for one in kv]
+            args["block_size"] = [one.block_size for one in kv]
+        self._kv = kv
+
+
+def whole_step(
+    module: Any,  # noqa: ANN401 - whatever its class
+    layers: Sequence[FusedLayer],
+    head: Product,
+    rotary: Callable[[Tensor], Rotary],
+) -> WholeStep | None:
+    """Returns what computes whole steps of a model, whose layers and head are fused, if it is of the form for that."""
+    try:
+        found = WholeStep(module, layers, head)
+        found.check(module, rotary)
+    except ValueError as error:
+        _log.info("decode steps are computed layer by layer: %s", error)
+        return None
+    return found
+
+
+def _sizes(spec: AttnSpec) -> tuple[int, int]:
+    return spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+
+
+def _store_args(spec: AttnSpec) -> StoreArgs:
+    _, row = _sizes(spec)
+    dim = spec.head_dim
+    return StoreArgs(kv_heads=spec.num_kv_heads, dim=dim, k_head=dim, k_row=row, v_head=dim, v_row=row)
+
+
+def _paged_args(spec: AttnSpec) -> PagedArgs:
+    row, _ = _sizes(spec)
+    dim = spec.head_dim
+    return PagedArgs(
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        dim=dim,
+        q_head=dim,
+        q_row=row,
+        out_head=dim,
+        out_row=row,
+        scale=spec.scale,
+    )

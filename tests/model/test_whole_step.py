@@ -1,0 +1,141 @@
+"""Steps of single tokens in one call, against the same model layer by layer, and inside an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import ThreadLLM
+from kernels import loaded_kernels
+from test_fused import SPEC, random_model
+from torch import Tensor, nn
+
+from longspan import SamplingParams, native
+from longspan.attn.backends.native import NativeCpu
+from longspan.attn.paged import PagedKv, Reads
+from longspan.model.fused import Rotary, fuse_head, fuse_layers
+from longspan.model.whole_step import SingleTokens, WholeStep, whole_step
+
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(params=["as_it_is", "without_amx"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "without_amx":
+        monkeypatch.setattr(native, "has_amx", lambda: False)
+    with loaded_kernels():
+        yield
+
+
+class Fused:
+    """A tiny model with fused layers, and what computes its whole steps."""
+
+    def __init__(self, name: str) -> None:
+        self.module: Any = random_model(name, vocab_size=208)
+        layers = dict(enumerate(self.module.model.layers))
+        fused = fuse_layers(layers, [SPEC] * len(layers), None, self.rotary, {})
+        head = fuse_head(self.module.lm_head, {})
+        assert head is not None
+        self.num_layers = len(layers)
+        self.make = lambda: whole_step(self.module, [fused[layer] for layer in layers], head, self.rotary)
+
+    def rotary(self, positions: Tensor) -> Rotary:
+        cos, sin = self.module.model.rotary_emb(torch.empty(1, 0, 0, dtype=torch.bfloat16), positions[None])
+        return cos, sin
+
+
+def random_pools(num_layers: int, num_blocks: int) -> tuple[PagedKv, ...]:
+    generator = torch.Generator().manual_seed(num_blocks)
+    shape = (2, num_blocks, SPEC.num_kv_heads, BLOCK_SIZE, SPEC.head_dim)
+    pools = [torch.randn(shape, generator=generator).bfloat16() for _ in range(num_layers)]
+    return tuple(PagedKv(keys=keys, values=values) for keys, values in pools)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "phi3", "qwen2", "qwen3"])
+def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
+    """Batches grow and shrink, and pools change: nothing of a step before is left."""
+    model = Fused(name)
+    step = model.make()
+    assert step is not None
+    for num_tokens in (1, 6, 40, 3):
+        generator = torch.Generator().manual_seed(num_tokens)
+        tokens = torch.randint(0, 208, (num_tokens,), generator=generator)
+        positions = torch.randint(0, 3 * BLOCK_SIZE, (num_tokens,), generator=generator)
+        tables = torch.randperm(3 * num_tokens, generator=generator).view(num_tokens, 3)
+        own_kv, kv = (random_pools(model.num_layers, 3 * num_tokens) for _ in range(2))
+        blocks = tables[torch.arange(num_tokens), positions // BLOCK_SIZE].contiguous()
+        offsets = positions % BLOCK_SIZE
+        starts = [max(0, int(position) - 50) for position in positions]  # as windows do
+        reads = [
+            Reads(blocks=table, start=start, stop=int(position) + 1)
+            for table, start, position in zip(tables.tolist(), starts, positions, strict=True)
+        ]
+        plan = NativeCpu().plan(reads, kv[0])
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            NativeCpu().store(own_kv[layer], blocks, offsets, k, v)  # noqa: B023 - called in this turn
+            return NativeCpu().attend_paged(q, own_kv[layer], plan, SPEC)[0]  # noqa: B023
+
+        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
+        what = SingleTokens(blocks=blocks, offsets=offsets, kv=kv, plans=[plan] * model.num_layers)
+        with torch.no_grad():
+            own = model.module(**arguments, attend=attend).logits[0]
+            found = step(tokens, model.rotary(positions), what)
+        for one, other in zip(kv, own_kv, strict=True):
+            assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+        torch.testing.assert_close(found, own, atol=0.02 * own.abs().max().item(), rtol=0)
+
+
+class Doubled(nn.Module):
+    """Embeddings that are no longer the rows of a matrix."""
+
+    def __init__(self, inner: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = inner.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 2 * nn.functional.embedding(tokens, self.weight)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_model_with_more_to_it_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = Fused("llama")
+    model.module.set_input_embeddings(Doubled(model.module.get_input_embeddings()))
+    with caplog.at_level(logging.INFO, "longspan"):
+        assert model.make() is None
+    assert "layer by layer: its logits would differ by" in caplog.text
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_model_without_a_last_norm_that_is_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="no last norm"):
+        WholeStep(SimpleNamespace(base_model_prefix="model", model=SimpleNamespace()), [], None)  # type: ignore[arg-type]
+
+
+def test_an_engine_decodes_by_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while prompts are computed beside, nor while times are recorded; the tokens are the same."""
+    sizes: list[int] = []
+    call = WholeStep.__call__
+
+    def counted(self: WholeStep, tokens: Tensor, *others: Any) -> Tensor:
+        sizes.append(len(tokens))
+        return call(self, tokens, *others)
+
+    monkeypatch.setattr(WholeStep, "__call__", counted)
+    prompts = [[5, 6, 7], [8] * 40, list(range(30))]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = []
+    for record_times in (False, True):
+        monkeypatch.setattr(native, "_library", None)
+        with ThreadLLM(dtype="bfloat16", block_size=16, threads_per_rank=1, record_times=record_times) as llm:
+            if not native.is_loaded():
+                pytest.skip("the machine cannot have the kernels")
+            sizes.clear()
+            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
+            assert (sizes.count(3) >= 10) != record_times and len(sizes) <= 36
+    assert found[0] == found[1]
