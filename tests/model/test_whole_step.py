@@ -18,7 +18,7 @@ from longspan import SamplingParams, native
 from longspan.attn.backends.native import NativeCpu
 from longspan.attn.paged import PagedKv, Reads
 from longspan.model.fused import Rotary, fuse_head, fuse_layers
-from longspan.model.whole_step import SingleTokens, WholeStep, whole_step
+from longspan.model.whole_step import RotaryTable, SingleTokens, WholeStep, whole_step
 
 BLOCK_SIZE = 32
 
@@ -31,17 +31,19 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
 
-class Fused:
-    """A tiny model with fused layers, and what computes its whole steps."""
+class Tiny:
+    """A tiny model, of which the kernels know all parts."""
 
     def __init__(self, name: str) -> None:
         self.module: Any = random_model(name, vocab_size=208)
+        self.num_layers = len(self.module.model.layers)
+
+    def whole_step(self) -> WholeStep | None:
         layers = dict(enumerate(self.module.model.layers))
         fused = fuse_layers(layers, [SPEC] * len(layers), None, self.rotary, {})
         head = fuse_head(self.module.lm_head, {})
         assert head is not None
-        self.num_layers = len(layers)
-        self.make = lambda: whole_step(self.module, [fused[layer] for layer in layers], head, self.rotary)
+        return whole_step(self.module, [fused[layer] for layer in layers], head, self.rotary)
 
     def rotary(self, positions: Tensor) -> Rotary:
         cos, sin = self.module.model.rotary_emb(torch.empty(1, 0, 0, dtype=torch.bfloat16), positions[None])
@@ -59,8 +61,8 @@ def random_pools(num_layers: int, num_blocks: int) -> tuple[PagedKv, ...]:
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "phi3", "qwen2", "qwen3"])
 def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
     """Batches grow and shrink, and pools change: nothing of a step before is left."""
-    model = Fused(name)
-    step = model.make()
+    model = Tiny(name)
+    step = model.whole_step()
     assert step is not None
     for num_tokens in (1, 6, 40, 3):
         generator = torch.Generator().manual_seed(num_tokens)
@@ -91,6 +93,14 @@ def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
         torch.testing.assert_close(found, own, atol=0.02 * own.abs().max().item(), rtol=0)
 
 
+def test_a_table_has_the_bits_of_what_it_keeps() -> None:
+    model = Tiny("llama")
+    table = RotaryTable(model.rotary)
+    for positions in ([3], [9000, 5, 5], [7], [1 << 17, 4], [(1 << 17) - 1]):
+        found, wanted = (one(torch.tensor(positions)) for one in (table, model.rotary))
+        assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found, wanted, strict=True))
+
+
 class Doubled(nn.Module):
     """Embeddings that are no longer the rows of a matrix."""
 
@@ -104,10 +114,10 @@ class Doubled(nn.Module):
 
 @pytest.mark.usefixtures("kernels")
 def test_a_model_with_more_to_it_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
-    model = Fused("llama")
+    model = Tiny("llama")
     model.module.set_input_embeddings(Doubled(model.module.get_input_embeddings()))
     with caplog.at_level(logging.INFO, "longspan"):
-        assert model.make() is None
+        assert model.whole_step() is None
     assert "layer by layer: its logits would differ by" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,17 +115,19 @@ class PagedBatch:
 
 
 def _items(reads: Sequence[Reads], size: int) -> PagedItems:
-    counts, blocks, lows, highs = [], [], [], []
-    for read in reads:
-        begin = read.start // size
-        end = -(-read.stop // size) if read.stop > read.start else begin
-        begins = np.arange(begin, end, dtype=np.int64) * size
-        counts.append(end - begin)
-        blocks.append(np.asarray(read.blocks[begin:end], dtype=np.int64))
-        lows.append(np.maximum(read.start - begins, 0))
-        highs.append(np.minimum(read.stop - begins, size))
-    first = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
-    return PagedItems(first, np.concatenate(blocks), np.concatenate(lows), np.concatenate(highs))
+    starts, stops = np.array([(read.start, read.stop) for read in reads], dtype=np.int64).reshape(-1, 2).T
+    begins, ends = starts // size, -(-stops // size)
+    counts = np.where(stops > starts, ends - begins, 0)
+    first = np.concatenate(([0], np.cumsum(counts)))
+    owner = np.repeat(np.arange(len(reads)), counts)
+    offsets = (np.arange(first[-1]) - first[owner] + begins[owner]) * size  # of each block in its request
+    lists = [read.blocks[begin : begin + count] for read, begin, count in zip(reads, begins, counts, strict=True)]
+    return PagedItems(
+        first,
+        np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64, count=len(owner)),
+        np.maximum(starts[owner] - offsets, 0),
+        np.minimum(stops[owner] - offsets, size),
+    )
 
 
 def _nth_use(numbers: Numbers) -> Numbers:

@@ -23,7 +23,7 @@ from longspan.model.sharding import Shard, attention_modules, sum_partial_result
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.stages import Stage
 from longspan.model.store import DTYPES, map_levels, map_tensors, read_info
-from longspan.model.whole_step import SingleTokens, WholeStep, whole_step
+from longspan.model.whole_step import RotaryTable, SingleTokens, WholeStep, whole_step
 
 _SERVE = "longspan"
 
@@ -90,6 +90,7 @@ class Model:
                 for layer, attention in attention_modules(self.module).items()
             }
         self._whole_step: WholeStep | None = None
+        self._rotary_table = RotaryTable(self._rotary_of_positions)
         if fused:
             self._fuse(own, files.weights)
         self._inputs: tuple[Tensor, Tensor]
@@ -119,7 +120,9 @@ class Model:
         assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
         self._inputs = tokens, positions
         if self._whole_step is not None and (step := _single_tokens(attend)) is not None:
-            logits = self._whole_step(tokens, self.rotary(positions, rope_lengths), step)
+            of_length = self._longrope is not None
+            rotary = self.rotary(positions, rope_lengths) if of_length else self._rotary_table(positions)
+            logits = self._whole_step(tokens, rotary, step)
             return (logits if len(keep) == len(tokens) else logits[keep]).float()
         if self._longrope is not None:
             self._longrope.pin(rope_lengths)
@@ -166,22 +169,22 @@ class Model:
 
     def _fuse(self, layers: Mapping[int, nn.Module], weights: Path) -> None:
         """Lets our own kernels compute what they know of these layers, and of the output head if it is here."""
-
-        def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
-            return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))
-
         # A share of tensor parallelism reads the weights that the levels stand for.
         levels = {} if self.shard.size > 1 else map_levels(weights)
         own_weights = self.module.named_parameters(remove_duplicate=False)
         by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._sum
-            fused = fuse_layers(layers, self.specs, reduce, rotary, by_address)
+            fused = fuse_layers(layers, self.specs, reduce, self._rotary_of_positions, by_address)
         head = None
         if self.stage is None or self.stage.is_last:
             head = fuse_head(self.module.get_output_embeddings(), by_address)
         if head is not None and reduce is None and len(fused) == self.info.num_layers:
-            self._whole_step = whole_step(self.module, [fused[layer] for layer in layers], head, rotary)
+            in_order = [fused[layer] for layer in layers]
+            self._whole_step = whole_step(self.module, in_order, head, self._rotary_of_positions)
+
+    def _rotary_of_positions(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self._reduce is not None, "a share of a model needs the sums over all shares"

@@ -25,6 +25,8 @@ _log = logging.getLogger("longspan")
 _PROBE = (0, 1, 5, 17, 23)
 """Positions of the tokens by which a model is checked, each of a request of its own."""
 _PROBE_SLOTS = 32
+_FEWEST_ROWS, _MOST_ROWS = 1 << 12, 1 << 17
+"""Bounds of the positions in a table: the most are 64 MiB with heads of 128 numbers."""
 _PRODUCTS = 4
 """Calls of `linear.cpp` per layer."""
 
@@ -172,6 +174,29 @@ class WholeStep:
             args["values"] = [one.values.data_ptr() for one in kv]
             args["block_size"] = [one.block_size for one in kv]
         self._kv = kv
+
+
+class RotaryTable:
+    """Keeps cosines and sines of positions from step to step, as long as they are not too many.
+
+    Args:
+        rotary: computes them for positions `[tokens]`.
+    """
+
+    def __init__(self, rotary: Callable[[Tensor], Rotary]) -> None:
+        self._rotary = rotary
+        self._cos, self._sin = torch.empty(2, 0, 0)
+
+    def __call__(self, positions: Tensor) -> Rotary:
+        """Returns those of `positions` `[tokens]`."""
+        number = int(positions.max()) + 1
+        if number > _MOST_ROWS:
+            return self._rotary(positions)
+        if number > len(self._cos):
+            cos, sin = self._rotary(torch.arange(min(_MOST_ROWS, max(_FEWEST_ROWS, 2 * number))))
+            self._cos, self._sin = cos[0], sin[0]
+        cos, sin = (table.index_select(0, positions)[None] for table in (self._cos, self._sin))
+        return cos, sin
 
 
 def whole_step(
