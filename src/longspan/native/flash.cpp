@@ -21,7 +21,7 @@ struct Problem {
     uint16_t* out;
     float* lse;
     long heads, kv_heads, queries, keys, dim;
-    long q_head, q_row, k_head, k_row, v_head, v_row;  // strides in numbers; the last dimension is dense
+    long q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row;  // strides in numbers; the last is 1
     float scale;
     long lower, upper;  // query i sees key j if i + lower <= j <= i + upper
     long dense;         // not 0: compute the scores of all queries with all keys, those that are not seen, too
@@ -192,7 +192,7 @@ void finish(const Problem& p, long head, long query, long number, const Block& b
             }
             transpose(block);
             for (long i = 0; i < std::min(kTile, number - column); ++i)
-                _mm512_storeu_si512(p.out + (head * p.queries + query + column + i) * p.dim + d, block[i]);
+                _mm512_storeu_si512(p.out + head * p.out_head + (query + column + i) * p.out_row + d, block[i]);
         }
     }
     for (long i = 0; i < number; ++i)

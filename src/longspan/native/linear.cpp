@@ -199,12 +199,11 @@ __m512i weights_of(const uint8_t* levels, uint32_t grid) {
         const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(here + 1)));
         return (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(second, step, base), _mm512_fmadd_ps(first, step, base));
     } else {
-        const __m128i low = _mm_loadu_si128(here);
-        const __m256i two = _mm256_inserti128_si256(_mm256_castsi128_si256(low), _mm_srli_epi16(low, 4), 1);
-        const __m512i places = _mm512_cvtepu8_epi16(_mm256_and_si256(two, _mm256_set1_epi8(15)));
+        const __m256i low = _mm256_cvtepu8_epi16(_mm_loadu_si128(here)), high = _mm256_srli_epi16(low, 4);
+        const __m512i places = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
         const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m256i weights = (__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(all, step, base));  // of every level
-        return _mm512_permutexvar_epi16(places, _mm512_castsi256_si512(weights));
+        const __m512 weights = _mm512_fmadd_ps(all, step, base);  // of every level; twice, so that a fifth bit is nothing
+        return _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(weights, weights));
     }
 }
 

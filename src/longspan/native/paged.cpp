@@ -69,18 +69,22 @@ template <int W>
 void multiply(const uint16_t* keys, const uint16_t* values, long slots, long dim, Block& b) {
     for (long n = 0; n < slots; n += kRows) {
         const uint16_t* rows = keys + n * dim;
-        for (long i = n * dim; i < std::min(n + kRows, slots) * dim; i += 32) _mm_prefetch(values + i, _MM_HINT_T1);
         if (n + kRows > slots) {
             std::memcpy(b.last, rows, (slots - n) * dim * sizeof(uint16_t));
             rows = b.last;
         }
         if constexpr (by_dots(W)) {
             const auto row_of = [=](long row) {
-                return [here = rows + row * dim](long step) { return _mm512_loadu_si512(here + 32 * step); };
+                return [here = rows + row * dim, value = values + (n + row) * dim](long step) {
+                    _mm_prefetch(value + 32 * step, _MM_HINT_T1);
+                    return _mm512_loadu_si512(here + 32 * step);
+                };
             };
             dots<W>(row_of, b.queries, dim / 32, b.weights + n * W, W);
         } else {
             const auto* a = reinterpret_cast<const uint32_t*>(rows);
+            for (long i = n * dim; i < std::min(n + kRows, slots) * dim; i += 32)
+                _mm_prefetch(values + i, _MM_HINT_T1);
             tiles<1>({a, a + kTile * dim / 2, dim / 2, kTile}, {b.queries, kTile, kTile * kTile, 0}, dim / 32,
                      b.weights + n * kTile, kTile, false);
         }
@@ -95,14 +99,22 @@ __m512 over_slots(__m512 numbers, const Combine& combine) {
     return numbers;
 }
 
+// The keys of a block that are read, of one KV head, and those that a thread reads next: they are on their way
+// meanwhile.
+struct Keys {
+    const uint16_t* first = nullptr;
+    long slots = 0;
+};
+
 // out[H][dim] += the weights' sum of values.
 template <int H, int W>
-void add_values(const float* weights, const uint16_t* values, long slots, long dim, float* out) {
+void add_values(const float* weights, const uint16_t* values, long slots, long dim, const Keys& next, float* out) {
     for (long d = 0; d < dim; d += 32) {
         __m512 sum[H][2];
         for (int h = 0; h < H; ++h)
             for (int i = 0; i < 2; ++i) sum[h][i] = _mm512_loadu_ps(out + h * dim + d + 16 * i);
         for (long n = 0; n < slots; ++n) {
+            if (n < next.slots) _mm_prefetch(next.first + n * dim + d, _MM_HINT_T1);
             const __m512 low = widen(values + n * dim + d), high = widen(values + n * dim + d + 16);
             for (int h = 0; h < H; ++h) {
                 const __m512 weight = _mm512_set1_ps(weights[n * W + h]);
@@ -116,26 +128,21 @@ void add_values(const float* weights, const uint16_t* values, long slots, long d
 }
 
 template <int W>
-void add_values(long number, const float* weights, const uint16_t* values, long slots, long dim, float* out) {
-    for (; number >= 4; number -= 4, weights += 4, out += 4 * dim) add_values<4, W>(weights, values, slots, dim, out);
+void add_values(long number, const float* weights, const uint16_t* values, long slots, long dim, const Keys& next,
+                float* out) {
+    for (; number >= 4; number -= 4, weights += 4, out += 4 * dim)
+        add_values<4, W>(weights, values, slots, dim, next, out);
     switch (number) {
         case 3:
-            return add_values<3, W>(weights, values, slots, dim, out);
+            return add_values<3, W>(weights, values, slots, dim, next, out);
         case 2:
-            return add_values<2, W>(weights, values, slots, dim, out);
+            return add_values<2, W>(weights, values, slots, dim, next, out);
         case 1:
-            return add_values<1, W>(weights, values, slots, dim, out);
+            return add_values<1, W>(weights, values, slots, dim, next, out);
         default:
             return;
     }
 }
-
-// The keys of a block that are read, of one KV head, and those that a thread reads next: they are on their way
-// meanwhile.
-struct Keys {
-    const uint16_t* first = nullptr;
-    long slots = 0;
-};
 
 Keys keys_of(const Paged& p, long item, long group) {
     const long place = ((p.blocks[item] * p.kv_heads + group) * p.block_size + p.low[item]) * p.dim;
@@ -169,10 +176,8 @@ void attend_heads(const Paged& p, long query, long item, long group, long head, 
             const __m512 weight = exp2(_mm512_fmsub_ps(_mm512_load_ps(b.weights + n * W), factor, best));
             _mm512_store_ps(b.weights + n * W, weight);
             sum = _mm512_add_ps(sum, weight);
-            for (long i = n * p.dim; i < std::min(n + kSlots, next.slots) * p.dim; i += 32)
-                _mm_prefetch(next.first + i, _MM_HINT_T1);
         }
-        add_values<W>(number, b.weights, p.values + place, slots, p.dim, outs);
+        add_values<W>(number, b.weights, p.values + place, slots, p.dim, next, outs);
     }
     sum = over_slots<W>(sum, [](__m512 one, __m512 other) { return _mm512_add_ps(one, other); });
     alignas(64) float bests[kTile], sums[kTile];

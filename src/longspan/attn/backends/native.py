@@ -32,6 +32,7 @@ class _Flash(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
         *((name, ctypes.c_long) for name in ("heads", "kv_heads", "queries", "keys", "dim")),
         *((name, ctypes.c_long) for name in ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row")),
+        *((name, ctypes.c_long) for name in ("out_head", "out_row")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_long) for name in ("lower", "upper", "dense")),
         ("kept", ctypes.c_void_p),
@@ -172,11 +173,13 @@ def _attended(
     """Calls the kernel for queries that see a band of the keys, or of those that are kept for each KV head."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     kept = None if kept is None else kept.to(torch.int32).contiguous()
-    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
+    num_heads, num_queries, dim = q.shape
+    out = torch.empty(num_queries, num_heads, dim, dtype=q.dtype).transpose(0, 1)  # as the next layer reads it
+    lse = torch.empty(num_heads, num_queries, dtype=torch.float32)
     problem = _Flash(
         *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
-        *(q.shape[0], k.shape[0], q.shape[1], k.shape[1] if kept is None else kept.shape[1], q.shape[2]),
-        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
+        *(num_heads, k.shape[0], num_queries, k.shape[1] if kept is None else kept.shape[1], dim),
+        *(stride for tensor in (q, k, v, out) for stride in tensor.stride()[:2]),
         spec.scale,
         *band,
         dense,
