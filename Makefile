@@ -55,7 +55,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 lint tests
 
 test-all: $(STAMP)
-	@$(MAKE) --no-print-directory -j2 lint tests TEST_OPTIONS="-m 'not attack' --hypothesis-profile=large"
+	@$(MAKE) --no-print-directory -j2 lint tests TEST_OPTIONS="-m 'not attack and not gpu' --hypothesis-profile=large"
 
 tests: $(STAMP)
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(TEST_OPTIONS)

@@ -35,7 +35,10 @@ class DeviceArgs(ParallelArgs):
     pp: Annotated[int | None, instance_option("Pipeline stages per instance.")] = None
     threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank; an equal share if not given.")] = None
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], _devices("Precision of weights and KV.")] = "float32"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _devices("Precision of weights and KV; auto: float32 on CPUs, bfloat16 on CUDA."),
+    ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "native", "torch"],
         _devices("native: kernels of our own, for bfloat16 on CPUs with AVX512_BF16."),
@@ -46,6 +49,13 @@ class DeviceArgs(ParallelArgs):
     load_format: Annotated[Literal["auto", "dummy"], _devices("dummy: random weights from the config.")] = "auto"
     skip_tokenizer_init: Annotated[bool, _devices("Token ids in, token ids out.")] = False
     trust_remote_code: Annotated[bool, _devices("Run Python code that comes with the model.")] = False
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """Returns what `dtype` means on this device."""
+        if self.dtype == "auto":
+            return "bfloat16" if self.device == "cuda" else "float32"
+        return self.dtype
 
 
 @dataclass(frozen=True)

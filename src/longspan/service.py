@@ -49,6 +49,8 @@ from longspan.text.tokenizer import load_tokenizer
 _SETTLE_S = 5.0
 """KV has so long to reach the disk before the workers are stopped."""
 
+_CUDA_STEP_TOKENS = 8192
+"""The tokens of a step on a CUDA device, which needs more than a CPU to be busy."""
 _log = logging.getLogger("longspan")
 
 
@@ -261,7 +263,7 @@ class EngineModel:
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
         """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
-        kernels = _kernels(given.attention_backend, given.device, given.dtype)
+        kernels = _kernels(given.attention_backend, given.device, given.precision)
         if given.quantization is not None and kernels is None:
             problem = (
                 f"{given.quantization} is for kernels of our own: it needs dtype bfloat16 on a CPU that has them, and "
@@ -270,14 +272,14 @@ class EngineModel:
             raise ParameterError("quantization", problem, given.quantization)
         files = prepare(
             given.model,
-            dtype=given.dtype,
+            dtype=given.precision,
             load_format=given.load_format,
             seed=given.seed,
             quantization=given.quantization,
             trust_remote_code=given.trust_remote_code,
         )
         info = read_info(files.weights)
-        block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[given.dtype])
+        block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[given.precision])
         return cls(files=files, info=info, kernels=kernels, block_bytes=block_bytes)
 
     def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
@@ -319,7 +321,7 @@ class ResolvedEngine:
         clusters = [_with_pools(one, block_bytes, info, files, given) for one in clusters]
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
-        shape = info.shape(DTYPES[given.dtype].itemsize)
+        shape = info.shape(DTYPES[given.precision].itemsize)
         facts = _facts(profile_key, shape, cluster, given.block_size)
         facts = replace(facts, turns=turns, turn_cost=_turn_cost(profile_key, shape, turns, given.block_size))
         policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
@@ -434,10 +436,12 @@ def _with_step_tokens(
     given: EngineArgs, files: ModelFiles, info: ModelInfo, cluster: Cluster, policy: ChosenPolicy
 ) -> EngineArgs:
     """Returns options that say how large steps are, when the user has not: as memory allows, for a policy that wants
-    whole prompts.
+    whole prompts, and larger on CUDA devices than on CPUs.
     """
-    if given.max_num_batched_tokens is not None or not policy.spec.whole_prompts(policy.policy):
+    if given.max_num_batched_tokens is not None:
         return given
+    if not policy.spec.whole_prompts(policy.policy):
+        return replace(given, max_num_batched_tokens=_CUDA_STEP_TOKENS) if given.device == "cuda" else given
     config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
     try:
         sizes = from_config(config, name=files.name, bytes_per_element=DTYPES[files.dtype].itemsize)
@@ -532,7 +536,7 @@ def _open_disks(
     """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
     a folder of its own; so is each host.
     """
-    model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[given.dtype]
+    model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[given.precision]
     folder = cache_root() / "kv" if given.disk_kv_dir is None else Path(given.disk_kv_dir).expanduser()
     disks = {}
     for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):

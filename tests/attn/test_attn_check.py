@@ -74,6 +74,7 @@ def test_bytes_are_told_by_link_and_drawn_from_the_seed() -> None:
         (["--ranks", "2", "--hosts", "3"], ["1 to 2 hosts", "3 given"]),
         (["--cases", "0"], ["--cases"]),
         (["--seed", "x"], ["--seed"]),
+        (["--device", "tpu"], ["--device", "tpu"]),
     ],
 )
 def test_mistakes_are_told(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from torch import Tensor
 from longspan.attn import backends
 from longspan.attn.backends import backend_of, nothing_seen
 from longspan.attn.backends.pytorch import TorchCpu, TorchCuda
-from longspan.attn.check import random_qkv
+from longspan.attn.check import random_qkv, reference
+from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -152,6 +154,100 @@ def compare_nan(softcap: float | None) -> None:
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_nan_is_not_hidden_where_it_is_kept(assert_interpreted: Run, softcap: float | None) -> None:
     assert_interpreted(compare_nan, softcap)
+
+
+# ---------------------------------------------------------------- KV in blocks
+
+
+@st.composite
+def reads(draw: st.DrawFn, num_blocks: int, block_size: int) -> Reads:
+    blocks = draw(st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=num_blocks, unique=True))
+    start, stop = sorted(draw(st.integers(0, len(blocks) * block_size)) for _ in range(2))
+    return Reads(blocks=blocks, start=start, stop=stop)
+
+
+def random_pool(
+    spec: AttnSpec, num_blocks: int, block_size: int, dtype: torch.dtype, seed: int, device: str = "cpu"
+) -> PagedKv:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    keys, values = torch.randn(shape, generator=generator).to(device, dtype)
+    return PagedKv(keys=keys, values=values)
+
+
+def reads_of(*spans: tuple[int, int]) -> list[Reads]:
+    return [Reads(blocks=list(range(11, -1, -1)), start=start, stop=stop) for start, stop in spans]
+
+
+def compare_paged(
+    spec: AttnSpec, all_reads: list[Reads], block_size: int, dtype: torch.dtype, seed: int, device: str = "cpu"
+) -> None:
+    """Compares with the definition in float64, and each query with itself alone, to the bit."""
+    kv = random_pool(spec, 12, block_size, dtype, seed, device)
+    shape = (len(all_reads), spec.num_heads, spec.head_dim)
+    generator = torch.Generator().manual_seed(seed + 1)
+    q = torch.randn(shape, generator=generator).to(device, dtype).transpose(0, 1)
+    ours = _triton()
+    out, lse = ours.attend_paged(q, kv, ours.plan(all_reads, kv), spec)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for t, read in enumerate(all_reads):
+        row = slice(t, t + 1)
+        seen = slice(read.start, read.stop)
+        k, v = (pool[list(read.blocks)].transpose(0, 1).flatten(1, 2)[:, seen] for pool in (kv.keys, kv.values))
+        wanted, wanted_lse = reference(q[:, row].cpu(), [10**6], k.cpu(), v.cpu(), range(k.shape[1]), spec)
+        torch.testing.assert_close(out[:, row].cpu().double(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[:, row].cpu().double(), wanted_lse, atol=1e-5, rtol=1e-5)
+        alone, alone_lse = ours.attend_paged(q[:, row], kv, ours.plan([read], kv), spec)
+        assert torch.equal(alone, out[:, row]) and torch.equal(alone_lse, lse[:, row])
+
+
+@settings(max_examples=40)
+@given(
+    spec=specs(head_dims=(16, 40, 64)),
+    block_size=st.sampled_from((16, 48, 256, 600)),
+    data=st.data(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 9),
+)
+def test_single_queries_read_blocks(
+    assert_interpreted: Run, spec: AttnSpec, *, block_size: int, data: st.DataObject, dtype: torch.dtype, seed: int
+) -> None:
+    spec = replace(spec, window=None)  # what a window hides is not among what is read
+    all_reads = data.draw(st.lists(reads(12, block_size), min_size=1, max_size=4))
+    assert_interpreted(compare_paged, spec, all_reads, block_size, dtype, seed)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (40, 2), (9, 3)], ids=str)
+def test_any_number_of_heads_reads_blocks(assert_interpreted: Run, heads: tuple[int, int]) -> None:
+    for head_dim, softcap in ((128, None), (256, 20.0), (272, None)):
+        some = reads_of((3, 90), (0, 1))
+        dtype = torch.bfloat16 if head_dim <= 256 else torch.float32
+        assert_interpreted(compare_paged_anywhere, _spec(heads, head_dim, softcap), some, 16, dtype, 0)
+
+
+def compare_paged_anywhere(*arguments: Any) -> None:
+    with mock.patch.object(TorchCuda, "_kernel", TorchCpu._kernel):  # for very large heads; its own needs a GPU
+        compare_paged(*arguments)
+
+
+def compare_store(spec: AttnSpec, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Of keys and values that lie otherwise in memory; nothing else is written."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    k = torch.randn(num_tokens, spec.num_kv_heads, spec.head_dim, generator=generator).to(device, dtype).transpose(0, 1)
+    v = torch.randn(spec.num_kv_heads, num_tokens, spec.head_dim, generator=generator).to(device, dtype)
+    slots = torch.randperm(12 * 16, generator=generator)[:num_tokens].to(device)
+    found, wanted = (random_pool(spec, 12, 16, dtype, 3, device) for _ in range(2))
+    _triton().store(found, slots // 16, slots % 16, k, v)
+    TORCH.store(wanted, slots // 16, slots % 16, k, v)
+    assert torch.equal(found.keys, wanted.keys) and torch.equal(found.values, wanted.values)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 77])
+def test_new_tokens_are_stored(assert_interpreted: Run, num_tokens: int, dtype: torch.dtype) -> None:
+    for head_dim in (40, 64):
+        assert_interpreted(compare_store, _spec((6, 3), head_dim), num_tokens, dtype)
 
 
 # ---------------------------------------------------------------- rating
@@ -338,6 +434,25 @@ def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> No
     types = {"out": "*fp32", "lse": "*fp32", "some": "*bf16", "some_lse": "*fp32"}
     assert compiles(ours.combine_kernel, types | {"rows": "*i32"}, sizes)
     assert compiles(ours.combine_kernel, types, sizes | {"rows": None})
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("dtype", _TYPES, ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_for_blocks_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
+    from longspan.attn.backends import triton_paged as ours
+
+    names = ("q", "keys", "values", "k", "v", "out")
+    types = dict.fromkeys(names, _TYPES[dtype]) | dict.fromkeys(("outs", "lses", "lse"), "*fp32")
+    names = ("blocks", "low", "high", "owner", "first", "last", "of_query", "offsets")
+    types |= dict.fromkeys(names, "*i64") | {"scale": "fp32", "softcap": "fp32"}
+    for dim in (64, 128, 256):
+        sizes: dict[str, object] = {"dim": dim, "width": dim}
+        tile = {"widen": False, "tile_rows": ours.TILE_ROWS, "tile_keys": ours.tile_keys(dim, dtype)}
+        split = compiled(ours.split_kernel, types, sizes | tile | {"has_softcap": dim == 64}, arch)
+        assert 0 < split.metadata.shared <= SHARED_MEMORY
+        assert compiled(ours.merge_kernel, types, sizes, arch).asm["cubin"]
+        assert compiled(ours.store_kernel, types, sizes | {"tile": ours.STORED}, arch).asm["cubin"]
 
 
 # ---------------------------------------------------------------- who uses it

@@ -68,7 +68,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "decode_parallel": None,
         "transfer_backends": None,
         "threads_per_rank": None,
-        "dtype": "float32",
+        "dtype": "auto",
         "device": "cpu",
         "attention_backend": "auto",
         "quantization": None,

@@ -119,7 +119,7 @@ def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
     ("named", "says"),
     [
         ({"device": "tpu"}, "device must be cpu or cuda, but 'tpu' given"),
-        ({"dtype": "float16"}, "dtype must be float32 or bfloat16, but 'float16' given"),
+        ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16, but 'float16' given"),
         ({"load_format": "gguf"}, "load_format must be auto or dummy, but 'gguf' given"),
         ({"attention_backend": "fast"}, "attention_backend must be auto, native or torch, but 'fast' given"),
     ],

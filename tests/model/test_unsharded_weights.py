@@ -42,7 +42,7 @@ from longspan.runtime.batch import pack
 from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.layerwise.unsharded_alltoall import HeadTokenSwap, joined_weights, share_message
 from longspan.runtime.pool import KvPool
-from longspan.runtime.step_comm import StepComm
+from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,7 +201,7 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
         for forward in forwards:
             packed = pack(forward, requests, instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
             layers = model.info.num_layers
-            comm = StepComm(transport, forward.number, cluster=cluster, rank=me, num_layers=layers)
+            comm = StepComm(StepLanes.one(transport), forward.number, cluster=cluster, rank=me, num_layers=layers)
             attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
             with model.summed_by(comm.all_reduce):
                 if len(packed.tokens):
@@ -295,7 +295,7 @@ def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(fol
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
         packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
-        comm = StepComm(NOBODY, 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
+        comm = StepComm(StepLanes.one(NOBODY), 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
         with patch("longspan.runtime.layerwise.HostWeights", side_effect=AssertionError("nobody asks for them")):
             StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
         assert all((module.forward != forward) == is_taken for module, forward in zip(modules, own, strict=True))

@@ -30,7 +30,7 @@ from longspan.runtime import timing
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
 from longspan.runtime.pool import KvPool
-from longspan.runtime.step_comm import StepComm
+from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,7 +116,8 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         tables = rank_requests()
         for forward in forwards:
             packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
-            comm = StepComm(transport, forward.number, cluster=CLUSTER, rank=instance, num_layers=len(specs))
+            lanes = StepLanes.one(transport)
+            comm = StepComm(lanes, forward.number, cluster=CLUSTER, rank=instance, num_layers=len(specs))
             attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
             if not len(packed.tokens):
                 attention.without_tokens(torch.float32, CPU)

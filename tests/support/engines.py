@@ -10,19 +10,56 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_order import Fabric, InOrderTransport
 
 from longspan import LLM
+from longspan.attn.comm import DirectedTransport, Transport
 from longspan.runtime.executor.threads import ThreadLauncher
+from longspan.runtime.messages import WorkerConfig
+from longspan.runtime.step_comm import StepLanes
+from longspan.runtime.worker import Transports
 from longspan.service import Service
 
 Row = dict[str, Any]
 """A value for each factor."""
 
 
+class InOrderLauncher(ThreadLauncher):
+    """Connects workers as NCCL would, see `in_order`: what would hang there fails here, whatever is tested."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
+        self.fabric = Fabric()
+
+    def transports(self, rank: int) -> Transports:
+        def lane(name: str) -> Transport:
+            return InOrderTransport(self.fabric, rank, name)
+
+        def directed(name: str) -> Transport:
+            ways = [InOrderTransport(self.fabric, rank, f"{name} {way}", is_grouped=False) for way in ("up", "down")]
+            return DirectedTransport(rank, *ways)
+
+        return Transports(
+            steps=StepLanes(
+                exchange=lane("exchange"),
+                early=directed("early"),
+                inside=lane("inside"),
+                weights=lane("weights"),
+            ),
+            rebalances=lane("rebalances"),
+            moves=directed("moves"),
+            hidden=lane("hidden"),
+            samples=lane("samples"),
+        )
+
+    def disconnect(self, rank: int) -> None:
+        self.fabric.close(rank)
+
+
 class ThreadLLM(LLM):
     """An `LLM` whose workers run in this process: it starts in a tenth of a second."""
 
-    make_service = partial(Service, launcher=ThreadLauncher)
+    make_service = partial(Service, launcher=InOrderLauncher)
 
 
 def num_free_blocks(llm: LLM) -> list[int]:

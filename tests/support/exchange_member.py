@@ -26,7 +26,7 @@ SPEC = spec_of(window=70)
 
 def main(hosts: Sequence[int], store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
-    transport = open_transports(torch.device("cpu"), rank, hosts, store).exchange
+    transport = open_transports(torch.device("cpu"), rank, hosts, store).steps.exchange
     faulty = FaultyTransport(transport, seed=rank, max_delay_s=0.02)
     tags = itertools.count(0, 40)
     for round_number in range(6):

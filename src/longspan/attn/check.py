@@ -1,6 +1,7 @@
 """`python -m longspan.attn.check`: every exchange between processes, against attention on one device.
 
-Each rank is a process; gloo connects them. All ranks draw the same random cases, and each compares its own outputs.
+Each rank is a process; gloo connects them, through host memory where they compute on a CUDA device, which they may
+share. All ranks draw the same random cases, and each compares its own outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import cyclopts
 import torch
@@ -42,6 +43,7 @@ from longspan.core.steps import Link
 _MAX_ERROR = 1e-5
 _MAX_RANKS = 64
 _TIMEOUT_S = 60.0
+_CPU = torch.device("cpu")
 _NOISE = 1e4
 """A value for slots that nobody may read."""
 _HEADS = ((4, 4), (5, 5), (9, 3), (6, 2), (14, 2), (10, 5), (8, 1), (5, 1))
@@ -80,6 +82,7 @@ def main(
             env_var="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie, or rack-host of each."
         ),
     ] = "1",
+    device: Annotated[Literal["cpu", "cuda"], cyclopts.Parameter(help="Where the ranks compute.")] = "cpu",
 ) -> int:
     """Compares exchanges with attention on one device; exit code 1 when an error exceeds 1e-5."""
     names = tuple(name for name in EXCHANGES if exchange in ("all", name.partition(",")[0]))
@@ -90,9 +93,11 @@ def main(
         hosts_of_all = hosts_of(locations_of_ranks(ranks, hosts))
     except ValueError as error:
         return _failed(f"--hosts: {error}", code=2)
+    if device == "cuda" and not torch.cuda.is_available():
+        return _failed("--device: this machine has no CUDA device that PyTorch can use; choose cpu", code=2)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
-    errors, sent = _run(hosts_of_all, names, seed, cases)
+    errors, sent = _run(hosts_of_all, names, seed, cases, device)
     for name in names:
         text = f"{sent[name, 'same_host']:,} bytes sent on the same host, {sent[name, 'other_host']:,} to another"
         print(f"{name:18}largest error {errors[name]:.1e}   {text}")
@@ -106,9 +111,10 @@ def _failed(message: str, *, code: int) -> int:
     return code
 
 
-def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int) -> _Found:
+def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, device: str) -> _Found:
     """Runs a process per rank; returns what all of them found. No process is left when it returns or raises."""
-    context = multiprocessing.get_context("fork")  # whatever was imported is there at once
+    # Whatever was imported is there at once after a fork, which CUDA does not survive.
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
     processes = []
     reports: dict[Connection, int] = {}
@@ -116,7 +122,7 @@ def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int) 
         try:
             for rank in range(len(hosts)):
                 report, to_parent = context.Pipe(duplex=False)
-                compare = partial(_compare, rank, hosts, names, seed, num_cases)
+                compare = partial(_compare, rank, hosts, names, seed, num_cases, device)
                 arguments = (rank, len(hosts), f"{folder}/store", compare, to_parent)
                 process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
@@ -141,23 +147,21 @@ def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int) 
     return errors, sent
 
 
-def _work(
-    rank: int, num_ranks: int, store: str, compare: Callable[[TorchTransport], _Found], report: Connection
-) -> None:
+def _work(rank: int, num_ranks: int, store: str, compare: Callable[[], _Found], report: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     meet(store, rank, num_ranks, timeout_s=_TIMEOUT_S)
-    found = compare(TorchTransport())
+    found = compare()
     dist.barrier()
     report.send(found)
     dist.destroy_process_group()
 
 
-def _compare(
-    rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, transport: TorchTransport
-) -> _Found:
+def _compare(rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, kind: str) -> _Found:
+    device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    transport = TorchTransport(staged=kind == "cuda")
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
     num_hops = hidden_hops(len(hosts))
     first_tags = itertools.count(step=num_hops)
@@ -169,8 +173,8 @@ def _compare(
             first_tag = next(first_tags)
             tags = range(first_tag, first_tag + num_hops)
             group = Group(transport, range(len(hosts)), rank, hosts=hosts, name=name, tags=tags, sent=sent)
-            out = attend(member_call(EXCHANGES[name], group, batch, spec, seed=number))
-            error = (out - wanted).abs().nan_to_num(torch.inf)
+            out = attend(member_call(EXCHANGES[name], group, batch, spec, seed=number, device=device))
+            error = (out.cpu() - wanted).abs().nan_to_num(torch.inf)
             errors[name] = max(errors[name], error.max().item() if error.numel() else 0.0)
             transport.complete_sends()
     return errors, sent
@@ -229,7 +233,14 @@ class Request:
 
 
 def member_call(
-    exchange: Exchange, group: Group, batch: Sequence[Request], spec: AttnSpec, *, block_size: int = 16, seed: int = 0
+    exchange: Exchange,
+    group: Group,
+    batch: Sequence[Request],
+    spec: AttnSpec,
+    *,
+    block_size: int = 16,
+    seed: int = 0,
+    device: torch.device = _CPU,
 ) -> Call:
     """Makes the call of one member for some requests: keys lie in blocks among noise, scattered for odd seeds.
 
@@ -237,7 +248,7 @@ def member_call(
     """
     counts = [-(-len(positions(request.kv_runs[group.rank])) // block_size) for request in batch]
     shape = (sum(counts) + 3, spec.num_kv_heads, block_size, spec.head_dim)
-    kv = PagedKv(keys=torch.full(shape, _NOISE), values=torch.full(shape, _NOISE))
+    keys, values = torch.full((2, *shape), _NOISE)
     free = list(range(shape[0]))
     if seed % 2:
         random.Random(seed).shuffle(free)
@@ -256,10 +267,11 @@ def member_call(
             held = [position for position in held if position < part.span_start]
         token = torch.arange(len(held))
         block = torch.tensor(blocks, dtype=torch.int64)[token // block_size]
-        for pool, tensor in zip((kv.keys, kv.values), tensors[1:], strict=True):
+        for pool, tensor in zip((keys, values), tensors[1:], strict=True):
             pool[block, :, token % block_size] = tensor[:, held].transpose(0, 1)
         parts.append(part)
-    q, k, v = (torch.cat(kind, dim=1) for kind in rows)
+    q, k, v = (torch.cat(kind, dim=1).to(device) for kind in rows)
+    kv = PagedKv(keys=keys.to(device), values=values.to(device))
     backed, out = MemberParts(parts, backend_of(q.device)), torch.full_like(q, torch.nan)
     return Call(exchange=exchange, group=group, parts=backed, q=q, k=k, v=v, kv=kv, spec=spec, out=out)
 

@@ -107,6 +107,8 @@ class Group:
 
     Args:
         tags: those of its hops; nobody else who may send at the same time has them.
+        early: carries what is received long before it is sent; by default `transport` does, which then has to be tagged
+            or to carry nothing else meanwhile.
 
     Attributes:
         rank: this member's index in the group.
@@ -125,12 +127,14 @@ class Group:
         name: str = "",
         tags: range = _ANY_TAG,
         sent: Counter[tuple[str, Link]] | None = None,
+        early: Transport | None = None,
     ) -> None:
         self.rank, self.size = rank, len(members)
         self.hosts = (0,) * self.size if hosts is None else tuple(hosts)
         assert len(self.hosts) == self.size, "every member has a host"
         self.sent = Counter() if sent is None else sent
-        self._transport, self._members, self._name, self._tags = transport, tuple(members), name, tags
+        self._transport, self._early = transport, early or transport
+        self._members, self._name, self._tags = tuple(members), name, tags
 
     @property
     def others(self) -> list[int]:
@@ -141,10 +145,18 @@ class Group:
         """Tells whether what goes to a member leaves this host."""
         return "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
 
-    def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
-        """Sends and receives between members; both ends skip empty messages. `hop` numbers the call in the exchange."""
+    def start(
+        self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int, early: bool = False
+    ) -> Pending:
+        """Sends and receives between members; both ends skip empty messages.
+
+        Args:
+            hop: numbers the call in the exchange.
+            early: whether receivers call before the sender has computed what it sends, and both do other calls between.
+                All ranks start such calls from one rank to another in the same order.
+        """
         assert hop < len(self._tags), f"hop {hop} of {self._name}, which has tags for {len(self._tags)}"
-        tag, transport = self._tags[hop], self._transport
+        tag, transport = self._tags[hop], self._early if early else self._transport
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
         if not outgoing and not incoming:
@@ -200,6 +212,30 @@ class RoutedTransport:
     def _split(self, calls: Calls) -> tuple[Calls, Calls]:
         near = [(peer, buffer) for peer, buffer in calls if peer in self._neighbours]
         return near, [(peer, buffer) for peer, buffer in calls if peer not in self._neighbours]
+
+
+class DirectedTransport:
+    """Carries messages to higher ranks by one transport, and those to lower ones by another.
+
+    For what runs a rank's calls one after the other: what goes one way does not wait for what goes the other.
+    """
+
+    def __init__(self, rank: int, up: Transport, down: Transport) -> None:
+        assert up.tagged == down.tagged, "they are of one kind"
+        self._rank, self._up, self._down, self.tagged = rank, up, down, up.tagged
+
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
+        pending = []
+        for transport, sign in ((self._up, 1), (self._down, -1)):
+            leaving = [(peer, buffer) for peer, buffer in sends if sign * (peer - self._rank) > 0]
+            coming = [(peer, buffer) for peer, buffer in receives if sign * (peer - self._rank) < 0]
+            if leaving or coming:
+                pending.append(transport.start(leaving, coming, tag))
+        return _Both(*pending)
+
+    def complete_sends(self) -> None:
+        self._up.complete_sends()
+        self._down.complete_sends()
 
 
 class _Both:

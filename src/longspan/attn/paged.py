@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 Numbers = npt.NDArray[np.int64]
+_SPLIT_TOKENS = 512
+"""The slots of a split, unless a block has more."""
 _MAX_VIEWS = 8
 """Adjacent blocks are read as one view; a batch that would need more views than this is gathered, which is one copy."""
 
@@ -80,9 +82,43 @@ class PagedPlan:
         return tuple(numbers.ctypes.data for numbers in self.items)
 
     @cached_property
+    def splits(self) -> PagedSplits:
+        """The items as Triton's kernels take them, made when a kernel first asks."""
+        return PagedSplits(self.items, self._kv)
+
+    @cached_property
     def batch(self) -> PagedBatch:
         """The items as PyTorch's kernels take them, made when a kernel first asks."""
         return PagedBatch(self.items, self._kv)
+
+
+class PagedSplits:
+    """The items in splits of neighbours, each of one query, for kernels that compute splits in parallel.
+
+    How a query's items are split depends on nothing but the query.
+
+    Attributes:
+        number: of splits.
+        blocks, low, high: of each item, as in `PagedItems`.
+        owner: the query of each split.
+        first, last: the items `[first, last)` of each split.
+        of_query: query t has the splits `[of_query[t], of_query[t + 1])`.
+    """
+
+    def __init__(self, items: PagedItems, kv: PagedKv) -> None:
+        per_split = max(1, _SPLIT_TOKENS // kv.block_size)
+        counts = -(-np.diff(items.first) // per_split)
+        of_query = np.concatenate(([0], np.cumsum(counts)))
+        self.number = int(of_query[-1])
+        owner = np.repeat(np.arange(len(counts)), counts)
+        first = items.first[owner] + (np.arange(self.number) - of_query[owner]) * per_split
+        last = np.minimum(first + per_split, items.first[owner + 1])
+        arrays = (items.blocks, items.low, items.high, owner, first, last, of_query)
+        numbers = torch.from_numpy(np.concatenate(arrays))  # one copy to the device, which nobody waits for
+        if kv.keys.device.type == "cuda":
+            numbers = numbers.pin_memory().to(kv.keys.device, non_blocking=True)
+        views = numbers.split([len(array) for array in arrays])
+        self.blocks, self.low, self.high, self.owner, self.first, self.last, self.of_query = views
 
 
 class PagedBatch:

@@ -60,7 +60,7 @@ def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transf
     found = [_copies(device, size) for size in _SIZES] if rank == 0 else []
     if num_ranks > 1:
         transports = open_transports(device, rank, (0,) * num_ranks, store, timeout_s=_TIMEOUT_S)
-        links = Links(transports.exchange, rank, num_ranks, device)
+        links = Links(transports.steps.exchange, rank, num_ranks, device)
         found += _between(links)
         links.meet()
         transports.close()

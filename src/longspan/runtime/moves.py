@@ -38,18 +38,29 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-@contextmanager
-def _beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Lets a block wait for transfers on a CUDA device whose other work goes on. The block begins `after`."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    if after is not None:
-        stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+class _Beside:
+    """Lets a thread wait for transfers on a CUDA device whose other work goes on.
+
+    The thread that makes it has one stream for all of them, and is on that device: a thread begins on the first one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def __call__(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Begins the block `after`, and waits for its transfers at its end."""
+        if self._stream is None:
+            yield
+            return
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
 
 class MoveChannel:
@@ -108,9 +119,10 @@ class MoveChannel:
             self._fail(error)
 
     def _begin_all(self) -> None:
+        beside = _Beside(self._device)
         while (blocks := self._given.get()) is not None:
             self._reserve(blocks.num_bytes)
-            with _beside(self._device, after=blocks.ready):
+            with beside(after=blocks.ready):
                 message, pending = self._begin(blocks)
             self._under_way.put((blocks, message, pending))
 
@@ -121,9 +133,10 @@ class MoveChannel:
             self._num_bytes += num_bytes
 
     def _end_all(self) -> None:
+        beside = _Beside(self._device)
         while (under_way := self._under_way.get()) is not None:
             blocks, message, pending = under_way
-            with _beside(self._device):
+            with beside():
                 pending.wait()
             self._end(blocks, message)
             del blocks, message, pending, under_way  # what waits for the next one must not keep its memory
@@ -156,6 +169,7 @@ class SwapLane:
 
     def _run(self) -> None:
         try:
+            beside = _Beside(self._device)
             while (given := self._given.get()) is not None:
                 move, ready = given
                 num_bytes = 0
@@ -164,13 +178,13 @@ class SwapLane:
                         return
                     copies = list(self._host.copies(move, layer))
                     num_bytes += sum(target.nbytes for target, _ in copies)
-                    self._copy(copies, ready)
+                    self._copy(copies, ready, beside)
                 sent: BytesSent = {("host_copy", "same_host"): num_bytes}
                 self._done(Moved(rank=self._rank, number=move.number, bytes_sent=sent))
         except Exception as error:  # noqa: BLE001 - whatever it is, who computes must hear of it
             self._done(error)
 
-    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], ready: torch.cuda.Event | None) -> None:
+    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], ready: torch.cuda.Event | None, beside: _Beside) -> None:
         """Copies from the second to the first of each pair; to or from a CUDA device through pinned memory."""
         if self._device.type == "cpu":
             for target, source in copies:
@@ -180,10 +194,10 @@ class SwapLane:
         for first in range(0, len(copies), most):
             now = copies[first : first + most]
             staged = torch.empty(len(now), *now[0][0].shape, dtype=now[0][0].dtype, pin_memory=True)
-            with _beside(self._device, after=ready):
+            with beside(after=ready):
                 for room, (_, source) in zip(staged, now, strict=True):
                     room.copy_(source, non_blocking=True)
-            with _beside(self._device, after=ready):
+            with beside(after=ready):
                 for room, (target, _) in zip(staged, now, strict=True):
                     target.copy_(room, non_blocking=True)
 

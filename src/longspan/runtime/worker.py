@@ -29,7 +29,7 @@ from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.moves import Moves, StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Vocabulary, sample, token_logprobs
-from longspan.runtime.step_comm import StepComm
+from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
 _HIDDEN_HOP, _SAMPLES_HOP = 0, 1
@@ -42,7 +42,7 @@ class Transports:
     """A rank's links to the others, one per kind of work, so that none waits for another kind.
 
     Attributes:
-        exchange: for the exchanges of a Forward and the ranks of a stage; peers receive in the same step.
+        steps: for the exchanges of a Forward and the ranks of a stage.
         rebalances: for KV that a Forward moves between its members; peers receive in the same step.
         moves: for KV that moves between ranks in different steps; what it starts waits for its sends, too.
         hidden: for hidden states, which a pipeline stage sends to the next; nobody waits until they have left.
@@ -50,7 +50,7 @@ class Transports:
         close: closes them all, when no rank uses any of them.
     """
 
-    exchange: Transport
+    steps: StepLanes
     rebalances: Transport
     moves: Transport
     hidden: Transport
@@ -84,7 +84,7 @@ class Worker:
         self._leaving = deque[Pending]()  # what was sent to other stages, oldest first
         self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
         self._watch = watch
-        self._exchange = TimedTransport(transports.exchange, self._watch)
+        self._lanes = transports.steps.each(lambda lane: TimedTransport(lane, watch))
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
         self._hidden = TimedTransport(transports.hidden, self._watch)
         self._samples = TimedTransport(transports.samples, self._watch)
@@ -148,7 +148,7 @@ class Worker:
             backend=self._backend,
         )
         comm = StepComm(
-            self._exchange,
+            self._lanes,
             forward.number,
             cluster=self._cluster,
             rank=self._rank,
@@ -188,8 +188,8 @@ class Worker:
             else:
                 attention.without_tokens(self._dtype, self._device)
         attention.finish()
-        for transport in (self._exchange, self._rebalances):  # whose peers receive in the same step
-            transport.complete_sends()
+        self._lanes.complete_sends()
+        self._rebalances.complete_sends()
         return messages.Done(
             rank=self._rank,
             number=forward.number,

@@ -5,6 +5,7 @@ It is forked from a process that has imported this module, see `executor.forkser
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -18,11 +19,12 @@ import zmq
 
 from longspan import native
 from longspan.attn import shared_memory
-from longspan.attn.comm import NOBODY, RoutedTransport, TorchTransport, meet
+from longspan.attn.comm import NOBODY, DirectedTransport, RoutedTransport, TorchTransport, meet
 from longspan.attn.shared_memory import meet_on_host
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
+from longspan.runtime.step_comm import StepLanes
 from longspan.runtime.worker import Transports, failure, send_report
 
 _log = logging.getLogger("longspan.worker")
@@ -84,7 +86,8 @@ def open_transports(
     if device.type != "cpu" or not shared_memory.is_supported():
         neighbours = []
     if len(hosts) == 1:
-        return Transports(exchange=NOBODY, rebalances=NOBODY, moves=NOBODY, hidden=NOBODY, samples=NOBODY)
+        steps = StepLanes.one(NOBODY)
+        return Transports(steps=steps, rebalances=NOBODY, moves=NOBODY, hidden=NOBODY, samples=NOBODY)
     if len(neighbours) + 1 == len(hosts):
         return _on_host(rank, neighbours, store, timeout_s)
     far = _by_process_groups(device, rank, len(hosts), store, timeout_s)
@@ -100,7 +103,8 @@ def _on_host(rank: int, neighbours: Sequence[int], prefix: str, timeout_s: float
         steps.close()
         moves.close()
 
-    return Transports(exchange=steps, rebalances=steps, moves=moves, hidden=steps, samples=steps, close=close)
+    lanes = StepLanes.one(steps)
+    return Transports(steps=lanes, rebalances=steps, moves=moves, hidden=steps, samples=steps, close=close)
 
 
 def _routed(near: Transports, neighbours: Sequence[int], far: Transports) -> Transports:
@@ -109,7 +113,7 @@ def _routed(near: Transports, neighbours: Sequence[int], far: Transports) -> Tra
         far.close()
 
     return Transports(
-        exchange=RoutedTransport(near.exchange, neighbours, far.exchange),
+        steps=StepLanes.one(RoutedTransport(near.steps.exchange, neighbours, far.steps.exchange)),
         rebalances=RoutedTransport(near.rebalances, neighbours, far.rebalances),
         moves=RoutedTransport(near.moves, neighbours, far.moves),
         hidden=RoutedTransport(near.hidden, neighbours, far.hidden),
@@ -127,16 +131,21 @@ def _by_process_groups(
     """
     is_nccl = device.type == "cuda" and torch.cuda.device_count() >= num_ranks
     meet(store, rank, num_ranks, backend="nccl" if is_nccl else "gloo", timeout_s=timeout_s)
-    staged = device.type == "cuda" and not is_nccl
-    rebalances, moves, hidden, samples = (open_lane(device) if is_nccl else None for _ in range(4))
-    return Transports(
-        exchange=TorchTransport(staged=staged),
-        rebalances=TorchTransport(rebalances, staged=staged),
-        moves=TorchTransport(moves, staged=staged, waits_for_sends=True),
-        hidden=TorchTransport(hidden, staged=staged, waits_for_sends=not is_nccl),
-        samples=TorchTransport(samples, staged=staged, waits_for_sends=not is_nccl),
-        close=dist.destroy_process_group,
-    )
+    close = dist.destroy_process_group
+    if is_nccl:
+        exchange, inside, weights, rebalances, hidden, samples = (TorchTransport(open_lane(device)) for _ in range(6))
+        early, moves = (_directed(rank, device) for _ in range(2))
+        steps = StepLanes(exchange=exchange, early=early, inside=inside, weights=weights)
+        return Transports(steps=steps, rebalances=rebalances, moves=moves, hidden=hidden, samples=samples, close=close)
+    staged = device.type == "cuda"
+    step, later = TorchTransport(staged=staged), TorchTransport(staged=staged, waits_for_sends=True)
+    return Transports(steps=StepLanes.one(step), rebalances=step, moves=later, hidden=later, samples=later, close=close)
+
+
+def _directed(rank: int, device: torch.device) -> DirectedTransport:
+    """Opens two lanes of NCCL's whose messages from one rank to another wait for no other pair of ranks."""
+    up, down = (TorchTransport(open_lane(device, pairwise=True), waits_for_sends=True) for _ in range(2))
+    return DirectedTransport(rank, up, down)
 
 
 def open_device(kind: str, rank: int) -> torch.device:
@@ -165,14 +174,20 @@ def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) ->
             os.sched_setaffinity(0, wanted)
 
 
-def open_lane(device: torch.device) -> dist.ProcessGroup | None:
+def open_lane(device: torch.device, *, pairwise: bool = False) -> dist.ProcessGroup | None:
     """Returns a process group of all ranks, after a call in which all took part.
 
     NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
-    (`batch_isend_irecv`). All ranks open the same lanes in the same order.
+    (`batch_isend_irecv`). With `pairwise`, each two ranks have exchanged a message, too: single sends have a
+    communicator per pair, and its first call waits for the peer. All ranks open the same lanes in the same order.
     """
     group: dist.ProcessGroup | None = dist.new_group()
     present = torch.ones(1, device=device)
     dist.all_reduce(present, group=group)
     assert present.item() == dist.get_world_size(group), "all ranks take part"
+    for low, high in itertools.combinations(range(dist.get_world_size(group)), 2) if pairwise else ():
+        if dist.get_rank() == low:
+            dist.send(present, high, group)
+        elif dist.get_rank() == high:
+            dist.recv(present, low, group)
     return group

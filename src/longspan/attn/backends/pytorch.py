@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ _RATED = 4096
 """Keys that are rated at a time."""
 _FEW_QUERIES = 16
 """The most queries for which long keys are split into pieces that are computed in parallel and merged."""
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
 _PIECE = 512
 """Keys per such piece."""
 
@@ -207,24 +210,51 @@ class TorchCpu(TorchBackend):
         return out, lse
 
 
+CudaKernel = Literal["cudnn", "flash", "efficient", "eager"]
+
+
+def cuda_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, masked: bool) -> CudaKernel:
+    """Chooses the quickest of PyTorch's kernels on CUDA devices that computes such attention.
+
+    `capability` is the device's. cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers.
+    """
+    is_half = dtype in {torch.bfloat16, torch.float16}
+    if masked:
+        return "eager"
+    if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
+        return "cudnn" if capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM else "flash"
+    return "efficient" if head_dim % (8 if is_half else 4) == 0 else "eager"
+
+
 class TorchCuda(TorchBackend):
-    """Calls FlashAttention in half precision, and the memory-efficient kernel in float32."""
+    """Calls what `cuda_kernel` chooses."""
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
-        if mask is not None:
-            return _eager(q, k, v, spec, causal=False, mask=mask)
-        if q.dtype == torch.float32:  # FlashAttention has half precision only
-            groups = q.shape[1] // k.shape[1]
-            if groups > 1:  # and it alone reads fewer KV heads than query heads
-                k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
-                q, k, v, None, True, 0.0, causal, scale=spec.scale
-            )
-            return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
-            q, k, v, 0.0, causal, False, scale=spec.scale
-        )
-        return out, lse
+        capability = torch.cuda.get_device_capability(q.device)
+        match cuda_kernel(q.dtype, q.shape[3], capability, masked=mask is not None):
+            case "cudnn":
+                out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
+                    q, *_for_each_reader(q, k, v), None, True, 0.0, causal, False, scale=spec.scale
+                )
+                return out, lse.reshape(q.shape[:3])
+            case "flash":
+                out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
+                    q, k, v, 0.0, causal, False, scale=spec.scale
+                )
+                return out, lse
+            case "efficient":
+                out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
+                    q, *_for_each_reader(q, k, v), None, True, 0.0, causal, scale=spec.scale
+                )
+                return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
+            case "eager":
+                return _eager(q, k, v, spec, causal=causal, mask=mask)
+
+
+def _for_each_reader(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeats KV heads, for kernels that want as many as query heads."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
 
 
 def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -270,7 +300,8 @@ def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Te
 
 
 def _scores(rows: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
-    scores = torch.matmul(rows, k.transpose(-1, -2)).float()
+    """Computes scores in float32: those of half precision would be rounded before the softmax, fused ones are not."""
+    scores = torch.matmul(rows.float(), k.float().transpose(-1, -2))
     if spec.softcap is None:
         return scores.mul_(spec.scale)
     return scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)

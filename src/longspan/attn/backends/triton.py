@@ -1,7 +1,8 @@
 """Triton kernels for sparse attention on CUDA: selection of kept tokens, attention to them, combination, rating.
 
 A kernel addresses elements of the last dimension as neighbours; strides of the others are arguments. Offsets are
-64-bit, since keys of a long prompt have more elements than 32 bits count. This module alone imports triton.
+64-bit, since keys of a long prompt have more elements than 32 bits count. This module and `triton_paged` alone import
+triton.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.attn.backends import Partial, nothing_seen
+from longspan.attn.backends import Partial, nothing_seen, triton_paged
 from longspan.attn.backends.pytorch import TorchCuda
+from longspan.attn.backends.triton_paged import MAX_DIM, must_widen, padded, product, scores_of
+from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 
-MAX_DIM = 256
-"""The largest head for whose sums a program has registers."""
 NUM_WARPS, NUM_STAGES = 8, 2
 COPIED = 64
 """Rows that a program copies, or merges."""
@@ -26,6 +27,15 @@ COPIED = 64
 
 class TritonCuda(TorchCuda):
     """Kernels of this module where sparse attention needs them, and PyTorch's for everything else."""
+
+    def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
+        """Reads the blocks where they are, all queries in two launches, but for very large heads."""
+        if q.shape[2] > MAX_DIM:
+            return super().attend_paged(q, kv, plan, spec)
+        return triton_paged.attend_paged(q, kv, plan, spec)
+
+    def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        triton_paged.store(kv, blocks, offsets, k, v)
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Reads the keys where they are; PyTorch's kernels attend to a copy of them where heads are very large."""
@@ -49,7 +59,7 @@ class TritonCuda(TorchCuda):
                 spec.scale,
                 spec.softcap or 1.0,
                 has_softcap=spec.softcap is not None,
-                widen=_must_widen(q),
+                widen=must_widen(q),
                 dim=dim,
                 width=padded(dim),
                 tile_rows=tile_rows,
@@ -108,7 +118,7 @@ class TritonCuda(TorchCuda):
                 spec.scale,
                 spec.softcap or 1.0,
                 has_softcap=spec.softcap is not None,
-                widen=_must_widen(q),
+                widen=must_widen(q),
                 dim=dim,
                 width=padded(dim),
                 tile_rows=tile_rows,
@@ -149,18 +159,8 @@ def attention_tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
     return (128, 64) if width <= 64 else (64, 64) if width <= 128 else (64, 32)
 
 
-def padded(dim: int) -> int:
-    """Returns the power of two, at least 16, that rows of a tile have for `dim` elements."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _must_widen(tensor: Tensor) -> bool:
-    """Tells whether products need float32: Triton's interpreter multiplies the bits of bfloat16 as whole numbers."""
-    return bool(triton.knobs.runtime.interpret) and tensor.dtype == torch.bfloat16
 
 
 @triton.jit
@@ -221,29 +221,6 @@ def attend_kernel(
     found_at = (head * num_queries + row)[:, None] * dim + column[None, :]
     tl.store(out + found_at, (found / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
     tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)
-
-
-@triton.jit
-def product(left: tl.tensor, right: tl.tensor, widen: tl.constexpr) -> tl.tensor:
-    """Multiplies matrices, and adds in float32; float32 itself is not rounded to TF32."""
-    if widen:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
-
-
-@triton.jit
-def scores_of(
-    queries: tl.tensor,
-    keys: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    has_softcap: tl.constexpr,
-    widen: tl.constexpr,
-) -> tl.tensor:
-    scores = product(queries, keys, widen) * scale
-    if has_softcap:
-        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))  # softcap * tanh(scores / softcap)
-    return scores
 
 
 @triton.jit

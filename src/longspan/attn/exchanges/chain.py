@@ -48,7 +48,7 @@ def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -
     leaving = {asker: read[seen[asker]] for asker in others}
     cached_arrival = group.start(sends=leaving, receives={holder: cached[holder] for holder in others}, hop=0)
     predecessor = empty_kv_message([_new(part, me) for part in parts], spec.num_kv_heads, kv.keys)
-    arrival = group.start(sends={}, receives={me - 1: predecessor} if me else {}, hop=1)
+    arrival = group.start(sends={}, receives={me - 1: predecessor} if me else {}, hop=1, early=True)
     return ChainStart(predecessor=predecessor, cached=cached, arrival=arrival, cached_arrival=cached_arrival)
 
 
@@ -74,7 +74,7 @@ def chain(call: Call) -> list[KeysAndValues]:
             before, room = started.predecessor.tensors[2 * index + kind], grown.tensors[2 * index + kind]
             torch.cat([before, own[:, part.rows]], dim=1, out=room)
     if me + 1 < group.size:
-        group.start(sends={me + 1: grown}, receives={}, hop=1)
+        group.start(sends={me + 1: grown}, receives={}, hop=1, early=True)
     started.cached_arrival.wait()
     cached = [_cached(parts, holder, me, spec) for holder in range(group.size)]
     for index, part in enumerate(parts):

@@ -17,6 +17,7 @@ from longspan import native
 from longspan.attn.memory import MemoryTransport, Wires
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
+from longspan.runtime.step_comm import StepLanes
 from longspan.runtime.worker import Transports, failure, send_report
 
 _log = logging.getLogger("longspan.worker")
@@ -45,6 +46,22 @@ class ThreadLauncher:
     def start(self, rank: int) -> WorkerThread:
         return WorkerThread(self, rank)
 
+    def transports(self, rank: int) -> Transports:
+        """Returns the links of a rank to as many others as there may be."""
+        exchange, rebalances, moves, stages = self.wires
+        return Transports(
+            steps=StepLanes.one(MemoryTransport(exchange, rank)),
+            rebalances=MemoryTransport(rebalances, rank),
+            moves=MemoryTransport(moves, rank, waits_for_sends=True),
+            hidden=MemoryTransport(stages, rank),
+            samples=MemoryTransport(stages, rank),
+        )
+
+    def disconnect(self, rank: int) -> None:
+        """Ends the links of a rank, so that nobody waits for it, nor it for others."""
+        for wires in self.wires:
+            wires.close(rank)
+
     def hint(self, rank: int) -> str:
         return f"see the log of process {os.getpid()} for rank {rank}"
 
@@ -57,7 +74,7 @@ class WorkerThread:
 
     def __init__(self, launcher: ThreadLauncher, rank: int) -> None:
         self.pid = os.getpid()
-        self._config, self._rank, self._wires, self._code = launcher.config, rank, launcher.wires, 1
+        self._launcher, self._config, self._rank, self._code = launcher, launcher.config, rank, 1
         self._commands, self._reports = launcher.context.socket(zmq.PULL), launcher.context.socket(zmq.PUSH)
         self._commands.bind(command_address(launcher.endpoint, rank))
         self._reports.connect(report_address(launcher.endpoint))
@@ -71,9 +88,8 @@ class WorkerThread:
         return self._code
 
     def kill(self) -> None:
-        """Closes its transports, so that nobody waits for it, nor it for others."""
-        for wires in self._wires:
-            wires.close(self._rank)
+        """Ends its links, so that nobody waits for it, nor it for others."""
+        self._launcher.disconnect(self._rank)
 
     def destroy(self) -> None:
         """Closes its transports and waits for its end; a thread that computes for ever is left behind."""
@@ -85,14 +101,7 @@ class WorkerThread:
 
     def _run(self) -> None:
         rank = None
-        exchange, rebalances, moves, stages = self._wires  # of as many ranks as there may be
-        transports = Transports(
-            exchange=MemoryTransport(exchange, self._rank),
-            rebalances=MemoryTransport(rebalances, self._rank),
-            moves=MemoryTransport(moves, self._rank, waits_for_sends=True),
-            hidden=MemoryTransport(stages, self._rank),
-            samples=MemoryTransport(stages, self._rank),
-        )
+        transports = self._launcher.transports(self._rank)
         try:
             with _loading:
                 rank = Rank(self._config, self._rank, torch.device("cpu"), lambda _: transports)

@@ -26,6 +26,7 @@ from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.model.sharding import Shard, attention_modules
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import StepContext, UnshardedWeights, Weights
+from longspan.runtime.step_comm import WEIGHTS
 
 
 class UnshardedLayers:
@@ -88,7 +89,7 @@ class UnshardedLayers:
             return context.host_weights()
         modules = attention_modules(context.model.module)
         shares = {layer: dict(module.named_parameters()) for layer, module in modules.items()}
-        return PeerWeights(shares, context.model.shard, partial(context.comm.inside, "weights"))
+        return PeerWeights(shares, context.model.shard, partial(context.comm.inside, WEIGHTS))
 
     def _start(self, layer: int) -> None:
         if layer in self._context.pool.layers:

@@ -1,0 +1,252 @@
+"""Triton kernels for KV in blocks: attention of single queries that see long contexts, and the slots of new tokens.
+
+The context of a query is split, and each split is computed by a program of its own (flash-decoding); another kernel
+merges the splits of a query. Splits are counted from the first block that a query reads, whatever else is in the batch:
+neither a batch nor its order changes a bit of a result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.attn.backends import Partial, nothing_seen
+from longspan.attn.paged import PagedKv, PagedPlan
+from longspan.attn.spec import AttnSpec
+
+MAX_DIM = 256
+"""The largest head for whose sums a program has registers."""
+NUM_WARPS, NUM_STAGES = 4, 2
+TILE_ROWS = 16
+_TILE_BYTES = 16 * 1024
+STORED = 16
+"""Tokens that a program stores."""
+
+
+def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
+    """Computes attention as `AttentionBackend.attend_paged`; heads have at most `MAX_DIM` numbers."""
+    num_heads, num_queries, dim = q.shape
+    assert num_queries == plan.num_queries, "the plan is for these queries"
+    if not len(plan.items.blocks):
+        return nothing_seen(q)
+    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
+    splits, readers = plan.splits, num_heads // spec.num_kv_heads
+    q = q if q.stride(2) == 1 else q.contiguous()
+    outs = torch.empty(splits.number, num_heads, dim, dtype=torch.float32, device=q.device)
+    lses = torch.empty(splits.number, num_heads, dtype=torch.float32, device=q.device)
+    out = torch.empty(num_queries, num_heads, dim, dtype=q.dtype, device=q.device).transpose(0, 1)
+    lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        split_kernel[splits.number, spec.num_kv_heads, triton.cdiv(readers, TILE_ROWS)](
+            *(q, kv.keys, kv.values, splits.blocks, splits.low, splits.high),
+            *(splits.owner, splits.first, splits.last, outs, lses),
+            *(q.stride(0), q.stride(1), *kv.keys.stride()[:3], readers, num_heads),
+            spec.scale,
+            spec.softcap or 1.0,
+            has_softcap=spec.softcap is not None,
+            widen=must_widen(q),
+            dim=dim,
+            width=padded(dim),
+            tile_rows=TILE_ROWS,
+            tile_keys=min(tile_keys(dim, q.dtype), padded(kv.block_size)),
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
+        )
+        merge_kernel[num_queries, num_heads](
+            *(outs, lses, splits.of_query, out, lse, out.stride(0), out.stride(1), num_heads, num_queries),
+            dim=dim,
+            width=padded(dim),
+        )
+    return out, lse
+
+
+def store(kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    """Writes new tokens as `AttentionBackend.store`, all in one launch."""
+    num_heads, num_tokens, dim = k.shape
+    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
+    if not num_tokens:
+        return
+    k, v = (one if one.stride(2) == 1 else one.contiguous() for one in (k, v))
+    with torch.cuda.device_of(k):
+        store_kernel[triton.cdiv(num_tokens, STORED), num_heads](
+            *(k, v, kv.keys, kv.values, blocks, offsets),
+            *(*k.stride()[:2], *v.stride()[:2], *kv.keys.stride()[:3], num_tokens),
+            dim=dim,
+            width=padded(dim),
+            tile=STORED,
+        )
+
+
+def tile_keys(dim: int, dtype: torch.dtype) -> int:
+    """Returns the keys of a tile, such that tiles of keys and values fit into 99 KB of shared memory twice."""
+    return max(16, min(64, _TILE_BYTES // (padded(dim) * dtype.itemsize)))
+
+
+def padded(dim: int) -> int:
+    """Returns the power of two, at least 16, that rows of a tile have for `dim` elements."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def must_widen(tensor: Tensor) -> bool:
+    """Tells whether products need float32: Triton's interpreter multiplies the bits of bfloat16 as whole numbers."""
+    return bool(triton.knobs.runtime.interpret) and tensor.dtype == torch.bfloat16
+
+
+@triton.jit
+def product(left: tl.tensor, right: tl.tensor, widen: tl.constexpr) -> tl.tensor:
+    """Multiplies matrices, and adds in float32; float32 itself is not rounded to TF32."""
+    if widen:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def scores_of(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+) -> tl.tensor:
+    scores = product(queries, keys, widen) * scale
+    if has_softcap:
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))  # softcap * tanh(scores / softcap)
+    return scores
+
+
+@triton.jit
+def split_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    blocks: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    owner: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    outs: tl.tensor,
+    lses: tl.tensor,
+    q_head: tl.tensor,
+    q_row: tl.tensor,
+    kv_block: tl.tensor,
+    kv_head: tl.tensor,
+    kv_row: tl.tensor,
+    readers: tl.tensor,
+    num_heads: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> None:
+    """Attends the heads that read one KV head to the blocks of one split, tile by tile."""
+    split = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1).to(tl.int64)
+    reader = tl.program_id(2) * tile_rows + tl.arange(0, tile_rows)
+    in_rows = reader < readers
+    head = group * readers + reader
+    column = tl.arange(0, width)
+    in_dim = column < dim
+    whole_rows = in_rows[:, None] & in_dim[None, :]
+    query_at = head * q_head + tl.load(owner + split) * q_row
+    queries = tl.load(q + query_at[:, None] + column[None, :], mask=whole_rows, other=0.0)
+    highest = tl.full((tile_rows,), float("-inf"), tl.float32)
+    total = tl.zeros((tile_rows,), tl.float32)
+    found = tl.zeros((tile_rows, width), tl.float32)
+    for item in range(tl.load(first + split), tl.load(last + split)):
+        begin, end = tl.load(low + item), tl.load(high + item)
+        block_at = tl.load(blocks + item) * kv_block + group * kv_head
+        for start in range(begin // tile_keys * tile_keys, end, tile_keys):
+            slot = start + tl.arange(0, tile_keys)
+            seen = (slot >= begin) & (slot < end)
+            at = block_at + slot * kv_row
+            some = tl.load(keys + at[None, :] + column[:, None], mask=in_dim[:, None] & seen[None, :], other=0.0)
+            scores = scores_of(queries, some, scale, softcap, has_softcap, widen)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            shrink = tl.exp(highest - higher)
+            some = tl.load(values + at[:, None] + column[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
+            total = total * shrink + tl.sum(weights, 1)
+            found = found * shrink[:, None] + product(weights.to(some.dtype), some, widen)
+            highest = higher
+    out_at = (split * num_heads + head)[:, None] * dim + column[None, :]
+    tl.store(outs + out_at, found / total[:, None], mask=whole_rows)
+    tl.store(lses + split * num_heads + head, highest + tl.log(total), mask=in_rows)
+
+
+@triton.jit
+def merge_kernel(
+    outs: tl.tensor,
+    lses: tl.tensor,
+    of_query: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    out_head: tl.tensor,
+    out_row: tl.tensor,
+    num_heads: tl.tensor,
+    num_queries: tl.tensor,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Merges the splits of one query and head, in their order; without any nothing is seen."""
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, width)
+    in_dim = column < dim
+    first, last = tl.load(of_query + query), tl.load(of_query + query + 1)
+    highest = tl.load(lses + first * num_heads + head, mask=first < last, other=float("-inf"))
+    total = tl.where(first < last, 1.0, 0.0)
+    found = tl.load(outs + (first * num_heads + head) * dim + column, mask=in_dim & (first < last), other=0.0)
+    for split in range(first + 1, last):
+        at = split * num_heads + head
+        new = tl.load(lses + at)
+        higher = tl.maximum(highest, new)
+        shrink, weight = tl.exp(highest - higher), tl.exp(new - higher)
+        found = found * shrink + tl.load(outs + at * dim + column, mask=in_dim, other=0.0) * weight
+        total = total * shrink + weight
+        highest = higher
+    share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    tl.store(out + head * out_head + query * out_row + column, (found * share).to(out.dtype.element_ty), mask=in_dim)
+    tl.store(lse + head * num_queries + query, tl.where(total > 0.0, highest + tl.log(total), float("-inf")))
+
+
+@triton.jit
+def store_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    blocks: tl.tensor,
+    offsets: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    v_head: tl.tensor,
+    v_row: tl.tensor,
+    kv_block: tl.tensor,
+    kv_head: tl.tensor,
+    kv_row: tl.tensor,
+    num_tokens: tl.tensor,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Writes keys and values of one head of some tokens to their slots."""
+    token = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    head = tl.program_id(1).to(tl.int64)
+    inside = token < num_tokens
+    column = tl.arange(0, width)
+    whole = inside[:, None] & (column < dim)[None, :]
+    block, offset = tl.load(blocks + token, mask=inside, other=0), tl.load(offsets + token, mask=inside, other=0)
+    slot = (block * kv_block + head * kv_head + offset * kv_row)[:, None] + column[None, :]
+    key = tl.load(k + (head * k_head + token * k_row)[:, None] + column[None, :], mask=whole)
+    value = tl.load(v + (head * v_head + token * v_row)[:, None] + column[None, :], mask=whole)
+    tl.store(keys + slot, key, mask=whole)
+    tl.store(values + slot, value, mask=whole)

@@ -1,0 +1,195 @@
+"""The in-order transport finds what hangs, or goes astray, where calls have no tags; exchanges do neither."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from in_order import Fabric, InOrderTransport
+
+from longspan.attn.check import EXCHANGES, Request, attend, member_call
+from longspan.attn.comm import CommError, DirectedTransport, Group, Message, Transport
+from longspan.attn.exchanges.chain import chain, chain_start
+from longspan.attn.spec import AttnSpec
+from longspan.core.layouts import shard_span
+
+SPEC = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
+Work = Callable[[int], object]
+
+
+def run_ranks(number: int, work: Work, fabric: Fabric) -> list[object]:
+    """Runs `work(rank)` on a thread each; returns what each returned or raised. One that raises is gone."""
+    results: list[object] = [TimeoutError("it hangs")] * number
+
+    def rank(index: int) -> None:
+        try:
+            results[index] = work(index)
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
+            results[index] = error
+            fabric.close(index)
+
+    threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def message(value: float = 0.0, size: int = 4) -> Message:
+    return Message.of([torch.full((size,), float(value))])
+
+
+def test_in_order_what_meets_is_delivered() -> None:
+    fabric = Fabric()
+
+    def work(rank: int) -> float:
+        group = Group(InOrderTransport(fabric, rank, "lane"), range(2), rank)
+        room = message()
+        for hop in range(3):
+            group.start(sends={1 - rank: message(rank + hop)}, receives={1 - rank: room}, hop=hop).wait()
+        return float(room.tensors[0][0])
+
+    assert run_ranks(2, work, fabric) == [3.0, 2.0] and not fabric.left
+
+
+def test_in_order_a_circle_is_told() -> None:
+    """Each waits for what the other would send after it has received: the second calls never run."""
+    fabric = Fabric()
+
+    def work(rank: int) -> None:
+        group = Group(InOrderTransport(fabric, rank, "lane"), range(2), rank)
+        pending = group.start(sends={}, receives={1 - rank: message()}, hop=0)
+        group.start(sends={1 - rank: message()}, receives={}, hop=0)
+        pending.wait()
+
+    results = run_ranks(2, work, fabric)
+    assert all(isinstance(result, CommError) for result in results)
+    assert any("nobody can go on: rank" in str(result) and "which waits for rank" in str(result) for result in results)
+
+
+def test_in_order_a_circle_over_two_lanes_is_told() -> None:
+    """Nobody has made the call that the other waits for, and nobody will."""
+    fabric = Fabric()
+
+    def work(rank: int) -> None:
+        groups = [Group(InOrderTransport(fabric, rank, lane), range(2), rank) for lane in ("first", "second")]
+        for group in groups if rank else reversed(groups):
+            group.start(sends={}, receives={1 - rank: message()}, hop=0).wait()
+            group.start(sends={1 - rank: message()}, receives={}, hop=0).wait()
+
+    results = run_ranks(2, work, fabric)
+    assert all(isinstance(result, CommError) for result in results)
+    assert any("first" in str(result) and "second" in str(result) for result in results)
+
+
+@pytest.mark.parametrize(("hop", "size"), [(1, 4), (0, 5)], ids=["tag", "size"])
+def test_in_order_what_goes_astray_is_told(hop: int, size: int) -> None:
+    fabric = Fabric()
+
+    def work(rank: int) -> None:
+        group = Group(InOrderTransport(fabric, rank, "lane"), range(2), rank)
+        if rank:
+            group.start(sends={}, receives={0: message()}, hop=0).wait()
+        else:
+            group.start(sends={1: message(size=size)}, receives={}, hop=hop).wait()
+
+    results = run_ranks(2, work, fabric)
+    assert any("reaches rank 1's call 0" in str(result) for result in results)
+
+
+def requests(num_members: int) -> list[Request]:
+    """Two requests of which the members have cached some, and one new token of a third, which `ring_q` is made for."""
+    found = []
+    for start, stop, layout in ((0, 40, "contiguous"), (30, 70, "contiguous"), (20, 21, "single")):
+        cached = shard_span("contiguous", 0, start, num_members) if start else ((),) * num_members
+        new = shard_span(layout, start, stop, num_members)
+        kv_runs = tuple((*old, *more) for old, more in zip(cached, new, strict=True))
+        found.append(Request(q_runs=new, kv_runs=kv_runs, seed=stop))
+    return found
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_in_order_every_exchange_is_exact(num_members: int) -> None:
+    fabric = Fabric()
+    batch = requests(num_members)
+
+    def work(rank: int) -> None:
+        group = Group(InOrderTransport(fabric, rank, "lane"), range(num_members), rank)
+        wanted = torch.cat([request.wanted(rank, SPEC) for request in batch], dim=1)
+        for number, exchange in enumerate(EXCHANGES.values()):
+            out = attend(member_call(exchange, group, batch, SPEC, seed=number))
+            torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
+
+    assert run_ranks(num_members, work, fabric) == [None] * num_members and not fabric.left
+
+
+def run_step(fabric: Fabric, orders: Sequence[Sequence[int]], early: Callable[[int], Transport | None]) -> None:
+    """Runs two layers of a step: a `ring_q`, then a chain along each order of the ranks, begun a layer ahead."""
+    size = len(orders[0])
+
+    def work(rank: int) -> None:
+        shared, ahead = InOrderTransport(fabric, rank, "exchange"), early(rank)
+        calls = []
+        for index, (name, order) in enumerate([("ring_q", range(size)), *(("chain", order) for order in orders)]):
+            group = Group(
+                shared, order, list(order).index(rank), early=ahead, tags=range(100 * index, 100 * index + 50)
+            )
+            calls.append(member_call(EXCHANGES[name], group, requests(size), SPEC, seed=index))
+        ring, *chains = calls
+
+        def begin() -> list[object]:
+            return [chain_start(call.group, call.parts, call.kv, SPEC) for call in chains]
+
+        started = begin()
+        for layer in range(2):
+            attend(ring)
+            for call, begun in zip(chains, started, strict=True):
+                chain(replace(call, started=begun))
+            started = begin() if layer == 0 else []
+
+    for result in run_ranks(size, work, fabric):
+        if isinstance(result, Exception):
+            raise result
+
+
+def directed(fabric: Fabric, rank: int) -> Transport:
+    lanes = [InOrderTransport(fabric, rank, f"early {way}", is_grouped=False) for way in ("up", "down")]
+    return DirectedTransport(rank, *lanes)
+
+
+@pytest.mark.parametrize("orders", [[(0, 1)], [(0, 1), (1, 0)], [(0, 1, 2), (2, 0, 1), (1, 0, 2)]], ids=str)
+def test_in_order_chains_are_begun_ahead(orders: Sequence[Sequence[int]]) -> None:
+    fabric = Fabric()
+    run_step(fabric, orders, lambda rank: directed(fabric, rank))
+    assert not fabric.left
+
+
+def test_in_order_a_chain_needs_a_lane_of_its_own() -> None:
+    """On that of the other exchanges it is received before what the peer sends first, and gets that, or a circle."""
+    with pytest.raises(CommError, match=r"reaches|nobody can go on"):
+        run_step(Fabric(), [(0, 1)], lambda _: None)
+
+
+@pytest.mark.parametrize("is_directed", [True, False])
+def test_in_order_blocks_move_both_ways_at_once(is_directed: bool) -> None:
+    """Each rank's threads receive before they send; a pair of ranks has one communicator per lane."""
+    fabric = Fabric(timeout_s=10)
+
+    def work(rank: int) -> float:
+        lane = directed(fabric, rank) if is_directed else InOrderTransport(fabric, rank, "moves", is_grouped=False)
+        group, room = Group(lane, range(2), rank), message()
+        coming = group.start(sends={}, receives={1 - rank: room}, hop=0)
+        leaving = group.start(sends={1 - rank: message(rank + 1)}, receives={}, hop=0)
+        coming.wait()
+        leaving.wait()
+        return float(room.tensors[0][0])
+
+    results = run_ranks(2, work, fabric)
+    if is_directed:
+        assert results == [2.0, 1.0]
+    else:
+        assert any("nobody can go on" in str(result) for result in results)

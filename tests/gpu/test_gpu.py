@@ -1,0 +1,82 @@
+"""What only a machine with a CUDA device can show: `pytest -m gpu`. Several ranks share a device if there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Oracle, assert_exact
+from test_triton import compare_paged, compare_store, reads_of
+
+from longspan import LLM, SamplingParams
+from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.backends.pytorch import TorchCuda
+from longspan.attn.check import random_qkv, reference
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run, relate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here"),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SPEC = AttnSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=128**-0.5, window=None, softcap=None)
+PARALLEL: dict[str, dict[str, Any]] = {
+    "one": {},
+    "two": {"instances": 2, "policy": "context", "policy_options": {"threshold": "20"}},
+    "chain": {"instances": 2, "policy": "context", "policy_options": {"threshold": "20", "exchange": "chain"}},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "roles": {"prefill_parallel": "2", "decode_parallel": "1"},
+}
+
+
+@pytest.fixture(scope="module", params=["as_chosen", "pytorch"])
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return backend_of(torch.device("cuda")) if request.param == "as_chosen" else TorchCuda()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 100, 128, 256])
+@pytest.mark.parametrize("kind", ["full", "diagonal", "window", "softcap"])
+def test_attention_is_its_definition(backend: AttentionBackend, kind: str, head_dim: int, dtype: torch.dtype) -> None:
+    window, softcap = (90 if kind == "window" else None), (20.0 if kind == "softcap" else None)
+    spec = replace(SPEC, head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap)
+    q_run, k_run = Run(400, 700), Run(0, 400 if kind == "full" else 700)
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, seed=1)
+    out, lse = backend.attend(q.cuda(), k.cuda(), v.cuda(), relate(q_run, k_run, window), spec)
+    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)
+    torch.testing.assert_close(out.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=TOLERANCE[dtype], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_kernels_for_blocks(head_dim: int, dtype: torch.dtype) -> None:
+    spec = replace(SPEC, head_dim=head_dim, scale=head_dim**-0.5)
+    compare_paged(spec, reads_of((3, 190), (0, 1), (17, 150)), 16, dtype, 0, "cuda")
+    compare_store(spec, 77, dtype, "cuda")
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_tokens_are_those_of_hugging_face(tiny: Path, oracle: Oracle, parallel: str) -> None:
+    check(tiny, oracle, **PARALLEL[parallel])
+
+
+def test_tokens_of_every_family(folders: dict[str, Path], oracles: dict[str, Oracle]) -> None:
+    for name, folder in folders.items():
+        check(folder, oracles[name])
+
+
+def check(folder: Path, oracle: Oracle, **options: Any) -> None:
+    """Compares tokens, and logits within the tolerance, of prompts of several chunks with those on the CPU."""
+    prompts = [[1 + (7 * i + length) % 190 for i in range(length)] for length in (1, 40, 150)]
+    params = SamplingParams(temperature=0, max_tokens=6, output_logits=True)
+    with LLM(
+        str(folder), device="cuda", skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48, **options
+    ) as llm:
+        for output, prompt in zip(llm.generate(prompts, params), prompts, strict=True):
+            assert_exact(output, oracle.complete(prompt, 6))

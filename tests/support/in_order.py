@@ -1,0 +1,209 @@
+"""A transport that orders calls as NCCL does: no tags, each communicator runs a rank's calls one after the other.
+
+A call is a group of sends and receives, which run together when all calls before it on this rank are over. A send and
+a receive meet when the calls of both are running. What would hang on NCCL is found at once and told as a circle of
+calls that wait for each other; what would arrive in the wrong buffer is told by its tag or its size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from longspan.attn.comm import Calls, CommError, Pending
+
+
+@dataclass(eq=False)
+class _Call:
+    """One rank's grouped call; `sends` and `receives` are those that have not met their counterparts."""
+
+    communicator: str
+    rank: int
+    number: int
+    tag: int
+    sends: dict[int, Tensor]
+    receives: dict[int, Tensor]
+
+    @property
+    def is_over(self) -> bool:
+        return not self.sends and not self.receives
+
+    def __str__(self) -> str:
+        parts = [f"to {peer}" for peer in self.sends] + [f"from {peer}" for peer in self.receives]
+        return f"rank {self.rank}'s call {self.number} on {self.communicator} (tag {self.tag}, {', '.join(parts)})"
+
+
+@dataclass
+class Fabric:
+    """The communicators of all ranks, by name, and who waits for what."""
+
+    timeout_s: float = 60.0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _queues: defaultdict[tuple[str, int], deque[_Call]] = field(default_factory=lambda: defaultdict(deque))
+    _numbers: defaultdict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
+    _callers: dict[tuple[str, int], int] = field(default_factory=dict)  # threads
+    _threads: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by rank
+    _waiting: dict[int, _Call] = field(default_factory=dict)  # by thread
+    _gone: set[int] = field(default_factory=set)
+    _failure: str = ""
+
+    def call(self, communicator: str, rank: int, sends: Calls, receives: Calls, tag: int) -> _Call:
+        with self._changed:
+            self._check(rank)
+            key = communicator, rank
+            call = _Call(communicator, rank, self._numbers[key], tag, dict(sends), dict(receives))
+            assert len(call.sends) == len(sends) and len(call.receives) == len(receives), "one message per peer"
+            self._numbers[key] += 1
+            self._queues[key].append(call)
+            self._callers[key] = threading.get_ident()
+            self._threads[rank].add(threading.get_ident())
+            self._run(communicator)
+            self._look_for_circle(call)
+            return call
+
+    def wait(self, call: _Call) -> None:
+        thread = threading.get_ident()
+        with self._changed:
+            self._waiting[thread] = call
+            try:
+                self._look_for_circle(call)
+                is_over = self._changed.wait_for(
+                    lambda: call.is_over or self._failure or self._gone & {call.rank, *call.sends, *call.receives},
+                    self.timeout_s,
+                )
+            finally:
+                del self._waiting[thread]
+            if not call.is_over:
+                self._check(call.rank)
+                peers = self._gone & {*call.sends, *call.receives}
+                raise CommError(f"rank {peers} is gone" if is_over else f"{call} waited for {self.timeout_s} s")
+
+    def close(self, rank: int) -> None:
+        with self._changed:
+            self._gone.add(rank)
+            self._changed.notify_all()
+
+    @property
+    def left(self) -> list[str]:
+        """The calls that are not over."""
+        return [str(call) for queue in self._queues.values() for call in queue]
+
+    def _check(self, rank: int) -> None:
+        if self._failure:
+            raise CommError(self._failure)
+        if rank in self._gone:
+            raise CommError(f"rank {rank} is gone")
+
+    def _fail(self, words: str) -> None:
+        self._failure = words
+        self._changed.notify_all()
+        raise CommError(words)
+
+    def _run(self, communicator: str) -> None:
+        """Lets all calls of a communicator go on that can."""
+        heads = {rank: queue for (name, rank), queue in self._queues.items() if name == communicator and queue}
+        moved = True
+        while moved:
+            moved = False
+            for queue in list(heads.values()):
+                while queue and self._meet(queue[0], heads):
+                    moved = True
+                    if not queue[0].is_over:
+                        break
+                    queue.popleft()
+        self._changed.notify_all()
+
+    def _meet(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
+        """Sends what the peers' running calls receive; returns whether anything was, or the call is over."""
+        found = call.is_over
+        for peer in list(call.sends):
+            other = heads[peer][0] if heads.get(peer) else None
+            if other is None or call.rank not in other.receives:
+                continue
+            buffer, room = call.sends.pop(peer), other.receives.pop(call.rank)
+            if other.tag != call.tag or room.nbytes != buffer.nbytes:
+                self._fail(f"{call} of {buffer.nbytes} bytes reaches {other}, which has room for {room.nbytes}")
+            room.copy_(buffer)
+            found = True
+            if other.is_over and other is not call:
+                heads[peer].popleft()
+        return found
+
+    def _look_for_circle(self, call: _Call) -> None:
+        """Fails if a call waits, by way of others, for itself."""
+        way: list[_Call] = []
+        done: set[int] = set()
+
+        def visit(one: _Call) -> None:
+            if one in way:
+                circle = [*way[way.index(one) :], one]
+                self._fail("nobody can go on: " + ", which waits for ".join(map(str, circle)))
+            if id(one) in done:
+                return
+            way.append(one)
+            for following in self._blockers(one):
+                visit(following)
+            way.pop()
+            done.add(id(one))
+
+        visit(call)
+
+    def _blockers(self, call: _Call) -> Iterator[_Call]:
+        """Yields the calls without whose end this one does not end."""
+        if call.is_over:
+            return
+        head = self._queues[call.communicator, call.rank][0]
+        if head is not call:
+            yield head
+            return
+        for peer in {*call.sends, *call.receives}:
+            key = call.communicator, peer
+            if self._queues[key]:
+                yield self._queues[key][0]  # of something else: what is meant for each other has met
+            elif (waited := self._waiting.get(self._caller(*key))) is not None:
+                yield waited  # whoever is to call waits for something
+
+    def _caller(self, communicator: str, rank: int) -> int:
+        """Returns the thread that calls for a rank there: who has done so, or the only one it has; 0 if unknown."""
+        known = self._threads[rank]
+        return self._callers.get((communicator, rank), next(iter(known)) if len(known) == 1 else 0)
+
+
+class InOrderTransport:
+    """One rank's end of a lane.
+
+    Args:
+        is_grouped: all of a call goes through one communicator of all ranks; else each message through that of its
+            pair of ranks, as a call of its own.
+    """
+
+    tagged = False
+
+    def __init__(self, fabric: Fabric, rank: int, lane: str, *, is_grouped: bool = True) -> None:
+        self._fabric, self._rank, self._lane, self._is_grouped = fabric, rank, lane, is_grouped
+
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
+        if self._is_grouped:
+            return _Waiting(self._fabric, [self._fabric.call(self._lane, self._rank, sends, receives, tag)])
+        calls = [self._call(peer, [], [(peer, room)], tag) for peer, room in receives]
+        return _Waiting(self._fabric, calls + [self._call(peer, [(peer, one)], [], tag) for peer, one in sends])
+
+    def complete_sends(self) -> None:
+        """Waits for nothing, as with NCCL."""
+
+    def _call(self, peer: int, sends: Calls, receives: Calls, tag: int) -> _Call:
+        low, high = sorted((self._rank, peer))
+        return self._fabric.call(f"{self._lane} of {low} and {high}", self._rank, sends, receives, tag)
+
+
+class _Waiting:
+    def __init__(self, fabric: Fabric, calls: list[_Call]) -> None:
+        self._fabric, self._calls = fabric, calls
+
+    def wait(self) -> None:
+        for call in self._calls:
+            self._fabric.wait(call)
