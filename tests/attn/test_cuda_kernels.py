@@ -13,37 +13,39 @@ AMPERE, HOPPER, TURING = (8, 6), (9, 0), (7, 5)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "masked", "wanted"),
+    ("dtype", "head_dim", "readers", "capability", "masked", "wanted"),
     [
-        (torch.bfloat16, 128, HOPPER, False, "cudnn"),
-        (torch.bfloat16, 256, HOPPER, False, "flash"),
-        (torch.bfloat16, 128, AMPERE, False, "flash"),
-        (torch.float16, 64, TURING, False, "efficient"),
-        (torch.bfloat16, 320, HOPPER, False, "efficient"),
-        (torch.bfloat16, 100, HOPPER, False, "eager"),
-        (torch.float32, 100, HOPPER, False, "efficient"),
-        (torch.float32, 50, AMPERE, False, "eager"),
-        (torch.bfloat16, 128, HOPPER, True, "eager"),
+        (torch.bfloat16, 128, 1, HOPPER, False, "cudnn"),
+        (torch.bfloat16, 128, 4, HOPPER, False, "flash"),
+        (torch.bfloat16, 256, 1, HOPPER, False, "flash"),
+        (torch.bfloat16, 128, 1, AMPERE, False, "flash"),
+        (torch.float16, 64, 1, TURING, False, "efficient"),
+        (torch.bfloat16, 320, 4, HOPPER, False, "efficient"),
+        (torch.bfloat16, 100, 1, HOPPER, False, "eager"),
+        (torch.float32, 100, 4, HOPPER, False, "efficient"),
+        (torch.float32, 50, 1, AMPERE, False, "eager"),
+        (torch.bfloat16, 128, 1, HOPPER, True, "eager"),
     ],
 )
 def test_the_quickest_kernel_that_computes_it(
-    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, masked: bool, wanted: CudaKernel
+    dtype: torch.dtype, head_dim: int, readers: int, *, capability: tuple[int, int], masked: bool, wanted: CudaKernel
 ) -> None:
-    assert cuda_kernel(dtype, head_dim, capability, masked=masked) == wanted
+    assert cuda_kernel(dtype, head_dim, readers, capability, masked=masked) == wanted
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize(
     ("capability", "dtype"), [(HOPPER, torch.bfloat16), (AMPERE, torch.bfloat16), (AMPERE, torch.float32)]
 )
 def test_kernels_take_and_give_what_we_think(
-    capability: tuple[int, int], dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], dtype: torch.dtype, causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By PyTorch's own rules for tensors without numbers."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    spec = AttnSpec(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125, window=None, softcap=None)
+    spec = AttnSpec(num_heads=8, num_kv_heads=kv_heads, head_dim=64, scale=0.125, window=None, softcap=None)
     q = torch.empty(3, 8, 70, 64, dtype=dtype, device="meta")
-    k, v = torch.empty(2, 3, 2, 70 if causal else 90, 64, dtype=dtype, device="meta")
+    k, v = torch.empty(2, 3, kv_heads, 70 if causal else 90, 64, dtype=dtype, device="meta")
     out, lse = TorchCuda()._kernel(q, k, v, spec, causal=causal, mask=None)
     assert out.shape == q.shape and out.dtype == dtype
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32

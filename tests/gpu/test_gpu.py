@@ -76,7 +76,13 @@ def check(folder: Path, oracle: Oracle, **options: Any) -> None:
     prompts = [[1 + (7 * i + length) % 190 for i in range(length)] for length in (1, 40, 150)]
     params = SamplingParams(temperature=0, max_tokens=6, output_logits=True)
     with LLM(
-        str(folder), device="cuda", skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48, **options
+        str(folder),
+        device="cuda",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        block_size=16,
+        max_num_batched_tokens=48,
+        **options,
     ) as llm:
         for output, prompt in zip(llm.generate(prompts, params), prompts, strict=True):
             assert_exact(output, oracle.complete(prompt, 6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,16 @@ import torch
 from engines import ThreadLLM
 from kernels import loaded_kernels
 from test_fused import SPEC, random_model
+from tiny_models import BASE, SWITCH_LENGTH, longrope_parameters, write_checkpoint
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from longspan import SamplingParams, native
 from longspan.attn.backends.native import NativeCpu
 from longspan.attn.paged import PagedKv, Reads
-from longspan.model.fused import Rotary, fuse_head, fuse_layers
+from longspan.model.adapter import Attend
+from longspan.model.fused import Matrix, Product, Rotary, fuse_head, fuse_layers
+from longspan.model.quantization import quantise
 from longspan.model.whole_step import RotaryTable, SingleTokens, WholeStep, whole_step
 
 BLOCK_SIZE = 32
@@ -43,7 +48,12 @@ class Tiny:
         fused = fuse_layers(layers, [SPEC] * len(layers), None, self.rotary, {})
         head = fuse_head(self.module.lm_head, {})
         assert head is not None
-        return whole_step(self.module, [fused[layer] for layer in layers], head, self.rotary)
+        return whole_step(self.module, [fused[layer] for layer in layers], head, self.rotary, self.logits)
+
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
+        found: Tensor = self.module(**arguments).logits[0]
+        return found
 
     def rotary(self, positions: Tensor) -> Rotary:
         cos, sin = self.module.model.rotary_emb(torch.empty(1, 0, 0, dtype=torch.bfloat16), positions[None])
@@ -83,10 +93,9 @@ def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
             NativeCpu().store(own_kv[layer], blocks, offsets, k, v)  # noqa: B023 - called in this turn
             return NativeCpu().attend_paged(q, own_kv[layer], plan, SPEC)[0]  # noqa: B023
 
-        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
         what = SingleTokens(blocks=blocks, offsets=offsets, kv=kv, plans=[plan] * model.num_layers)
         with torch.no_grad():
-            own = model.module(**arguments, attend=attend).logits[0]
+            own = model.logits(tokens, positions, attend)
             found = step(tokens, model.rotary(positions), what)
         for one, other in zip(kv, own_kv, strict=True):
             assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
@@ -127,7 +136,14 @@ def test_a_model_without_a_last_norm_that_is_known_is_refused() -> None:
         WholeStep(SimpleNamespace(base_model_prefix="model", model=SimpleNamespace()), [], None)  # type: ignore[arg-type]
 
 
-def test_an_engine_decodes_by_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def longrope(folder: Path) -> str:
+    """Writes a tiny model whose rotary embedding depends on how long a request is."""
+    config = LlamaConfig(**BASE | {"head_dim": 32, "vocab_size": 208}, rope_parameters=longrope_parameters(16))
+    return str(write_checkpoint(config, folder))
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "int4", "longrope"])
+def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while prompts are computed beside, nor while times are recorded; the tokens are the same."""
     sizes: list[int] = []
     call = WholeStep.__call__
@@ -137,15 +153,26 @@ def test_an_engine_decodes_by_whole_steps(monkeypatch: pytest.MonkeyPatch) -> No
         return call(self, tokens, *others)
 
     monkeypatch.setattr(WholeStep, "__call__", counted)
-    prompts = [[5, 6, 7], [8] * 40, list(range(30))]
+    options: dict[str, Any] = {"quantization": "int4"} if kind == "int4" else {}
+    if kind == "longrope":
+        options |= {"model": longrope(tmp_path), "skip_tokenizer_init": True}
+    prompts = [[5, 6, 7], [8] * (SWITCH_LENGTH + 10), list(range(30))]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found = []
     for record_times in (False, True):
         monkeypatch.setattr(native, "_library", None)
-        with ThreadLLM(dtype="bfloat16", block_size=16, threads_per_rank=1, record_times=record_times) as llm:
+        options["record_times"] = record_times
+        with ThreadLLM(dtype="bfloat16", block_size=16, threads_per_rank=1, **options) as llm:
             if not native.is_loaded():
                 pytest.skip("the machine cannot have the kernels")
             sizes.clear()
             found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
             assert (sizes.count(3) >= 10) != record_times and len(sizes) <= 36
     assert found[0] == found[1]
+
+
+def test_a_gate_has_as_many_bits_as_what_it_gates() -> None:
+    weight = torch.zeros(32, 32).bfloat16()
+    both = [Matrix(weight=weight, levels=quantise("up_proj", weight.float(), kind)) for kind in ("int4", "int8")]
+    with pytest.raises(ValueError, match="different bits"):
+        Product(both, is_gated=True)

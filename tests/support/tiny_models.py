@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def _longrope(half_dim: int) -> dict[str, Any]:
+def longrope_parameters(half_dim: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -55,10 +55,10 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 TINY: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**BASE | {"tie_word_embeddings": True}),
     "llama-yarn": lambda: LlamaConfig(**BASE, rope_parameters=dict(_YARN)),
-    "llama-longrope": lambda: LlamaConfig(**BASE, rope_parameters=_longrope(8)),
+    "llama-longrope": lambda: LlamaConfig(**BASE, rope_parameters=longrope_parameters(8)),
     "phi3": lambda: Phi3Config(**BASE),
     "phi3-longrope": lambda: Phi3Config(
-        **BASE, original_max_position_embeddings=SWITCH_LENGTH, rope_parameters=_longrope(8)
+        **BASE, original_max_position_embeddings=SWITCH_LENGTH, rope_parameters=longrope_parameters(8)
     ),
     "qwen2": lambda: Qwen2Config(**BASE),
     "qwen3": lambda: Qwen3Config(**BASE),

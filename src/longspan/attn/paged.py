@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 Numbers = npt.NDArray[np.int64]
-_SPLIT_TOKENS = 512
-"""The slots of a split, unless a block has more."""
+_SPLIT_TOKENS, _MOST_SPLITS = 512, 128
+"""The slots of a split, unless a block has more; and splits of a query, which are larger then."""
 _MAX_VIEWS = 8
 """Adjacent blocks are read as one view; a batch that would need more views than this is gathered, which is one copy."""
 
@@ -106,13 +106,14 @@ class PagedSplits:
     """
 
     def __init__(self, items: PagedItems, kv: PagedKv) -> None:
-        per_split = max(1, _SPLIT_TOKENS // kv.block_size)
-        counts = -(-np.diff(items.first) // per_split)
+        num_items = np.diff(items.first)
+        per_split = np.maximum(max(1, _SPLIT_TOKENS // kv.block_size), -(-num_items // _MOST_SPLITS))
+        counts = -(-num_items // per_split)
         of_query = np.concatenate(([0], np.cumsum(counts)))
         self.number = int(of_query[-1])
         owner = np.repeat(np.arange(len(counts)), counts)
-        first = items.first[owner] + (np.arange(self.number) - of_query[owner]) * per_split
-        last = np.minimum(first + per_split, items.first[owner + 1])
+        first = items.first[owner] + (np.arange(self.number) - of_query[owner]) * per_split[owner]
+        last = np.minimum(first + per_split[owner], items.first[owner + 1])
         arrays = (items.blocks, items.low, items.high, owner, first, last, of_query)
         numbers = torch.from_numpy(np.concatenate(arrays))  # one copy to the device, which nobody waits for
         if kv.keys.device.type == "cuda":

@@ -122,8 +122,8 @@ class Model:
         if self._whole_step is not None and (step := _single_tokens(attend)) is not None:
             of_length = self._longrope is not None
             rotary = self.rotary(positions, rope_lengths) if of_length else self._rotary_table(positions)
-            logits = self._whole_step(tokens, rotary, step)
-            return (logits if len(keep) == len(tokens) else logits[keep]).float()
+            assert len(keep) == len(tokens), "such a step samples after every token"
+            return self._whole_step(tokens, rotary, step).float()
         if self._longrope is not None:
             self._longrope.pin(rope_lengths)
         if self.stage is not None:
@@ -155,6 +155,11 @@ class Model:
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
 
+    def forget_pool(self) -> None:
+        """Lets go of the KV that it has read in place."""
+        if self._whole_step is not None:
+            self._whole_step.forget_pool()
+
     @contextmanager
     def summed_by(self, reduce: Reduce) -> Iterator[None]:
         """Sums the layers' outputs over the ranks of the instance by `reduce` inside a block; a whole model sums none.
@@ -181,10 +186,13 @@ class Model:
             head = fuse_head(self.module.get_output_embeddings(), by_address)
         if head is not None and reduce is None and len(fused) == self.info.num_layers:
             in_order = [fused[layer] for layer in layers]
-            self._whole_step = whole_step(self.module, in_order, head, self._rotary_of_positions)
+            self._whole_step = whole_step(self.module, in_order, head, self._rotary_of_positions, self._by_layers)
 
     def _rotary_of_positions(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))
+        return self.rotary(positions, _one_length(positions))
+
+    def _by_layers(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self.forward(tokens, positions, torch.arange(len(tokens)), attend, _one_length(positions))
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self._reduce is not None, "a share of a model needs the sums over all shares"
@@ -229,6 +237,10 @@ def _serve(
 
 
 AttentionInterface.register(_SERVE, _serve)
+
+
+def _one_length(positions: Tensor) -> Tensor:
+    return torch.full_like(positions, int(positions.max()) + 1)
 
 
 def _single_tokens(attend: Attend) -> SingleTokens | None:

@@ -80,6 +80,8 @@ class Product:
             num_outputs, num_inputs = matrix.weight.shape
             if (matrix.levels is None) != (matrices[0].levels is None):
                 raise ValueError("some of the matrices are quantised, others are not")
+            if is_gated and matrix.levels and matrices[0].levels and matrix.levels.bits != matrices[0].levels.bits:
+                raise ValueError("a gate and what it gates have levels of different bits")
             if num_inputs % 32 or num_outputs % 16 or matrix.weight.dtype != torch.bfloat16:
                 raise ValueError(f"a layer has {num_inputs} inputs and {num_outputs} outputs of {matrix.weight.dtype}")
         if head_dim % 32:

@@ -27,8 +27,12 @@ _PROBE = (0, 1, 5, 17, 23)
 _PROBE_SLOTS = 32
 _FEWEST_ROWS, _MOST_ROWS = 1 << 12, 1 << 17
 """Bounds of the positions in a table: the most are 64 MiB with heads of 128 numbers."""
+_MORE_ROOM = 16
+"""Buffers grow by so many tokens."""
 _PRODUCTS = 4
 """Calls of `linear.cpp` per layer."""
+
+Forward = Callable[[Tensor, Tensor, Callable[[int, Tensor, Tensor, Tensor], Tensor]], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,10 @@ class WholeStep:
             raise ValueError(f"{type(base).__name__} has no last norm that is known")
         self._norm, epsilon = norm_of(base.norm)  # the kernel knows its address only
         self._embeddings = module.get_input_embeddings().weight
+        width = layers[0].products[0].problem.inputs
+        if self._embeddings.shape[1] != width or self._embeddings.dtype != torch.bfloat16:
+            shape, dtype = tuple(self._embeddings.shape), self._embeddings.dtype
+            raise ValueError(f"its embeddings {shape} of {dtype} are not what its layers of {width} numbers read")
         self._layers, self._head = layers, head
         specs = [layer.spec for layer in layers]
         if any(not NativeCpu.knows(spec) for spec in specs):
@@ -93,7 +101,7 @@ class WholeStep:
         """
         num_tokens = len(tokens)
         if num_tokens > len(self._hidden):
-            self._make_room(2 * num_tokens)
+            self._make_room(-(-num_tokens // _MORE_ROOM) * _MORE_ROOM)
         if step.kv is not self._kv:
             self._set_pool(step.kv)
         torch.index_select(self._embeddings, 0, tokens, out=self._hidden[:num_tokens])
@@ -110,8 +118,12 @@ class WholeStep:
         self._chain.run()
         return self._logits[:num_tokens]
 
-    def check(self, module: Any, rotary: Callable[[Tensor], Rotary]) -> None:  # noqa: ANN401
-        """Raises ValueError unless it computes what `module` does, whose attention calls `attend`."""
+    def forget_pool(self) -> None:
+        """Lets go of the pool of the latest step."""
+        self._kv = ()
+
+    def check(self, forward: Forward, rotary: Callable[[Tensor], Rotary]) -> None:
+        """Raises ValueError unless it computes what the model does layer by layer."""
         numbers = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, len(self._embeddings), (len(_PROBE),), generator=numbers)
         positions, offsets, blocks = torch.tensor(_PROBE), torch.tensor(_PROBE), torch.arange(len(_PROBE))
@@ -130,12 +142,11 @@ class WholeStep:
             backend.store(own_kv[layer], blocks, offsets, k, v)
             return backend.attend_paged(q, own_kv[layer], plans[layer], self._specs[layer])[0]
 
-        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
         with torch.no_grad():
-            own = module(**arguments).logits[0]
+            own = forward(tokens, positions, attend)
             step = SingleTokens(blocks=blocks, offsets=offsets, kv=pools(), plans=plans)
             found = self(tokens, rotary(positions), step)
-        self._kv = ()  # the probe's is gone
+        self.forget_pool()
         error = ((found.float() - own.float()).norm() / own.float().norm()).item()
         if not error <= MAX_ERROR:
             raise ValueError(f"its logits would differ by {error:.1%}")
@@ -204,11 +215,15 @@ def whole_step(
     layers: Sequence[FusedLayer],
     head: Product,
     rotary: Callable[[Tensor], Rotary],
+    forward: Forward,
 ) -> WholeStep | None:
-    """Returns what computes whole steps of a model, whose layers and head are fused, if it is of the form for that."""
+    """Returns what computes whole steps of a model, whose layers and head are fused, if it is of the form for that.
+
+    `forward` computes logits `[tokens, vocab]` of tokens and positions `[tokens]`, layer by layer.
+    """
     try:
         found = WholeStep(module, layers, head)
-        found.check(module, rotary)
+        found.check(forward, rotary)
     except ValueError as error:
         _log.info("decode steps are computed layer by layer: %s", error)
         return None

@@ -77,7 +77,7 @@ _KINDS = {LinearArgs: 0, StoreArgs: 1, PagedArgs: 2}
 
 
 def fields(args: ctypes.Array[Any]) -> npt.NDArray[np.void]:
-    """Returns the same memory as an array, of which a field of all can be set at once."""
+    """Views structures as an array, so that one assignment sets a field of all of them."""
     return np.frombuffer(memoryview(args).cast("B"), np.dtype(args._type_))
 
 

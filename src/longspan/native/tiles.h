@@ -16,7 +16,7 @@ struct Rows {
     long row, step;
 };
 
-inline const uint32_t* row_of(const Rows& a, long number) {
+inline const uint32_t* row_at(const Rows& a, long number) {
     return number < kTile ? a.first + number * a.row : a.second + (number - kTile) * a.row;
 }
 
@@ -103,7 +103,7 @@ template <int T>
 void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool add) {
     constexpr int kRows = 16 / T;
     for (int start = 0; start < 2 * kTile; start += kRows, c += kRows * ldc) {
-        const uint32_t *rows = row_of(a, start), *next = row_of(a, start + kRows), *columns = b.first;
+        const uint32_t *rows = row_at(a, start), *next = row_at(a, start + kRows), *columns = b.first;
         __m512 sum[kRows][T];
         for (int r = 0; r < kRows; ++r)
             for (int t = 0; t < T; ++t)
@@ -128,7 +128,7 @@ void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool
 #endif
 
 // The sums of four vectors.
-inline __m128 sums(const __m512* each) {
+inline __m128 four_sums(const __m512* each) {
     const __m512 even = _mm512_add_ps(_mm512_unpacklo_ps(each[0], each[1]), _mm512_unpackhi_ps(each[0], each[1]));
     const __m512 odd = _mm512_add_ps(_mm512_unpacklo_ps(each[2], each[3]), _mm512_unpackhi_ps(each[2], each[3]));
     const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(even, odd, 0x44), _mm512_shuffle_ps(even, odd, 0xee));
@@ -157,7 +157,7 @@ void dots(const RowOf& row_of, const uint32_t* x, long steps, float* c, long ldc
         }
         for (int i = 0; i < kRows * T; i += 4) {
             alignas(16) float four[4];
-            _mm_storeu_ps(T % 4 ? four : c + i, sums(sum + i));
+            _mm_storeu_ps(T % 4 ? four : c + i, four_sums(sum + i));
             for (int j = i; T % 4 && j < std::min(i + 4, kRows * T); ++j) c[j / T * ldc + j % T] = four[j - i];
         }
     }

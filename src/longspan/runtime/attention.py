@@ -83,7 +83,8 @@ class StepAttention:
             return out
 
     def single_tokens(self) -> SingleTokens | None:
-        """Returns what the step reads and writes if each of its tokens is its request's only one, and nothing travels.
+        """Returns what the step reads and writes if each of its tokens is its request's only one and sampled after, and
+        nothing travels.
 
         Then the model may compute all of it without calling this object. Not while times are recorded, by layer.
         """
@@ -92,7 +93,7 @@ class StepAttention:
             return None
         (channel,) = packed.channels
         num_tokens, parts = len(packed.tokens), channel.parts
-        if channel.exchange != LOCAL or not len(parts) == len(packed.slots.rows) == num_tokens:
+        if channel.exchange != LOCAL or not len(parts) == len(packed.slots.rows) == len(packed.keep) == num_tokens:
             return None
         kv, rows = self._pool.kv, tuple(range(num_tokens))
         plans = [parts.plan(rows, 0, 0, one, spec.window) for one, spec in zip(kv, self._specs, strict=True)]

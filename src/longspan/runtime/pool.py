@@ -42,6 +42,9 @@ class KvMemory:
 class KvPool:
     """Keys and values of `num_blocks` blocks in some layers.
 
+    Attributes:
+        kv: of each of its layers, in order; the same object as long as the pool is.
+
     Args:
         specs: of all layers of the model.
         layers: those of this rank; None for all.

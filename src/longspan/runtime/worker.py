@@ -136,6 +136,7 @@ class Worker:
         """
         self._moves.close()
         self._layerwise.close()
+        self._model.forget_pool()
 
     def _run(self, forward: Forward) -> messages.Done:
         """Computes this rank's share of a step and samples."""

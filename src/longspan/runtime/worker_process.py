@@ -143,7 +143,10 @@ def _by_process_groups(
 
 
 def _directed(rank: int, device: torch.device) -> DirectedTransport:
-    """Opens two lanes of NCCL's whose messages from one rank to another wait for no other pair of ranks."""
+    """Opens two lanes of NCCL's whose messages from one rank to another wait for no other pair of ranks.
+
+    Nobody need wait for a send: PyTorch keeps its buffer until NCCL has read it.
+    """
     up, down = (TorchTransport(open_lane(device, pairwise=True), waits_for_sends=True) for _ in range(2))
     return DirectedTransport(rank, up, down)
 

@@ -91,7 +91,7 @@ def backend_of(device: torch.device, *, compiled: bool | None = None) -> Attenti
 
     if device.type == "cuda":
         if find_spec("triton") is None:
-            _log.warning("Triton is not installed: sparse attention copies the tokens that it keeps")
+            _log.warning("Triton is not installed: decodes and sparse attention use slower kernels of PyTorch")
             return TorchCuda()
         from longspan.attn.backends.triton import TritonCuda  # noqa: PLC0415 - not where there is no such device
 

@@ -29,6 +29,7 @@ _RATED = 4096
 _FEW_QUERIES = 16
 """The most queries for which long keys are split into pieces that are computed in parallel and merged."""
 _AMPERE, _HOPPER = (8, 0), (9, 0)
+"""Compute capabilities."""
 _MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
 _PIECE = 512
 """Keys per such piece."""
@@ -213,16 +214,23 @@ class TorchCpu(TorchBackend):
 CudaKernel = Literal["cudnn", "flash", "efficient", "eager"]
 
 
-def cuda_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, masked: bool) -> CudaKernel:
+def cuda_kernel(
+    dtype: torch.dtype, head_dim: int, readers: int, capability: tuple[int, int], *, masked: bool
+) -> CudaKernel:
     """Chooses the quickest of PyTorch's kernels on CUDA devices that computes such attention.
 
-    `capability` is the device's. cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers.
+    cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. Where several query heads read a KV head
+    it would want copies of the keys, FlashAttention does not.
+
+    Args:
+        readers: query heads per KV head.
+        capability: of the device.
     """
     is_half = dtype in {torch.bfloat16, torch.float16}
     if masked:
         return "eager"
     if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
-        return "cudnn" if capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM else "flash"
+        return "cudnn" if capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM and readers == 1 else "flash"
     return "efficient" if head_dim % (8 if is_half else 4) == 0 else "eager"
 
 
@@ -231,10 +239,11 @@ class TorchCuda(TorchBackend):
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
         capability = torch.cuda.get_device_capability(q.device)
-        match cuda_kernel(q.dtype, q.shape[3], capability, masked=mask is not None):
+        readers = q.shape[1] // k.shape[1]
+        match cuda_kernel(q.dtype, q.shape[3], readers, capability, masked=mask is not None):
             case "cudnn":
                 out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
-                    q, *_for_each_reader(q, k, v), None, True, 0.0, causal, False, scale=spec.scale
+                    q, k, v, None, True, 0.0, causal, False, scale=spec.scale
                 )
                 return out, lse.reshape(q.shape[:3])
             case "flash":

@@ -1,7 +1,7 @@
 """Triton kernels for KV in blocks: attention of single queries that see long contexts, and the slots of new tokens.
 
 The context of a query is split, and each split is computed by a program of its own (flash-decoding); another kernel
-merges the splits of a query. Splits are counted from the first block that a query reads, whatever else is in the batch:
+merges the splits of a query. Splits depend on what the query reads, whatever else is in the batch:
 neither a batch nor its order changes a bit of a result.
 """
 
@@ -20,6 +20,7 @@ MAX_DIM = 256
 """The largest head for whose sums a program has registers."""
 NUM_WARPS, NUM_STAGES = 4, 2
 TILE_ROWS = 16
+"""Query heads of a tile: as few as products take."""
 _TILE_BYTES = 16 * 1024
 STORED = 16
 """Tokens that a program stores."""
@@ -66,6 +67,7 @@ def store(kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) ->
     """Writes new tokens as `AttentionBackend.store`, all in one launch."""
     num_heads, num_tokens, dim = k.shape
     assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
+    assert blocks.is_contiguous() and offsets.is_contiguous(), "the kernel reads them as arrays"
     if not num_tokens:
         return
     k, v = (one if one.stride(2) == 1 else one.contiguous() for one in (k, v))
