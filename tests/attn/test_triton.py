@@ -250,6 +250,27 @@ def test_new_tokens_are_stored(assert_interpreted: Run, num_tokens: int, dtype: 
         assert_interpreted(compare_store, _spec((6, 3), head_dim), num_tokens, dtype)
 
 
+def compare_gather(spec: AttnSpec, block_size: int, span: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Into parts of messages, of which nothing else is written; for some heads of the pool, too."""
+    start, stop = span
+    whole = random_pool(spec, 12, block_size, dtype, 5, device)
+    blocks = torch.randperm(12, generator=torch.Generator().manual_seed(stop)).tolist()
+    for kv in (whole, whole.heads(range(1, spec.num_kv_heads))):
+        found, wanted = (
+            torch.full((2, kv.keys.shape[1], stop - start + 4, spec.head_dim), 7.0, dtype=dtype, device=device)
+            for _ in range(2)
+        )
+        for backend, (k, v) in ((_triton(), found), (TORCH, wanted)):
+            backend.gather(kv, blocks, start, stop, (k[:, 2:-2], v[:, 2:-2]))
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("span", [(0, 0), (0, 1), (5, 12), (16, 48), (3, 190)], ids=str)
+def test_tokens_are_gathered(assert_interpreted: Run, span: tuple[int, int]) -> None:
+    for block_size, head_dim, dtype in ((16, 40, torch.float32), (48, 64, torch.bfloat16)):
+        assert_interpreted(compare_gather, _spec((6, 3), head_dim), block_size, span, dtype, "cpu")
+
+
 # ---------------------------------------------------------------- rating
 
 
@@ -442,17 +463,18 @@ def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> No
 def test_kernels_for_blocks_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
     from longspan.attn.backends import triton_paged as ours
 
-    names = ("q", "keys", "values", "k", "v", "out")
+    names = ("q", "keys", "values", "k", "v", "out", "k_out", "v_out")
     types = dict.fromkeys(names, _TYPES[dtype]) | dict.fromkeys(("outs", "lses", "lse"), "*fp32")
-    names = ("blocks", "low", "high", "owner", "first", "last", "of_query", "offsets")
+    names = ("blocks", "low", "high", "owner", "last", "of_query", "offsets", "table")
     types |= dict.fromkeys(names, "*i64") | {"scale": "fp32", "softcap": "fp32"}
     for dim in (64, 128, 256):
         sizes: dict[str, object] = {"dim": dim, "width": dim}
         tile = {"widen": False, "tile_rows": ours.TILE_ROWS, "tile_keys": ours.tile_keys(dim, dtype)}
-        split = compiled(ours.split_kernel, types, sizes | tile | {"has_softcap": dim == 64}, arch)
+        split = compiled(ours.split_kernel, types | {"first": "*i64"}, sizes | tile | {"has_softcap": dim == 64}, arch)
         assert 0 < split.metadata.shared <= SHARED_MEMORY
         assert compiled(ours.merge_kernel, types, sizes, arch).asm["cubin"]
-        assert compiled(ours.store_kernel, types, sizes | {"tile": ours.STORED}, arch).asm["cubin"]
+        for kernel in (ours.store_kernel, ours.gather_kernel):
+            assert compiled(kernel, types, sizes | {"tile": ours.STORED}, arch).asm["cubin"]
 
 
 # ---------------------------------------------------------------- who uses it

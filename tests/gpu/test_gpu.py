@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Oracle, assert_exact
-from test_triton import compare_paged, compare_store, reads_of
+from test_triton import compare_gather, compare_paged, compare_store, reads_of
 
 from longspan import LLM, SamplingParams
 from longspan.attn.backends import AttentionBackend, backend_of
@@ -59,6 +59,7 @@ def test_kernels_for_blocks(head_dim: int, dtype: torch.dtype) -> None:
     spec = replace(SPEC, head_dim=head_dim, scale=head_dim**-0.5)
     compare_paged(spec, reads_of((3, 190), (0, 1), (17, 150)), 16, dtype, 0, "cuda")
     compare_store(spec, 77, dtype, "cuda")
+    compare_gather(spec, 16, (3, 190), dtype, "cuda")
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)

@@ -99,7 +99,8 @@ class GatherHidden:
         view = self._kv.heads(self._shares[member].kv_heads)
         for index, (part, runs) in enumerate(zip(self._parts, self._cached(self._group.rank), strict=True)):
             if self._shares[member].heads:
-                gather_runs(part, runs, self._group.rank, view, *message.tensors[2 + 2 * index : 4 + 2 * index])
+                k_room, v_room = message.tensors[2 + 2 * index : 4 + 2 * index]
+                gather_runs(self._parts.backend, part, runs, self._group.rank, view, (k_room, v_room))
         return message
 
     def _room(self, sender: int, receiver: int, like: Tensor) -> Message:

@@ -121,19 +121,26 @@ def empty_kv_message(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like:
     return Message.room([(num_kv_heads, num_tokens(runs), like.shape[-1]) for runs in all_runs for _ in "kv"], like)
 
 
-def pack_kv(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:
+def pack_kv(parts: MemberParts, all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:
     """Gathers keys and values of the runs from the pool of `member`, which may hold others before and after them."""
     message = empty_kv_message(all_runs, kv.keys.shape[1], kv.keys)
     for part, runs, k, v in zip(parts, all_runs, message.tensors[::2], message.tensors[1::2], strict=True):
-        gather_runs(part, runs, member, kv, k, v)
+        gather_runs(parts.backend, part, runs, member, kv, (k, v))
     return message
 
 
-def gather_runs(part: MemberPart, runs: Sequence[Run], member: int, kv: PagedKv, k_out: Tensor, v_out: Tensor) -> None:
+def gather_runs(
+    backend: AttentionBackend,
+    part: MemberPart,
+    runs: Sequence[Run],
+    member: int,
+    kv: PagedKv,
+    rooms: tuple[Tensor, Tensor],
+) -> None:
     """Copies keys and values of neighbouring `runs` out of the pool of `member`."""
     if runs:
         start = _num_before(part.kv_runs[member], runs[0].start)
-        kv.gather(part.blocks, start, start + num_tokens(runs), k_out, v_out)
+        backend.gather(kv, part.blocks, start, start + num_tokens(runs), rooms)
 
 
 def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) -> Tensor:
@@ -188,7 +195,7 @@ def attend_held(  # noqa: PLR0917 - those of a part, and who reads it
     needed = part.needed(holder, spec.window)
     k = q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
     v = k.new_empty(k.shape)
-    gather_runs(part, needed, holder, kv, k, v)
+    gather_runs(backend, part, needed, holder, kv, (k, v))
     return attend_runs(backend, q, part.q_runs[asker], k, v, needed, spec)
 
 

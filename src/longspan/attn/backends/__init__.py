@@ -42,6 +42,9 @@ class AttentionBackend(Protocol):
     def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes `k, v [K, T, D]` to a pool: token t to slot `offsets[t]` of block `blocks[t]`, both int64 `[T]`."""
 
+    def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
+        """Copies keys and values of tokens `[start, stop)` to `rooms`, see `PagedKv.gather`."""
+
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
         """Prepares `attend_paged` for queries that read these tokens of any layer laid out like `kv`."""
 

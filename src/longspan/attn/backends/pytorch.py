@@ -67,6 +67,9 @@ class TorchBackend(ABC):
         kv.keys[blocks, :, offsets] = k.transpose(0, 1)
         kv.values[blocks, :, offsets] = v.transpose(0, 1)
 
+    def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
+        kv.gather(blocks, start, stop, *rooms)
+
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
         return PagedPlan(reads, kv)
 

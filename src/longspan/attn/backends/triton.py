@@ -37,6 +37,10 @@ class TritonCuda(TorchCuda):
     def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         triton_paged.store(kv, blocks, offsets, k, v)
 
+    def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
+        """Copies keys and values in one launch, wherever the blocks are."""
+        triton_paged.gather(kv, blocks, start, stop, rooms)
+
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Reads the keys where they are; PyTorch's kernels attend to a copy of them where heads are very large."""
         num_heads, num_queries, dim = q.shape

@@ -7,6 +7,9 @@ neither a batch nor its order changes a bit of a result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +26,7 @@ TILE_ROWS = 16
 """Query heads of a tile: as few as products take."""
 _TILE_BYTES = 16 * 1024
 STORED = 16
-"""Tokens that a program stores."""
+"""Tokens that a program stores, or gathers."""
 
 
 def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
@@ -79,6 +82,31 @@ def store(kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) ->
             width=padded(dim),
             tile=STORED,
         )
+
+
+def gather(kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
+    """Copies tokens as `PagedKv.gather`, all in one launch."""
+    if start == stop:
+        return
+    k_out, v_out = rooms
+    num_heads, num_tokens, dim = k_out.shape
+    assert num_tokens == stop - start and k_out.stride(2) == v_out.stride(2) == 1, "room for these tokens"
+    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
+    with torch.cuda.device_of(k_out):
+        gather_kernel[triton.cdiv(num_tokens, STORED), num_heads](
+            *(kv.keys, kv.values, _table(tuple(blocks), k_out.device), k_out, v_out),
+            *(*kv.keys.stride()[:3], *k_out.stride()[:2], *v_out.stride()[:2], start, num_tokens, kv.block_size),
+            dim=dim,
+            width=padded(dim),
+            tile=STORED,
+        )
+
+
+@lru_cache(maxsize=256)
+def _table(blocks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Puts a block table on a device, once for all layers of a step."""
+    table = torch.tensor(blocks, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def tile_keys(dim: int, dtype: torch.dtype) -> int:
@@ -252,3 +280,38 @@ def store_kernel(
     value = tl.load(v + (head * v_head + token * v_row)[:, None] + column[None, :], mask=whole)
     tl.store(keys + slot, key, mask=whole)
     tl.store(values + slot, value, mask=whole)
+
+
+@triton.jit
+def gather_kernel(
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    k_out: tl.tensor,
+    v_out: tl.tensor,
+    kv_block: tl.tensor,
+    kv_head: tl.tensor,
+    kv_row: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    v_head: tl.tensor,
+    v_row: tl.tensor,
+    first: tl.tensor,
+    num_tokens: tl.tensor,
+    block_size: tl.tensor,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Copies keys and values of one head of some tokens out of their blocks."""
+    token = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    head = tl.program_id(1).to(tl.int64)
+    inside = token < num_tokens
+    column = tl.arange(0, width)
+    whole = inside[:, None] & (column < dim)[None, :]
+    place = token + first
+    block = tl.load(table + place // block_size, mask=inside, other=0)
+    slot = (block * kv_block + head * kv_head + place % block_size * kv_row)[:, None] + column[None, :]
+    key, value = tl.load(keys + slot, mask=whole), tl.load(values + slot, mask=whole)
+    tl.store(k_out + (head * k_head + token * k_row)[:, None] + column[None, :], key, mask=whole)
+    tl.store(v_out + (head * v_head + token * v_row)[:, None] + column[None, :], value, mask=whole)

@@ -59,7 +59,7 @@ def _tokens(call: Call, share: HeadShare) -> Message:
         queries, k, v = message.tensors[3 * index : 3 * index + 3]
         queries.copy_(call.q[share.heads.start : share.heads.stop, part.rows])
         if share.heads:
-            gather_runs(part, part.needed(me, call.spec.window), me, kv, k, v)
+            gather_runs(call.parts.backend, part, part.needed(me, call.spec.window), me, kv, (k, v))
     return message
 
 

@@ -133,7 +133,7 @@ def _gathered(call: Call, part: MemberPart) -> tuple[Tensor, Tensor]:
     """Returns all keys and values that this member holds of a part."""
     runs = part.kv_runs[call.group.rank]
     k, v = call.q.new_empty(2, call.spec.num_kv_heads, num_tokens(runs), call.spec.head_dim)
-    gather_runs(part, runs, call.group.rank, call.kv, k, v)
+    gather_runs(call.parts.backend, part, runs, call.group.rank, call.kv, (k, v))
     return k, v
 
 
