@@ -465,9 +465,9 @@ def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> No
 def test_kernels_for_blocks_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
     from longspan.attn.backends import triton_paged as ours
 
-    names = ("q", "keys", "values", "k", "v", "out", "k_out", "v_out")
+    names = ("q", "keys", "values", "k", "v", "out")
     types = dict.fromkeys(names, _TYPES[dtype]) | dict.fromkeys(("outs", "lses", "lse"), "*fp32")
-    names = ("blocks", "low", "high", "owner", "last", "of_query", "offsets", "table")
+    names = ("blocks", "low", "high", "owner", "last", "of_query", "offsets")
     types |= dict.fromkeys(names, "*i64") | {"scale": "fp32", "softcap": "fp32"}
     for dim in (64, 128, 256):
         sizes: dict[str, object] = {"dim": dim, "width": dim}
@@ -475,8 +475,10 @@ def test_kernels_for_blocks_compile_and_fit_into_shared_memory(arch: int, dtype:
         split = compiled(ours.split_kernel, types | {"first": "*i64"}, sizes | tile | {"has_softcap": dim == 64}, arch)
         assert 0 < split.metadata.shared <= SHARED_MEMORY
         assert compiled(ours.merge_kernel, types, sizes, arch).asm["cubin"]
-        for kernel in (ours.store_kernel, ours.gather_kernel):
-            assert compiled(kernel, types, sizes | {"tile": ours.STORED}, arch).asm["cubin"]
+        for offsets in ({}, {"offsets": None}):
+            to_copy = {name: kind for name, kind in types.items() if name not in offsets}
+            constants = sizes | offsets | {"tile": ours.COPIED_TOKENS}
+            assert compiled(ours.copy_kernel, to_copy, constants, arch).asm["cubin"]
 
 
 # ---------------------------------------------------------------- who uses it

@@ -56,6 +56,7 @@ def test_attention_is_its_definition(backend: AttentionBackend, kind: str, head_
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_kernels_for_blocks(head_dim: int, dtype: torch.dtype) -> None:
+    """What they compare is asserted there, within the same tolerance."""
     spec = replace(SPEC, head_dim=head_dim, scale=head_dim**-0.5)
     compare_paged(spec, reads_of((3, 190), (0, 1), (17, 150)), 16, dtype, 0, "cuda")
     compare_store(spec, 77, dtype, "cuda")

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -19,13 +20,13 @@ from transports import Wires, run_members
 
 from longspan.attn.backends import backend_of
 from longspan.attn.check import random_qkv, reference
-from longspan.attn.comm import Transport
+from longspan.attn.comm import NOBODY, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
 from longspan.core.runs import positions
-from longspan.core.steps import Forward, Free, Part, Sampling
+from longspan.core.steps import Forward, Free, Part, Sample, Sampling
 from longspan.runtime import timing
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
@@ -141,6 +142,61 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         every = range(chats[index].stops[-1])
         out = torch.stack([found[layer, index, position] for position in every], dim=1)
         torch.testing.assert_close(out.double(), reference(q, every, k, v, every, specs[layer])[0], atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------- steps that are computed as a whole
+
+
+def part_of(number: int, stop: int = 6, *, group: tuple[int, ...] = (0,), is_sampled: bool = True) -> Part:
+    """Tokens of a request from position 5 on, whose block is on the first instance of the group."""
+    return Part(
+        request_id=number,
+        start=5,
+        stop=stop,
+        tokens=tuple(range(5, stop)),
+        group=group,
+        runs=shard_span("single", 5, stop, len(group), head=0),
+        exchange=LOCAL if len(group) == 1 else RING_Q,
+        first_block=0,
+        blocks=(BlockRef(group[0], number),),
+        sample=Sample(instance=group[0], position=stop) if is_sampled else None,
+        sampling=Sampling(seed=0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "record_times", "moves", "is_whole"),
+    [
+        ((part_of(0), part_of(1)), False, False, True),
+        ((part_of(0), part_of(1, is_sampled=False)), False, False, False),
+        ((part_of(0), part_of(1, 7)), False, False, False),
+        ((part_of(0), part_of(1, group=(0, 1))), False, False, False),
+        ((part_of(0),), True, False, False),
+        ((part_of(0),), False, True, False),
+    ],
+    ids=["decodes", "one is not sampled", "two tokens", "an exchange", "times are recorded", "KV moves"],
+)
+def test_which_steps_are_computed_as_a_whole(
+    parts: tuple[Part, ...], *, record_times: bool, moves: bool, is_whole: bool
+) -> None:
+    specs = [spec_of(), spec_of(window=4)]
+    pool = KvPool(specs, num_blocks=8, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    forward = Forward(number=0, parts=parts)
+    packed = pack(forward, rank_requests(), instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
+    comm = StepComm(StepLanes.one(NOBODY), 0, cluster=CLUSTER, rank=0, num_layers=len(specs))
+    attention = StepAttention(
+        packed,
+        comm,
+        pool=pool,
+        specs=specs,
+        watch=Stopwatch(enabled=record_times, device=CPU),
+        moves=SimpleNamespace(any_left=moves),  # type: ignore[arg-type]  # nothing else is asked
+    )
+    found = attention.single_tokens()
+    assert (found is not None) == is_whole
+    if found is not None:
+        assert found.kv is pool.kv and found.blocks.tolist() == [0, 1] and found.offsets.tolist() == [5, 5]
+        assert [plan.items.low.tolist() for plan in found.plans] == [[0, 0], [2, 2]]  # the second has a window
 
 
 # ---------------------------------------------------------------- where the time goes

@@ -83,13 +83,13 @@ class StepAttention:
             return out
 
     def single_tokens(self) -> SingleTokens | None:
-        """Returns what the step reads and writes if each of its tokens is its request's only one and sampled after, and
-        nothing travels.
+        """Returns what the step reads and writes if each of its tokens is its request's only one, and nothing travels.
 
-        Then the model may compute all of it without calling this object. Not while times are recorded, by layer.
+        Then the model may compute all of it without calling this object. Not while times are recorded, by layer. All
+        tokens are sampled after, so none is inside a prompt.
         """
         packed, moves = self._packed, self._moves
-        if self._watch.enabled or packed.prompts or len(packed.channels) != 1 or (moves and moves.any_left):
+        if self._watch.enabled or len(packed.channels) != 1 or (moves and moves.any_left):
             return None
         (channel,) = packed.channels
         num_tokens, parts = len(packed.tokens), channel.parts

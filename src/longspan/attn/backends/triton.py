@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, nothing_seen, triton_paged
 from longspan.attn.backends.pytorch import TorchCuda
-from longspan.attn.backends.triton_paged import MAX_DIM, must_widen, padded, product, scores_of
+from longspan.attn.backends.triton_paged import MAX_DIM, add_tile, must_widen, padded, scores_of
 from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 
@@ -210,18 +210,11 @@ def attend_kernel(
         place = start + tl.arange(0, tile_keys)
         kept = place < num_kept
         token = tl.load(indices + kv_head * indices_head + place, mask=kept, other=0).to(tl.int64)
-        key_at = kv_head * k_head + token * k_row
-        keys = tl.load(k + key_at[None, :] + column[:, None], mask=in_dim[:, None] & kept[None, :], other=0.0)
-        scores = scores_of(queries, keys, scale, softcap, has_softcap, widen)
-        scores = tl.where(kept[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        shrink = tl.exp(highest - higher)
-        value_at = kv_head * v_head + token * v_row
-        values = tl.load(v + value_at[:, None] + column[None, :], mask=kept[:, None] & in_dim[None, :], other=0.0)
-        total = total * shrink + tl.sum(weights, 1)
-        found = found * shrink[:, None] + product(weights.to(values.dtype), values, widen)
-        highest = higher
+        k_at = k + (kv_head * k_head + token * k_row)[None, :] + column[:, None]
+        v_at = v + (kv_head * v_head + token * v_row)[:, None] + column[None, :]
+        highest, total, found = add_tile(
+            queries, k_at, v_at, kept, in_dim, highest, total, found, scale, softcap, has_softcap, widen
+        )
     found_at = (head * num_queries + row)[:, None] * dim + column[None, :]
     tl.store(out + found_at, (found / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
     tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)

@@ -25,7 +25,7 @@ NUM_WARPS, NUM_STAGES = 4, 2
 TILE_ROWS = 16
 """Query heads of a tile: as few as products take."""
 _TILE_BYTES = 16 * 1024
-STORED = 16
+COPIED_TOKENS = 16
 """Tokens that a program stores, or gathers."""
 
 
@@ -68,37 +68,30 @@ def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Par
 
 def store(kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes new tokens as `AttentionBackend.store`, all in one launch."""
-    num_heads, num_tokens, dim = k.shape
-    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
     assert blocks.is_contiguous() and offsets.is_contiguous(), "the kernel reads them as arrays"
-    if not num_tokens:
-        return
     k, v = (one if one.stride(2) == 1 else one.contiguous() for one in (k, v))
-    with torch.cuda.device_of(k):
-        store_kernel[triton.cdiv(num_tokens, STORED), num_heads](
-            *(k, v, kv.keys, kv.values, blocks, offsets),
-            *(*k.stride()[:2], *v.stride()[:2], *kv.keys.stride()[:3], num_tokens),
-            dim=dim,
-            width=padded(dim),
-            tile=STORED,
-        )
+    _copy(kv, k, v, blocks, offsets)
 
 
 def gather(kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
     """Copies tokens as `PagedKv.gather`, all in one launch."""
-    if start == stop:
-        return
     k_out, v_out = rooms
-    num_heads, num_tokens, dim = k_out.shape
-    assert num_tokens == stop - start and k_out.stride(2) == v_out.stride(2) == 1, "room for these tokens"
+    assert k_out.shape[1] == stop - start and k_out.stride(2) == v_out.stride(2) == 1, "room for these tokens"
+    _copy(kv, k_out, v_out, _table(tuple(blocks), k_out.device), None, begin=start)
+
+
+def _copy(kv: PagedKv, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor | None, *, begin: int = 0) -> None:
+    num_heads, num_tokens, dim = k.shape
     assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
-    with torch.cuda.device_of(k_out):
-        gather_kernel[triton.cdiv(num_tokens, STORED), num_heads](
-            *(kv.keys, kv.values, _table(tuple(blocks), k_out.device), k_out, v_out),
-            *(*kv.keys.stride()[:3], *k_out.stride()[:2], *v_out.stride()[:2], start, num_tokens, kv.block_size),
+    if not num_tokens:
+        return
+    with torch.cuda.device_of(k):
+        copy_kernel[triton.cdiv(num_tokens, COPIED_TOKENS), num_heads](
+            *(kv.keys, kv.values, k, v, blocks, offsets),
+            *(*kv.keys.stride()[:3], *k.stride()[:2], *v.stride()[:2], begin, num_tokens, kv.block_size),
             dim=dim,
             width=padded(dim),
-            tile=STORED,
+            tile=COPIED_TOKENS,
         )
 
 
@@ -145,6 +138,33 @@ def scores_of(
     if has_softcap:
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))  # softcap * tanh(scores / softcap)
     return scores
+
+
+@triton.jit
+def add_tile(
+    queries: tl.tensor,
+    k_at: tl.tensor,
+    v_at: tl.tensor,
+    seen: tl.tensor,
+    in_dim: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    found: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Takes a tile of keys, at `[width, keys]`, and of values into the softmax; some must be `seen`."""
+    some = tl.load(k_at, mask=in_dim[:, None] & seen[None, :], other=0.0)
+    scores = scores_of(queries, some, scale, softcap, has_softcap, widen)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp(scores - higher[:, None])
+    shrink = tl.exp(highest - higher)
+    some = tl.load(v_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+    total = total * shrink + tl.sum(weights, 1)
+    return higher, total, found * shrink[:, None] + product(weights.to(some.dtype), some, widen)
 
 
 @triton.jit
@@ -197,16 +217,10 @@ def split_kernel(
             slot = start + tl.arange(0, tile_keys)
             seen = (slot >= begin) & (slot < end)
             at = block_at + slot * kv_row
-            some = tl.load(keys + at[None, :] + column[:, None], mask=in_dim[:, None] & seen[None, :], other=0.0)
-            scores = scores_of(queries, some, scale, softcap, has_softcap, widen)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp(scores - higher[:, None])
-            shrink = tl.exp(highest - higher)
-            some = tl.load(values + at[:, None] + column[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
-            total = total * shrink + tl.sum(weights, 1)
-            found = found * shrink[:, None] + product(weights.to(some.dtype), some, widen)
-            highest = higher
+            k_at, v_at = keys + at[None, :] + column[:, None], values + at[:, None] + column[None, :]
+            highest, total, found = add_tile(
+                queries, k_at, v_at, seen, in_dim, highest, total, found, scale, softcap, has_softcap, widen
+            )
     out_at = (split * num_heads + head)[:, None] * dim + column[None, :]
     tl.store(outs + out_at, found / total[:, None], mask=whole_rows)
     tl.store(lses + split * num_heads + head, highest + tl.log(total), mask=in_rows)
@@ -249,46 +263,13 @@ def merge_kernel(
 
 
 @triton.jit
-def store_kernel(
+def copy_kernel(
+    keys: tl.tensor,
+    values: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
     blocks: tl.tensor,
-    offsets: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    v_head: tl.tensor,
-    v_row: tl.tensor,
-    kv_block: tl.tensor,
-    kv_head: tl.tensor,
-    kv_row: tl.tensor,
-    num_tokens: tl.tensor,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    """Writes keys and values of one head of some tokens to their slots."""
-    token = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    head = tl.program_id(1).to(tl.int64)
-    inside = token < num_tokens
-    column = tl.arange(0, width)
-    whole = inside[:, None] & (column < dim)[None, :]
-    block, offset = tl.load(blocks + token, mask=inside, other=0), tl.load(offsets + token, mask=inside, other=0)
-    slot = (block * kv_block + head * kv_head + offset * kv_row)[:, None] + column[None, :]
-    key = tl.load(k + (head * k_head + token * k_row)[:, None] + column[None, :], mask=whole)
-    value = tl.load(v + (head * v_head + token * v_row)[:, None] + column[None, :], mask=whole)
-    tl.store(keys + slot, key, mask=whole)
-    tl.store(values + slot, value, mask=whole)
-
-
-@triton.jit
-def gather_kernel(
-    keys: tl.tensor,
-    values: tl.tensor,
-    table: tl.tensor,
-    k_out: tl.tensor,
-    v_out: tl.tensor,
+    offsets: tl.tensor | None,
     kv_block: tl.tensor,
     kv_head: tl.tensor,
     kv_row: tl.tensor,
@@ -296,22 +277,29 @@ def gather_kernel(
     k_row: tl.tensor,
     v_head: tl.tensor,
     v_row: tl.tensor,
-    first: tl.tensor,
+    begin: tl.tensor,
     num_tokens: tl.tensor,
     block_size: tl.tensor,
     dim: tl.constexpr,
     width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Copies keys and values of one head of some tokens out of their blocks."""
+    """Copies keys and values of one head of some tokens: to the slot of each, or, without, from where a table says."""
     token = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     head = tl.program_id(1).to(tl.int64)
     inside = token < num_tokens
     column = tl.arange(0, width)
     whole = inside[:, None] & (column < dim)[None, :]
-    place = token + first
-    block = tl.load(table + place // block_size, mask=inside, other=0)
-    slot = (block * kv_block + head * kv_head + place % block_size * kv_row)[:, None] + column[None, :]
-    key, value = tl.load(keys + slot, mask=whole), tl.load(values + slot, mask=whole)
-    tl.store(k_out + (head * k_head + token * k_row)[:, None] + column[None, :], key, mask=whole)
-    tl.store(v_out + (head * v_head + token * v_row)[:, None] + column[None, :], value, mask=whole)
+    k_at = k + (head * k_head + token * k_row)[:, None] + column[None, :]
+    v_at = v + (head * v_head + token * v_row)[:, None] + column[None, :]
+    if offsets is not None:
+        block, offset = tl.load(blocks + token, mask=inside, other=0), tl.load(offsets + token, mask=inside, other=0)
+        slot = (block * kv_block + head * kv_head + offset * kv_row)[:, None] + column[None, :]
+        tl.store(keys + slot, tl.load(k_at, mask=whole), mask=whole)
+        tl.store(values + slot, tl.load(v_at, mask=whole), mask=whole)
+    else:
+        place = token + begin
+        block = tl.load(blocks + place // block_size, mask=inside, other=0)
+        slot = (block * kv_block + head * kv_head + place % block_size * kv_row)[:, None] + column[None, :]
+        tl.store(k_at, tl.load(keys + slot, mask=whole), mask=whole)
+        tl.store(v_at, tl.load(values + slot, mask=whole), mask=whole)
