@@ -27,6 +27,7 @@ _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 15.0
 _POLL_S = 0.05
+_SHARED_MEMORY = Path("/dev/shm")
 _ADDRESS = re.compile(r"serving \S+ on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
 _LOSSES = ("new workers", "another engine core")
 """What the log says of lost processes."""
@@ -61,6 +62,7 @@ class ServerProcess:
         self._api_key = environment.get("LONGSPAN_API_KEY")
         self._exit_code: int | None = None  # once somebody has made it end: what is expected
         self._is_hurt = self._is_closed = False
+        self._others = set(_SHARED_MEMORY.iterdir())  # process ids come again: a name may be another's of before
         with log.open("wb") as file:
             self.process = psutil.Popen(
                 [sys.executable, "-m", "longspan", "serve", *arguments, "--port", "0"],
@@ -142,8 +144,9 @@ class ServerProcess:
     def _check_nothing_is_left(self) -> None:
         """No process, no folder, no shared memory, nobody on its port."""
         _, alive = psutil.wait_procs(self._seen, timeout=_LEAVE_TIMEOUT_S)
-        pids = [str(process.pid) for process in self._seen]
-        segments = [path for path in Path("/dev/shm").iterdir() if any(pid in path.name for pid in pids)]
+        pids = {str(process.pid) for process in self._seen}
+        new = set(_SHARED_MEMORY.iterdir()) - self._others
+        segments = [path for path in new if not pids.isdisjoint(re.findall(r"\d+", path.name))]
         left = [*alive, *self._folder.iterdir(), *segments]
         assert not left, f"left behind: {left}"
         with closing(socket.create_server(("127.0.0.1", self.client.port))):
