@@ -13,7 +13,6 @@ using namespace longspan;
 
 constexpr long kQueries = 64;  // per block
 constexpr long kKeys = 256;    // per block
-constexpr long kRows = 32;     // keys, or numbers of a head, that are multiplied at once
 constexpr long kMaxDim = 256;  // largest head dimension
 
 struct Problem {

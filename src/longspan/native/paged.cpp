@@ -29,7 +29,6 @@ struct Store {
 namespace {
 
 constexpr long kMaxDim = 256;
-constexpr long kRows = 32;       // keys that are multiplied at once
 constexpr long kMaxSlots = 256;  // scores that are held at once
 
 // Sums of one head over some tokens: weights are 2 to the power of (score - best), scores times scale and log2(e).

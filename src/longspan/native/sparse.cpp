@@ -8,8 +8,7 @@ namespace {
 
 using namespace longspan;
 
-constexpr long kColumns = 64;      // keys per block
-constexpr long kRows = 2 * kTile;  // samples that are multiplied at once
+constexpr long kColumns = 64;  // keys per block
 
 struct Rating {
     const uint16_t *q, *k;

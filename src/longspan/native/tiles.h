@@ -8,7 +8,8 @@
 
 namespace longspan {
 
-constexpr long kTile = 16;  // rows, columns, and pairs of inner numbers of a tile
+constexpr long kTile = 16;         // rows, columns, and pairs of inner numbers of a tile
+constexpr long kRows = 2 * kTile;  // of a block, which is multiplied at once
 
 // 32 rows of pairs, 16 each at `first` and `second`: from one to the next, and from 16 pairs to the next 16.
 struct Rows {
@@ -101,26 +102,26 @@ struct TileRegisters {
 // Rows that come from memory are on their way while those before them are multiplied: few processors foresee so many.
 template <int T>
 void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool add) {
-    constexpr int kRows = 16 / T;
-    for (int start = 0; start < 2 * kTile; start += kRows, c += kRows * ldc) {
-        const uint32_t *rows = row_at(a, start), *next = row_at(a, start + kRows), *columns = b.first;
-        __m512 sum[kRows][T];
-        for (int r = 0; r < kRows; ++r)
+    constexpr int kTogether = 16 / T;  // rows whose sums are in registers
+    for (int start = 0; start < kRows; start += kTogether, c += kTogether * ldc) {
+        const uint32_t *rows = row_at(a, start), *next = row_at(a, start + kTogether), *columns = b.first;
+        __m512 sum[kTogether][T];
+        for (int r = 0; r < kTogether; ++r)
             for (int t = 0; t < T; ++t)
                 sum[r][t] = add ? _mm512_loadu_ps(c + r * ldc + kTile * t) : _mm512_setzero_ps();
         for (long step = 0; step < steps; ++step, rows += a.step, next += a.step, columns += b.step) {
-            for (int r = 0; r < kRows; ++r) _mm_prefetch(next + r * a.row, _MM_HINT_T1);
+            for (int r = 0; r < kTogether; ++r) _mm_prefetch(next + r * a.row, _MM_HINT_T1);
             for (long pair = 0; pair < kTile; ++pair) {
                 __m512bh column[T];
                 for (int t = 0; t < T; ++t)
                     column[t] = (__m512bh)_mm512_loadu_si512(columns + pair * b.pair + t * b.tile);
-                for (int r = 0; r < kRows; ++r) {
+                for (int r = 0; r < kTogether; ++r) {
                     const __m512bh number = (__m512bh)_mm512_set1_epi32(static_cast<int>(rows[r * a.row + pair]));
                     for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], number, column[t]);
                 }
             }
         }
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kTogether; ++r)
             for (int t = 0; t < T; ++t) _mm512_storeu_ps(c + r * ldc + kTile * t, sum[r][t]);
     }
 }
@@ -142,10 +143,10 @@ inline __m128 four_sums(const __m512* each) {
 // may fetch those of further rows, too.
 template <int T, typename RowOf>
 void dots(const RowOf& row_of, const uint32_t* x, long steps, float* c, long ldc) {
-    constexpr int kRows = T == 1 ? 4 : T == 2 ? 2 : 1;
-    for (int start = 0; start < 2 * kTile; start += kRows, c += kRows * ldc) {
-        __m512 sum[(kRows * T + 3) / 4 * 4] = {};
-        for (int r = 0; r < kRows; ++r) {
+    constexpr int kTogether = T == 1 ? 4 : T == 2 ? 2 : 1;  // rows whose sums are in registers
+    for (int start = 0; start < kRows; start += kTogether, c += kTogether * ldc) {
+        __m512 sum[(kTogether * T + 3) / 4 * 4] = {};
+        for (int r = 0; r < kTogether; ++r) {
             const auto row = row_of(start + r);
             for (long step = 0; step < steps; ++step) {
                 const __m512bh numbers = (__m512bh)row(step);
@@ -155,10 +156,10 @@ void dots(const RowOf& row_of, const uint32_t* x, long steps, float* c, long ldc
                 }
             }
         }
-        for (int i = 0; i < kRows * T; i += 4) {
+        for (int i = 0; i < kTogether * T; i += 4) {
             alignas(16) float four[4];
             _mm_storeu_ps(T % 4 ? four : c + i, four_sums(sum + i));
-            for (int j = i; T % 4 && j < std::min(i + 4, kRows * T); ++j) c[j / T * ldc + j % T] = four[j - i];
+            for (int j = i; T % 4 && j < std::min(i + 4, kTogether * T); ++j) c[j / T * ldc + j % T] = four[j - i];
         }
     }
 }
