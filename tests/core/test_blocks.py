@@ -15,7 +15,7 @@ from longspan.core.account import BlockPool, KvAccount
 from longspan.core.owners import BlockRef, chain_key
 from longspan.core.request import ROOT, Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Content
+from longspan.core.steps import Content, Sampled
 
 SIZE = 3
 
@@ -78,7 +78,7 @@ class Accounting(sf.RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.live))
         self.complete_copies(request)
         if request.num_computed == request.num_tokens:
-            request.output.append(data.draw(st.integers(0, 1)))
+            request.take_token(Sampled(request_id=request.id, token=data.draw(st.integers(0, 1))), ())
         start = request.num_computed
         stop = data.draw(st.integers(start + 1, request.num_tokens))
         block_owners = data.draw(
@@ -314,7 +314,7 @@ def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tu
         account.extend(request, [group[len(request.table) % len(group)]] * missing)
         start, request.num_computed = request.num_computed, request.num_tokens
         account.publish(request, start)
-        request.output.append(7)
+        request.take_token(Sampled(request_id=request.id, token=7), ())
     account.release(request)
     return request
 

@@ -17,7 +17,7 @@ from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.runs import Layout, SpanShards
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Forward, Free
+from longspan.core.steps import Forward, Free, Sampled
 from longspan.core.view import ClusterView
 from longspan.errors import ParameterError
 from longspan.policy import make_policy
@@ -325,7 +325,8 @@ def test_output_that_is_computed_anew_takes_no_turn_of_decodes(last_step: int) -
     decoding, back = running(account, 0, num_tokens=12), running(account, 0, num_tokens=12)
     decoding.last_step, back.last_step = 3, last_step
     back.id = back.admission = 1
-    back.output = [1] * 6
+    for _ in range(5):
+        back.take_token(Sampled(request_id=back.id, token=1), ())
     view = replace(view_of(account, [decoding, back]), cluster=Instances.of("2xpp2"))
     [batch] = make_policy("chunked", num_instances=2, options={}).plan(view).batches
     assert [(part.request, part.start, part.stop) for part in batch] == [(decoding, 12, 13), (back, 12, 18)]

@@ -562,7 +562,7 @@ class Engine:
         num_tokens = request.num_scheduled + 1
         goes_on = num_tokens - request.num_prompt < request.max_tokens
         if goes_on and self.config.rope_length(num_tokens) == request.rope_length:
-            request.num_promised = num_tokens
+            request.num_tokens = num_tokens
 
     def _begin(self, forward: Forward) -> None:
         self._occupancy.begin(forward.instances, self._clock.now())
@@ -573,11 +573,16 @@ class Engine:
         self._count_step(forward, -1)
 
     def _count_step(self, forward: Forward, change: int) -> None:
+        number, changed = forward.number, []
         for part in forward.parts:
             request = self._requests[part.request_id]
             request.num_steps += change
-            request.last_step = max(request.last_step, forward.number)
-        self._running.changed(forward.instances, [part.request_id for part in forward.parts])
+            request.last_step = max(request.last_step, number)
+            # A token in the middle of a block leaves what the request still asks for as it is.
+            is_output = part.start >= request.num_prompt and part.rotation is None
+            if not is_output or part.stop % request.block_size < 2:
+                changed.append(request.id)
+        self._running.changed(forward.instances, changed)
 
     def _take(self, done: Completion) -> None:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""

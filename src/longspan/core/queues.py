@@ -145,7 +145,7 @@ class Running:
             self.changed(request.group, ())
 
     def changed(self, instances: Iterable[int], request_ids: Iterable[int]) -> None:
-        """Records that counters of these requests, or what these instances have in flight, have changed."""
+        """Records that what these requests still ask for, or what these instances have in flight, has changed."""
         for instance in instances:
             self.changes[instance] += 1
         self._stale.update(request_ids)
@@ -206,7 +206,7 @@ _Demand = tuple[tuple[int, ...], int, tuple[int, ...], int]
 def _demand_of(request: Request) -> _Demand:
     num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
     missing = request.blocks_for(num_tokens) - len(request.table)
-    return group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
+    return group, -(-(request.num_known - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
 
 
 class StepOrder:

@@ -59,7 +59,7 @@ class Request:
         choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
             prompt, whose KV they share.
         keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
-        num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
+        num_tokens: no property, since policies ask so often.
         num_steps, last_step: how many steps in flight name it, and the number of the last that did.
         group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
             everything again.
@@ -90,7 +90,6 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_computed: int = 0
     num_scheduled: int = 0
-    num_promised: int = 0
     num_steps: int = 0
     last_step: int = -1
     admission: int = 0
@@ -107,11 +106,13 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_prompt: int = field(init=False)
+    num_tokens: int = field(init=False)
     keeps_history: bool = field(init=False)
     _keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
+        self.num_tokens = self.num_known
         params = self.params
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.keeps_history = penalties != (1.0, 0.0, 0.0) or bool(self.grammar)
@@ -119,11 +120,6 @@ class Request:
     @property
     def num_known(self) -> int:
         return self.num_prompt + len(self.output)
-
-    @property
-    def num_tokens(self) -> int:
-        known, promised = self.num_prompt + len(self.output), self.num_promised
-        return known if known > promised else promised  # noqa: FURB136 - policies ask so often that the call counts
 
     @property
     def arrival_s(self) -> float:
@@ -196,7 +192,8 @@ class Request:
         self.move_to()
         self.table.clear()
         self.copying.clear()
-        self.num_computed = self.num_scheduled = self.num_promised = 0
+        self.num_computed = self.num_scheduled = 0
+        self.num_tokens = self.num_known
 
     def move_to(self, *group: int) -> None:
         """Makes these instances its only owners, whose ranks must be sent all of it."""
@@ -288,6 +285,7 @@ class Request:
             self.stop_reason = sampled.error
             return "error"
         self.output.append(token)
+        self.num_tokens = max(self.num_tokens, self.num_known)
         if params.output_logits:
             self.logits.append(sampled.logits)
         if sampled.logprobs is not None:

@@ -112,7 +112,7 @@ class RunningView(Protocol):
         coupled_sets: the instances that share requests, see `coupled_instances`.
         shared: the requests that several instances take part in.
         occupied: the instances that take part in any request.
-        due_tokens: tokens still to be computed on each instance, if the members of a group share evenly.
+        due_tokens: known tokens still to be computed on each instance, if the members of a group share evenly.
         due_blocks: blocks still asked of each instance for the tokens that its requests have.
     """
 
