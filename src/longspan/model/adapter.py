@@ -155,6 +155,11 @@ class Model:
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
+
     def forget_pool(self) -> None:
         """Lets go of the KV that it has read in place."""
         if self._whole_step is not None:
