@@ -309,6 +309,7 @@ class EngineModel:
             given.model,
             dtype=given.precision,
             load_format=given.load_format,
+            device=given.device,
             seed=given.seed,
             quantization=given.quantization,
             trust_remote_code=given.trust_remote_code,

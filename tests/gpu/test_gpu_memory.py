@@ -1,7 +1,8 @@
-"""What a CUDA device has room for: pools of KV as large as its workers measure."""
+"""What a CUDA device has room for: pools of KV as large as its workers measure, and dummy weights that it draws."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from longspan import LLM, SamplingParams
+from longspan.model.adapter import Model
+from longspan.model.source import prepare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,3 +53,28 @@ def test_pools_fill_the_device_and_full_steps_still_fit(shape: Path, parallel: s
         assert all(len(output.outputs[0].token_ids) == 4 for output in outputs)
         [output] = llm.generate([[3 + i % 30000 for i in range(4 * num_tokens)]], everything, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4
+
+
+def test_dummy_weights_of_8b_are_there_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file nor the host's memory has them, and shares are slices of the whole on a device, too.
+
+    A file of them is written in minutes. The limit is what a busy machine may take to build the modules.
+    """
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    larger = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    config = LlamaConfig(**SIZES | larger | {"num_attention_heads": 32}, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "model")
+    device = torch.device("cuda")
+    torch.cuda.init()
+    begun_s = time.monotonic()
+    files = prepare(str(tmp_path / "model"), dtype="bfloat16", load_format="dummy", device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    model = Model(files, device)
+    torch.cuda.synchronize()
+    assert time.monotonic() - begun_s < 60
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 10 * 2**20
+    assert model.weight_bytes > 14 * 2**30
+    assert torch.cuda.max_memory_allocated() < 1.01 * model.weight_bytes
+    name = "model.layers.31.mlp.down_proj.weight"
+    share = Model(files, device, tp_index=1, tp=2, layers=range(31, 32)).module.get_parameter(name)
+    assert torch.equal(share, model.module.get_parameter(name)[:, 14336 // 2 :])

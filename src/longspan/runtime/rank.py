@@ -17,7 +17,7 @@ from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
-from longspan.model.store import DTYPES, map_tensors, read_info
+from longspan.model.store import DTYPES, StoredTensors, read_info
 from longspan.runtime import messages
 from longspan.runtime.device_memory import MemoryProbe, RankMemory
 from longspan.runtime.host_pool import HostPool, map_blocks
@@ -51,7 +51,7 @@ class Rank:
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
-        self._stored = map_tensors(config.files.weights) if device.type == "cpu" else None
+        self._stored = StoredTensors(config.files.weights, device) if device.type == "cpu" else None
         self._models: dict[tuple[range, int, int], Model] = {}
         self._host_blocks: list[PagedKv] | None = None
         self._worker: Worker | None = None
