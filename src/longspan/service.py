@@ -555,7 +555,7 @@ def _with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, given: Engi
     for instance in cluster.instances:
         of_rank, remedy = given.kv_cache_memory_bytes, "allow more"
         if of_rank is None:
-            of_rank, remedy = kv_bytes(cluster, instance, _weight_bytes(info, cluster, instance, dtype)), _REMEDY
+            of_rank, remedy = kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype)), _REMEDY
         per_block = _bytes_per_block(info, cluster, instance, given.block_size, dtype)
         if of_rank < per_block:
             problem = f"{max(0, of_rank)} bytes of KV memory per rank hold no block of {per_block} bytes"
@@ -603,7 +603,7 @@ def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_siz
     return max(bytes_per_block([specs[i] for i in layers], block_size, dtype) for layers in stages)
 
 
-def _weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
+def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
     """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both."""
     pp = cluster.pp(instance)
     layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))

@@ -12,16 +12,22 @@ import torch
 from engines import InOrderLauncher, num_free_blocks
 from fake_llm import run
 from oracle import Oracle
+from tiny_models import BASE, write_checkpoint
+from transformers import LlamaConfig
 
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.steps import Forward
-from longspan.runtime.device_memory import DeviceMemory, RankMemory, largest_step
+from longspan.model.adapter import Model
+from longspan.model.source import prepare
+from longspan.model.store import read_info
+from longspan.runtime.device_memory import CudaMemory, DeviceMemory, largest_step, measured
 from longspan.runtime.executor.control_plane import WorkerExecutor
+from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import WINDOW_BYTES
 from longspan.runtime.worker import Worker
-from longspan.service import Service
+from longspan.service import Service, weight_bytes
 
 TOTAL, STEP, ROOM = 10**8, 10**6, 5 * 10**6
 RANK = RankMemory(room_bytes=ROOM, pool_bytes=0, weight_bytes=2 * 10**6, step_bytes=STEP, num_devices=8)
@@ -161,6 +167,60 @@ def test_sizes_follow_a_reshard_and_outlast_lost_workers(
         assert output.outputs[0].token_ids == oracle.complete(prompt, 9).token_ids
         [found] = llm.engine.config.cluster.num_blocks
         assert 0 < found < num_blocks(2 * ROOM, fullest=6, layers=2), "a step takes twice as much"
+
+
+def test_clusters_that_take_turns_have_pools_of_what_the_first_measures(
+    tiny: Path, oracle: Oracle, measuring: Callable[..., type[LLM]]
+) -> None:
+    """Also where a rank is a spare one in the first, and so has no weights yet."""
+    roles = {"prefill_parallel": "1", "decode_parallel": "tp2", "policy": "seesaw", "host_kv_gib": 0.01}
+    with measuring([FakeMemory(2 * ROOM) for _ in range(2)])(**options(tiny, **roles)) as llm:
+        first, second = llm.engine.config.turns
+        assert first.num_spare == 1 and first.num_blocks == (num_blocks(2 * ROOM),)
+        info, left = llm.service.info, 2 * ROOM - STEP  # the spare rank has nothing but this
+        weights = int(3 * info.layer_weights / 2 + 2 * info.vocab_size * info.hidden_size) * 4
+        assert second.num_blocks == ((left - weights) * 3 // 4 // (16 * TOKEN_BYTES // 9 * 6),)
+        prompts = [[3 + (i + j) % 190 for i in range(30 + 9 * j)] for j in range(4)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.outputs[0].token_ids == oracle.complete(prompt, 9).token_ids
+
+
+@pytest.mark.parametrize("spec", ["1", "tp2", "pp2", "tp2pp2"])
+def test_weights_of_another_split_are_known_before_it_is_there(spec: str, tmp_path: Path) -> None:
+    """All that is missing is what every share has completely: norms."""
+    sizes = BASE | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    files = prepare(str(write_checkpoint(LlamaConfig(**sizes), tmp_path)), dtype="float32")
+    info = read_info(files.weights)
+    cluster = Cluster.of(spec).with_layers(info.num_layers, 0.0)
+    found = []
+    for rank in cluster.ranks(0):
+        _, stage, shard = cluster.at(rank)
+        layers, tp = cluster.layers(0, stage), cluster.tp(0)
+        found.append(Model(files, torch.device("cpu"), tp_index=shard, tp=tp, layers=layers).weight_bytes)
+    assert weight_bytes(info, cluster, 0, torch.float32) == pytest.approx(max(found), rel=0.01)
+
+
+def test_a_cuda_device_is_asked_for_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the allocator keeps of the step is given back before anybody counts."""
+    taken = {"memory_reserved": 300, "max_memory_reserved": 500}
+
+    def empty() -> None:
+        taken["memory_reserved"] = 120
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: taken.update(max_memory_reserved=120))
+    for name in ("memory_reserved", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda _, name=name: taken[name])
+    probe = CudaMemory(torch.device("cuda", 1))
+    probe.begin()
+    assert probe.step_bytes() == 0, "what came before does not count"
+    taken.update(memory_reserved=300, max_memory_reserved=500)
+    found = measured(probe, pool_bytes=7, weight_bytes=8)
+    assert found == RankMemory(room_bytes=0, pool_bytes=7, weight_bytes=8, step_bytes=380, num_devices=4)
 
 
 def test_too_little_memory_is_refused(tiny: Path, measuring: Callable[..., type[LLM]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import torch
 
 from longspan.core.cluster import Cluster, cut_evenly
@@ -15,6 +14,7 @@ from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.cost.estimate import USED_MEMORY
+from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import move_bytes
 
 _COPIES_ALONE, _COPIES_EXCHANGED = 1, 3
@@ -64,34 +64,17 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
 
-class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one rank and its device after the largest step, in bytes.
-
-    Attributes:
-        room_bytes: what its device may still give, so that `USED_MEMORY` of it are used; negative if that is exceeded.
-        pool_bytes: what its KV takes now.
-        weight_bytes: what its share of the model takes.
-        step_bytes: what the step took besides.
-        num_devices: as in `MemoryProbe`.
-    """
-
-    room_bytes: int
-    pool_bytes: int
-    weight_bytes: int
-    step_bytes: int
-    num_devices: int
-
-    @classmethod
-    def measured(cls, probe: MemoryProbe, *, pool_bytes: int, weight_bytes: int) -> RankMemory:
-        step_bytes = probe.step_bytes()
-        free, total = probe.free_and_total()
-        return cls(
-            room_bytes=free - total + int(USED_MEMORY * total),
-            pool_bytes=pool_bytes,
-            weight_bytes=weight_bytes,
-            step_bytes=step_bytes,
-            num_devices=probe.num_devices,
-        )
+def measured(probe: MemoryProbe, *, pool_bytes: int, weight_bytes: int) -> RankMemory:
+    """Returns what one rank finds after the largest step."""
+    step_bytes = probe.step_bytes()
+    free, total = probe.free_and_total()
+    return RankMemory(
+        room_bytes=free - total + int(USED_MEMORY * total),
+        pool_bytes=pool_bytes,
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
+        num_devices=probe.num_devices,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +97,13 @@ class DeviceMemory:
         return left * layers // (layers + copies)
 
     def _left(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
-        measured, rooms = self.cluster, [self._room(rank, cluster.num_ranks) for rank in range(len(self.ranks))]
-        splits = {rank: (measured.tp(i), measured.pp(i)) for i in measured.instances for rank in measured.ranks(i)}
+        before, rooms = self.cluster, [self._room(rank, cluster.num_ranks) for rank in range(len(self.ranks))]
+        splits = {rank: (before.tp(i), before.pp(i)) for i in before.instances for rank in before.ranks(i)}
         tp, pp = cluster.tp(instance), cluster.pp(instance)
         alike = [rank for rank, split in splits.items() if split == (tp, pp)]
         if alike:
             return min(rooms[rank] - self.ranks[rank].weight_bytes - self.ranks[rank].step_bytes for rank in alike)
-        step_bytes = max(self.ranks[rank].step_bytes * max(tp, before) // tp for rank, (before, _) in splits.items())
+        step_bytes = max(self.ranks[rank].step_bytes * max(tp, shards) // tp for rank, (shards, _) in splits.items())
         return min(rooms) - weight_bytes - step_bytes
 
     def _room(self, rank: int, num_ranks: int) -> int:

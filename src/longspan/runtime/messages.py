@@ -9,7 +9,6 @@ import msgspec
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent, Forward, Free, MoveKV, Sampled, Scored
 from longspan.model.files import ModelFiles
-from longspan.runtime.device_memory import RankMemory
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +77,24 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The worker has loaded its model and joined the others."""
 
     rank: int
+
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one rank and its device after the largest step, in bytes.
+
+    Attributes:
+        room_bytes: what its device may still give, before too much of it is used; negative if that is so already.
+        pool_bytes: what its KV takes now.
+        weight_bytes: what its share of the model takes.
+        step_bytes: what the step took besides.
+        num_devices: the devices that ranks are on, one after the other.
+    """
+
+    room_bytes: int
+    pool_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    num_devices: int
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):

@@ -19,7 +19,7 @@ from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
 from longspan.model.store import DTYPES, StoredTensors, read_info
 from longspan.runtime import messages
-from longspan.runtime.device_memory import MemoryProbe, RankMemory
+from longspan.runtime.device_memory import MemoryProbe, measured
 from longspan.runtime.host_pool import HostPool, map_blocks
 from longspan.runtime.pool import KvMemory, KvPool
 from longspan.runtime.sampling import Vocabulary
@@ -81,10 +81,10 @@ class Rank:
         if self._worker is not None:
             self._worker.close()
 
-    def _memory(self) -> RankMemory:
+    def _memory(self) -> messages.RankMemory:
         assert self._probe is not None, "who is asked for memory has been given a probe"
         weight_bytes = sum(model.weight_bytes for model in self._models.values())
-        return RankMemory.measured(self._probe, pool_bytes=self._kv_memory.num_bytes, weight_bytes=weight_bytes)
+        return measured(self._probe, pool_bytes=self._kv_memory.num_bytes, weight_bytes=weight_bytes)
 
     def _serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
         """Works until it is told something else than steps; without a place, waits for that."""

@@ -23,7 +23,6 @@ from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, MoveKV, Reshard, Sampled, Scored, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
-from longspan.runtime.device_memory import RankMemory
 from longspan.runtime.disk_pool import DiskLane, DiskPool
 
 _START_TIMEOUT_S = 600.0
@@ -157,7 +156,7 @@ class WorkerExecutor:
             targets = sorted({target for move in step.streams for target in move.targets})
             self._send(messages.RunMoves(step.streams), self._in_flight.ranks(targets))
 
-    def measure(self, step: Forward) -> tuple[RankMemory, ...]:
+    def measure(self, step: Forward) -> tuple[messages.RankMemory, ...]:
         """Runs the largest step, and returns what memory each rank found then.
 
         They are asked twice, since those that share a device must all have freed what the step left behind.
@@ -168,7 +167,7 @@ class WorkerExecutor:
         self.submit(step)
         while not self.poll(None):
             pass
-        found: dict[int, RankMemory] = {}
+        found: dict[int, messages.RankMemory] = {}
         for _ in range(2):
             self._send(messages.Measure(), range(len(self._commands)))
             found = {one.rank: one.memory for one in self._await(messages.Measured)}
