@@ -135,7 +135,7 @@ class Service:
                 setup = ResolvedEngine.of(self._given, setup.model, kv_bytes=self._kv_bytes)
                 self.executor.change_pools(setup.config.cluster)
             except BaseException:
-                self.executor.close()
+                self._stop()
                 raise
         except OutOfMemoryError as error:
             step = f"a step of {setup.config.max_num_batched_tokens} tokens"
@@ -274,6 +274,9 @@ class Service:
             with suppress(WorkerLostError):
                 if not self.engine.settle(_SETTLE_S):
                     _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
+        self._stop()
+
+    def _stop(self) -> None:
         self.executor.close()
         for memory in self._host_memory:
             memory.close()

@@ -23,7 +23,6 @@ from longspan.model.adapter import Model
 from longspan.model.source import prepare
 from longspan.model.store import read_info
 from longspan.runtime.device_memory import CudaMemory, DeviceMemory, largest_step, measured
-from longspan.runtime.executor.control_plane import WorkerExecutor
 from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import WINDOW_BYTES
 from longspan.runtime.worker import Worker
@@ -223,19 +222,19 @@ def test_a_cuda_device_is_asked_for_its_peak(monkeypatch: pytest.MonkeyPatch) ->
     assert found == RankMemory(room_bytes=0, pool_bytes=7, weight_bytes=8, step_bytes=380, num_devices=4)
 
 
-def test_too_little_memory_is_refused(tiny: Path, measuring: Callable[..., type[LLM]]) -> None:
+def test_too_little_memory_is_refused(tiny: Path, tmp_path: Path, measuring: Callable[..., type[LLM]]) -> None:
+    """Nothing is left of what was started for that: another engine can use the same folder at once."""
     per_block = 16 * TOKEN_BYTES
     room = STEP - 3 * per_block + per_block  # of which a fourth is left for a copy
     words = (
         f"^{per_block * 3 // 4} bytes of KV memory per rank hold no block of {per_block} bytes: use a larger tp or pp"
     )
-    closed = list[bool]()
-    with pytest.MonkeyPatch.context() as patch:
-        close = WorkerExecutor.close
-        patch.setattr(WorkerExecutor, "close", lambda self: (close(self), closed.append(self.closed))[0])
-        with pytest.raises(ValueError, match=words):
-            measuring([FakeMemory(room)])(**options(tiny))
-    assert closed[-1:] == [True]
+    tiers = {"host_kv_gib": 0.01, "disk_kv_gib": 0.01, "disk_kv_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match=words) as refusal:
+        measuring([FakeMemory(room)])(**options(tiny, **tiers))
+    with measuring([FakeMemory(ROOM)])(**options(tiny, **tiers)):
+        pass  # which takes the folder, though the error refers to who had it
+    assert refusal.traceback
 
 
 def test_a_length_that_does_not_fit_is_refused(tiny: Path, measuring: Callable[..., type[LLM]]) -> None:
