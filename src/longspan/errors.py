@@ -39,3 +39,7 @@ class WorkerLostError(RuntimeError):
         super().__init__(f"worker rank {rank} was lost: {reason}")
         self.rank = rank
         self.reason = reason
+
+
+class OutOfMemoryError(WorkerLostError):
+    """A worker raised because its device has no memory left."""

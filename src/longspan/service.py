@@ -28,7 +28,7 @@ from longspan.cost.flows import DISK_BYTES_PER_S
 from longspan.cost.pricing import PricedSwap, PricedTurns
 from longspan.cost.profile import ProfileKey
 from longspan.csa_file import AUTO, csa_settings
-from longspan.errors import ParameterError, WorkerLostError
+from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, check_can_be_split, check_degree
@@ -37,6 +37,7 @@ from longspan.model.store import DTYPES, read_info
 from longspan.policy import ChosenPolicy, PolicySettings, make_policy
 from longspan.policy.choosing import Facts
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
+from longspan.runtime.device_memory import DeviceMemory, largest_step
 from longspan.runtime.disk_pool import DiskPool
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
@@ -51,7 +52,11 @@ _SETTLE_S = 5.0
 
 _CUDA_STEP_TOKENS = 8192
 """The tokens of a step on a CUDA device, which needs more than a CPU to be busy."""
+_REMEDY = "use a larger tp or pp, or fewer max_num_batched_tokens"
 _log = logging.getLogger("longspan")
+
+KvBytes = Callable[[Cluster, int, int], int]
+"""`(cluster, instance, bytes of weights on each of its ranks) -> bytes of KV that each of them may have`"""
 
 
 class Service:
@@ -67,23 +72,12 @@ class Service:
     """
 
     def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
-        setup = ResolvedEngine.of(given)
-        self._given, cluster, config = given, setup.config.cluster, setup.config
+        is_open = measures_memory(given)
+        self._kv_bytes: KvBytes = _unbounded if is_open else _by_rule(given.device)
+        setup = ResolvedEngine.of(given, kv_bytes=self._kv_bytes)
+        self._given, cluster = given, setup.config.cluster
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
-        self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
-        csa = str(self._policy.settings.options.get("csa", ""))
-        self._tuned = csa if is_tuned(csa) else None
-        if self.hint is not None:
-            _log.info(self.hint)
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
-        self.max_model_len = config.max_model_len
-        if given.max_model_len is None and self.max_model_len < self.info.context_length:
-            where = "on devices, or on the host (host_kv_gib)" if config.turns else "on devices"
-            words = "the KV pools %s hold %d tokens, less than the model's context of %d"
-            _log.info(words, where, self.max_model_len, self.info.context_length)
-        self.input_processor = InputProcessor(
-            tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
-        )
         self._host_memory = [HostMemory(num_blocks * self.block_bytes) for num_blocks in cluster.host_blocks]
         self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory)
         self._worker_config = WorkerConfig(
@@ -102,11 +96,52 @@ class Service:
             step_timeout_s=given.step_timeout_s,
             disks=self._disks,
         )
-        self.executor = self._start_workers(cluster)
+        if is_open:
+            setup = self._with_measured_pools(setup)
+        else:
+            self.executor = self._start_workers(cluster)
+        config = setup.config
+        self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
+        csa = str(self._policy.settings.options.get("csa", ""))
+        self._tuned = csa if is_tuned(csa) else None
+        if self.hint is not None:
+            _log.info(self.hint)
+        self.max_model_len = config.max_model_len
+        if given.max_model_len is None and self.max_model_len < self.info.context_length:
+            where = "on devices, or on the host (host_kv_gib)" if config.turns else "on devices"
+            words = "the KV pools %s hold %d tokens, less than the model's context of %d"
+            _log.info(words, where, self.max_model_len, self.info.context_length)
+        self.input_processor = InputProcessor(
+            tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
+        )
         saved = [disk.contents() for disk in self._disks.values()]
         self.engine = Engine(
             policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved
         )
+
+    def _with_measured_pools(self, setup: ResolvedEngine) -> ResolvedEngine:
+        """Starts the workers, which measure what memory KV may take, and gives them such pools.
+
+        Raises:
+            ValueError: when devices have too little memory.
+            WorkerLostError: when a worker does not start.
+        """
+        cluster, largest = largest_step(setup.config, self.info.context_length)
+        try:
+            self.executor = self._start_workers(cluster)
+            try:
+                found = DeviceMemory(cluster=cluster, ranks=self.executor.measure(largest))
+                self._kv_bytes = found.kv_bytes
+                setup = ResolvedEngine.of(self._given, setup.model, kv_bytes=self._kv_bytes)
+                self.executor.change_pools(setup.config.cluster)
+            except BaseException:
+                self._stop()
+                raise
+        except OutOfMemoryError as error:
+            step = f"a step of {setup.config.max_num_batched_tokens} tokens"
+            problem = f"the device of rank {error.rank} has too little memory for the model and {step}: {_REMEDY}"
+            raise ValueError(f"{problem}; {error.reason}") from error
+        return setup
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
         """Changes the policy between requests; cached KV and the size of steps stay.
@@ -209,7 +244,7 @@ class Service:
             num_device_pools=before.host_pools.start,
             locations=locations,
         ).with_layers(self.info.num_layers, self.info.head_layers)
-        cluster = _with_pools(cluster, self.block_bytes, self.info, self.files, given)
+        cluster = _with_pools(cluster, self.block_bytes, self.info, given, self._kv_bytes)
         facts, policy = self._chosen_for(cluster)
         _check_split(self.info, self.files, cluster, policy)
         self.engine.reshard(cluster, policy)
@@ -239,6 +274,9 @@ class Service:
             with suppress(WorkerLostError):
                 if not self.engine.settle(_SETTLE_S):
                     _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
+        self._stop()
+
+    def _stop(self) -> None:
         self.executor.close()
         for memory in self._host_memory:
             memory.close()
@@ -274,6 +312,7 @@ class EngineModel:
             given.model,
             dtype=given.precision,
             load_format=given.load_format,
+            device=given.device,
             seed=given.seed,
             quantization=given.quantization,
             trust_remote_code=given.trust_remote_code,
@@ -299,13 +338,17 @@ class ResolvedEngine:
     config: EngineConfig
 
     @classmethod
-    def of(cls, given: EngineArgs, model: EngineModel | None = None) -> ResolvedEngine:
+    def of(
+        cls, given: EngineArgs, model: EngineModel | None = None, *, kv_bytes: KvBytes | None = None
+    ) -> ResolvedEngine:
         """Checks the options, and finds what they mean; `model` is what they name, if it was found before.
+
+        `kv_bytes` says what memory KV may take; without, that is estimated.
 
         Raises:
             ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
         """
-        resolved = given.resolve()
+        resolved, kv_bytes = given.resolve(), kv_bytes or _by_rule(given.device)
         if given.device == "cuda" and not torch.cuda.is_available():
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
@@ -318,7 +361,7 @@ class ResolvedEngine:
         for one in clusters:
             _check_split(info, files, one, wanted)
         _check_host_memory(given.host_kv_gib, clusters[0])
-        clusters = [_with_pools(one, block_bytes, info, files, given) for one in clusters]
+        clusters = [_with_pools(one, block_bytes, info, given, kv_bytes) for one in clusters]
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
         shape = info.shape(DTYPES[given.precision].itemsize)
@@ -492,26 +535,36 @@ def _kernels(backend: str, device: str, dtype: str) -> Path | None:
         return None
 
 
-def _with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, files: ModelFiles, given: EngineArgs) -> Cluster:
+def measures_memory(given: EngineArgs) -> bool:
+    """Tells whether workers measure what memory KV may take: on CUDA, unless the user says that."""
+    return given.device == "cuda" and given.kv_cache_memory_bytes is None and given.num_gpu_blocks_override is None
+
+
+def _by_rule(device: str) -> KvBytes:
+    return lambda cluster, _instance, weight_bytes: default_kv_bytes(cluster, device, weight_bytes)
+
+
+def _unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
+    """Stands for memory that will be measured: nothing is refused for want of it before."""
+    return 2**62
+
+
+def _with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes) -> Cluster:
     _check_hosts(given.host_kv_gib, cluster)
     cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
-    return cluster.with_blocks(_blocks_per_instance(info, files, given, cluster))
-
-
-def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, cluster: Cluster) -> tuple[int, ...]:
-    kv_bytes = given.kv_cache_memory_bytes
     if given.num_gpu_blocks_override is not None:
-        return (given.num_gpu_blocks_override,) * cluster.num_instances
-    found = []
+        return cluster.with_blocks((given.num_gpu_blocks_override,) * cluster.num_instances)
+    dtype, found = DTYPES[given.precision], []
     for instance in cluster.instances:
-        weight_bytes = files.weights.stat().st_size // (cluster.tp(instance) * cluster.pp(instance))
-        default = default_kv_bytes(cluster, given.device, weight_bytes)
-        per_block = _bytes_per_block(info, files, cluster, instance, given.block_size)
-        of_rank = default if kv_bytes is None else kv_bytes
+        of_rank, remedy = given.kv_cache_memory_bytes, "allow more"
+        if of_rank is None:
+            of_rank, remedy = kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype)), _REMEDY
+        per_block = _bytes_per_block(info, cluster, instance, given.block_size, dtype)
         if of_rank < per_block:
-            raise ValueError(f"{of_rank} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")
+            problem = f"{max(0, of_rank)} bytes of KV memory per rank hold no block of {per_block} bytes"
+            raise ValueError(f"{problem}: {remedy}")
         found.append(of_rank // per_block)
-    return tuple(found)
+    return cluster.with_blocks(found)
 
 
 def _check_hosts(gib: float, cluster: Cluster) -> None:
@@ -546,8 +599,16 @@ def _open_disks(
     return disks
 
 
-def _bytes_per_block(info: ModelInfo, files: ModelFiles, cluster: Cluster, instance: int, block_size: int) -> int:
+def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_size: int, dtype: torch.dtype) -> int:
     """Counts what the fullest rank has of a block."""
     specs = Shard(index=0, size=cluster.tp(instance), specs=info.specs).local_specs
     stages = (cluster.layers(instance, stage) for stage in range(cluster.pp(instance)))
-    return max(bytes_per_block([specs[i] for i in layers], block_size, DTYPES[files.dtype]) for layers in stages)
+    return max(bytes_per_block([specs[i] for i in layers], block_size, dtype) for layers in stages)
+
+
+def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
+    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both."""
+    pp = cluster.pp(instance)
+    layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))
+    ends = info.vocab_size * info.hidden_size * (2 if pp == 1 else 1)
+    return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize

@@ -9,14 +9,16 @@ import torch
 
 from longspan import LLM
 from longspan.model.quantization import Quantization
-from longspan.model.store import ensure_weights, map_levels, map_tensors
+from longspan.model.store import StoredTensors, ensure_weights, map_levels
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_file_has_levels_and_the_weights_that_they_stand_for(tiny: Path, quantization: Quantization) -> None:
-    plain = map_tensors(ensure_weights(tiny, dtype="bfloat16"))
+    plain = StoredTensors(ensure_weights(tiny, dtype="bfloat16"), CPU)
     file = ensure_weights(tiny, dtype="bfloat16", quantization=quantization)
-    tensors, levels = map_tensors(file), map_levels(file)
+    tensors, levels = StoredTensors(file, CPU), map_levels(file)
     assert tensors.keys() == plain.keys()
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in levels} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")

@@ -318,7 +318,7 @@ def test_who_is_not_ready_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_thread_that_cannot_load_its_model_is_named_with_its_reason(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise ValueError("no such weights")
 
     monkeypatch.setattr(threads, "Rank", refuse)
@@ -332,7 +332,7 @@ def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, cap
     """Whatever it does later harms nobody."""
     held = threading.Event()
 
-    def hang(*_: object) -> NoReturn:
+    def hang(*_: object, **__: object) -> NoReturn:
         held.wait(60)
         raise ValueError("too late")
 

@@ -22,7 +22,7 @@ from longspan.model.fused import Reduce, fuse_head, fuse_layers
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.stages import Stage
-from longspan.model.store import DTYPES, map_levels, map_tensors, read_info
+from longspan.model.store import DTYPES, StoredTensors, map_levels, read_info
 from longspan.model.whole_step import RotaryTable, SingleTokens, WholeStep, whole_step
 
 _SERVE = "longspan"
@@ -40,7 +40,7 @@ class Model:
     On CPU its parameters are views of the mapped weights.
 
     Args:
-        stored: the mapped weights, see `map_tensors`; None to map them anew.
+        stored: the stored weights; None to map them anew.
         fused: computes layers by our own kernels, which must be loaded, where they know them.
 
     Attributes:
@@ -50,7 +50,6 @@ class Model:
         shard: which share this is.
         stage: which layers these are; None for all.
         copied_bytes: of parameters that are no views of the mapped weights.
-        stored_attention: by layer, the unsharded parameters of its attention in the weight file; empty for a whole one.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Model:
         tp_index: int = 0,
         tp: int = 1,
         layers: range | None = None,
-        stored: Mapping[str, Tensor] | None = None,
+        stored: StoredTensors | None = None,
         fused: bool = False,
     ) -> None:
         config = load_config(files.config_dir, files.trust_remote_code)
@@ -76,19 +75,13 @@ class Model:
         decoder = decoder_layers(self.module)
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
         self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
-        stored = map_tensors(files.weights) if stored is None else stored
-        self.copied_bytes = _fill(self.module, stored, device, self.shard)
+        self._stored = StoredTensors(files.weights, device) if stored is None else stored
+        self.copied_bytes = _fill(self.module, self._stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
         self._reduce: Reduce | None = None
-        self.stored_attention: dict[int, dict[str, Tensor]] = {}
         if tp > 1:
             sum_partial_results(self.module, self.shard, self._sum)
-            paths = {module: path for path, module in self.module.named_modules()}
-            self.stored_attention = {
-                layer: {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
-                for layer, attention in attention_modules(self.module).items()
-            }
         self._whole_step: WholeStep | None = None
         self._rotary_table = RotaryTable(self._rotary_of_positions)
         if fused:
@@ -154,6 +147,17 @@ class Model:
         like = torch.empty(1, 0, 0, dtype=self.module.dtype, device=positions.device)
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
+
+    def stored_attention(self, layer: int) -> dict[str, Tensor]:
+        """Returns the unsharded parameters of a layer's attention, on the CPU."""
+        attention = attention_modules(self.module)[layer]
+        [path] = [path for path, module in self.module.named_modules() if module is attention]
+        return {name: self._stored[f"{path}.{name}"].cpu() for name, _ in attention.named_parameters()}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def forget_pool(self) -> None:
         """Lets go of the KV that it has read in place."""
@@ -248,30 +252,42 @@ def _single_tokens(attend: Attend) -> SingleTokens | None:
     return found
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, shard: Shard) -> int:
+def _fill(model: nn.Module, stored: StoredTensors, device: torch.device, shard: Shard) -> int:
     """Replaces every meta parameter and buffer by the stored one, or its share; tied names get one Parameter.
 
     Returns the bytes of the parameters that had to be copied.
     """
-    parameters: dict[int, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     copied_bytes = 0
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
-        tensor = tensors[name]
-        if id(tensor) not in parameters:
-            share = shard.cut(name, tensor).to(device)
-            parameters[id(tensor)] = nn.Parameter(share, requires_grad=False)
-            is_view = share.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        owner = stored.owner(name)
+        if owner not in parameters:
+            share, is_view = _share(stored, name, device, shard)
             copied_bytes += 0 if is_view else share.nbytes
-        _set(model, name, parameters[id(tensor)])
+            parameters[owner] = nn.Parameter(share, requires_grad=False)
+        _set(model, name, parameters[owner])
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
         # Some modules write to their buffers (longrope does): a private copy, they are small.
-        _set(model, name, tensors[name].to(device, copy=True))
+        _set(model, name, stored[name].to(device, copy=True))
     # No module may keep a tensor elsewhere.
     named = [*model.named_parameters(), *model.named_buffers()]
     named += [(name, value) for name, module in model.named_modules() for value in vars(module).values()]
     left = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
     assert not left, f"tensors of these modules were not loaded: {left}"
     return copied_bytes
+
+
+def _share(stored: StoredTensors, name: str, device: torch.device, shard: Shard) -> tuple[Tensor, bool]:
+    """Returns a rank's share of a parameter, and whether it is a view of the stored one, or as good as that.
+
+    Of a matrix that was drawn for it nothing else is kept, and it is gone before the next one is drawn.
+    """
+    tensor = stored[name]
+    share = shard.cut(name, tensor).to(device)
+    is_view = share.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    if is_view and stored.is_drawn(name) and share.numel() < tensor.numel():
+        share = share.clone()
+    return share, is_view
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:

@@ -22,6 +22,7 @@ def prepare(
     *,
     dtype: str,
     load_format: str = "auto",
+    device: str = "cpu",
     seed: int = 0,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
@@ -29,7 +30,8 @@ def prepare(
     """Finds or fetches a model, checks that it can be served, and puts its weights into the store.
 
     `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format` "dummy"
-    draws random weights from `seed` and needs a configuration only; a `quantization` rounds weights. Runs in the parent
+    draws random weights from `seed` and needs a configuration only: for CPUs once, in a file that they share, and for
+    another `device` where each rank is. A `quantization` rounds weights. Runs in the parent
     process, before any worker starts. Raises ModelError for everything that the user can cause.
     """
     dummy = load_format == "dummy"
@@ -38,6 +40,7 @@ def prepare(
         folder,
         dtype=dtype,
         dummy_seed=seed if dummy else None,
+        drawn=dummy and device != "cpu",
         quantization=quantization,
         trust_remote_code=trust_remote_code,
     )

@@ -3,13 +3,15 @@
 The file holds every parameter and buffer of the model exactly as transformers' `from_pretrained` leaves them
 (converted to the dtype, experts stacked, rotary frequencies computed), under their names in the module tree.
 Tensors that the model ties are stored once. Its metadata holds the ModelInfo.
+
+Dummy weights for other devices than CPUs are in no file: it describes the matrices, and each rank draws its own.
 """
 
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,17 +38,18 @@ def ensure_weights(
     *,
     dtype: str,
     dummy_seed: int | None = None,
+    drawn: bool = False,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
     """Returns the weight file of the model in `config_dir`; at first use checks the model and writes it to the cache.
 
     With `dummy_seed` the weights are random, drawn as transformers initialises a new model, and the folder needs no
-    weights. With a `quantization` matrices are those that their levels stand for, and the levels lie beside them, see
-    `map_levels`. Raises ModelError for a model that cannot be served, or a checkpoint that does not match its
-    configuration.
+    weights; if they are `drawn`, the file has no matrices, see `StoredTensors`. With a `quantization` matrices are
+    those that their levels stand for, and the levels lie beside them, see `map_levels`. Raises ModelError for a model
+    that cannot be served, or a checkpoint that does not match its configuration.
     """
-    key = _key(config_dir, dtype, dummy_seed, quantization, trust_remote_code)
+    key = _key(config_dir, dtype, dummy_seed, drawn, quantization, trust_remote_code)
     folder = cache_root() / "weights" / key
     if not folder.is_dir():
         from longspan.model.checkpoint import write_weights  # noqa: PLC0415 - imports transformers' models: seconds
@@ -59,6 +62,7 @@ def ensure_weights(
                 unfinished / "model.safetensors",
                 dtype=DTYPES[dtype],
                 dummy_seed=dummy_seed,
+                drawn=drawn,
                 quantization=quantization,
                 trust_remote_code=trust_remote_code,
             )
@@ -74,17 +78,63 @@ def read_info(weights: Path) -> ModelInfo:
         return ModelInfo.from_json(file.metadata()["info"])
 
 
-def map_tensors(weights: Path) -> dict[str, Tensor]:
-    """Maps a weight file: name in the module tree -> CPU tensor.
+class Matrices(msgspec.Struct, frozen=True, kw_only=True):
+    """The matrices of dummy weights that are in no file: normally distributed numbers.
 
-    The tensors are views of the mapped file, so their pages are shared by all processes of the host for as long as
-    nobody writes to them. Tied names share one tensor object.
+    Attributes:
+        shapes: by the names of the matrices.
+        deviation: the standard deviation of their numbers.
     """
-    with safe_open(weights, framework="pt") as file:
-        names = [name for name in file.keys() if not name.endswith((NUMBERS, GRID))]  # noqa: SIM118
-        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
-        aliases: dict[str, str] = json.loads(file.metadata()["aliases"])
-    return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+
+    seed: int
+    dtype: str
+    deviation: float
+    shapes: dict[str, tuple[int, ...]]
+
+    def draw(self, name: str, device: torch.device) -> Tensor:
+        """Returns a whole matrix, which depends on its name, the seed and the kind of device only."""
+        seed = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:8])
+        generator = torch.Generator(device).manual_seed(seed)
+        matrix = torch.empty(self.shapes[name], dtype=DTYPES[self.dtype], device=device)
+        return matrix.normal_(0.0, self.deviation, generator=generator)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The parameters and buffers of a model by their names in the module tree.
+
+    What is in the file is a view of it, on the CPU. Its pages are shared by all processes of the host for as long as
+    nobody writes to them, and tied names share one tensor object. Matrices that are not are drawn on `device` whenever
+    somebody asks for them, and kept by nobody else.
+    """
+
+    def __init__(self, weights: Path, device: torch.device) -> None:
+        with safe_open(weights, framework="pt") as file:
+            names = [name for name in file.keys() if not name.endswith((NUMBERS, GRID))]  # noqa: SIM118
+            self._mapped: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
+            self._aliases: dict[str, str] = json.loads(file.metadata()["aliases"])
+            matrices = file.metadata().get("matrices")
+        self._matrices = None if matrices is None else msgspec.json.decode(matrices, type=Matrices)
+        self._device = device
+
+    def owner(self, name: str) -> str:
+        """Returns the first of the names that are tied to this one."""
+        return self._aliases.get(name, name)
+
+    def is_drawn(self, name: str) -> bool:
+        return self._matrices is not None and self.owner(name) in self._matrices.shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner = self.owner(name)
+        if self._matrices is not None and owner in self._matrices.shapes:
+            return self._matrices.draw(owner, self._device)
+        return self._mapped[owner]
+
+    def __iter__(self) -> Iterator[str]:
+        drawn = () if self._matrices is None else self._matrices.shapes
+        return iter((*self._mapped, *drawn, *self._aliases))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def map_levels(weights: Path) -> dict[str, Levels]:
@@ -117,11 +167,16 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _key(
-    config_dir: Path, dtype: str, dummy_seed: int | None, quantization: Quantization | None, trust_remote_code: bool
+    config_dir: Path,
+    dtype: str,
+    dummy_seed: int | None,
+    drawn: bool,
+    quantization: Quantization | None,
+    trust_remote_code: bool,
 ) -> str:
     patterns = _SOURCES if dummy_seed is None else ("config.json", "generation_config.json", "*.py")
     sources = sorted({file.resolve() for pattern in patterns for file in config_dir.glob(pattern)})
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
     what = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]  # another description, another file
-    identity = [*what, str(config_dir.resolve()), stats, dtype, dummy_seed, quantization, trust_remote_code]
+    identity = [*what, str(config_dir.resolve()), stats, dtype, dummy_seed, drawn, quantization, trust_remote_code]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]

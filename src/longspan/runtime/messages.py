@@ -62,17 +62,46 @@ class RunReshard(msgspec.Struct, frozen=True, tag="reshard"):
     cluster: Cluster
 
 
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Say what memory the device has, after what the rank has computed so far."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Finish and exit."""
 
 
-Command = RunForward | RunMoves | RunFree | RunReshard | Stop
+Command = RunForward | RunMoves | RunFree | RunReshard | Measure | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The worker has loaded its model and joined the others."""
 
     rank: int
+
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one rank and its device after the largest step, in bytes.
+
+    Attributes:
+        room_bytes: what its device may still give, before too much of it is used; negative if that is so already.
+        pool_bytes: what its KV takes now.
+        weight_bytes: what its share of the model takes.
+        step_bytes: what the step took besides.
+        num_devices: the devices that ranks are on, one after the other.
+    """
+
+    room_bytes: int
+    pool_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    num_devices: int
+
+
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Answers `Measure`."""
+
+    rank: int
+    memory: RankMemory
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -120,11 +149,14 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker raised and is about to exit; `peer` when it only noticed that another one is gone."""
+    """The worker raised and is about to exit; `peer` when it only noticed that another one is gone, and `memory` when
+    its device has none left.
+    """
 
     rank: int
     reason: str
     peer: bool
+    memory: bool = False
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
@@ -134,7 +166,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Done | Moved | Sent | Regrouped | Stored | Failed | Exited
+Report = Ready | Measured | Done | Moved | Sent | Regrouped | Stored | Failed | Exited
 
 
 def command_address(endpoint: str, rank: int) -> str:

@@ -28,6 +28,10 @@ class KvMemory:
     CPU pages take neither time nor memory until they are written.
     """
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self._bytes)
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._bytes = device, torch.empty(0, dtype=torch.uint8)
 
@@ -35,6 +39,8 @@ class KvMemory:
         """Returns `[num_bytes]` of it; who had it before is done with it."""
         if len(self._bytes) < num_bytes:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # which frees what there was
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # which would keep it for smaller tensors
             self._bytes = _zeros(num_bytes, self._device)
         return self._bytes[:num_bytes]
 
@@ -119,15 +125,16 @@ def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dty
 def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int) -> int:
     """Returns the KV memory per rank when the user names none, beside `weight_bytes` of weights on each.
 
-    On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
-    part of 85 % of the free device memory, less the weights and the KV that is on its way to or from other instances.
+    On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA this is an estimate
+    for plans, since workers measure what they have: 85 % of the free device memory, less the weights and the KV that is
+    on its way to or from other instances.
     """
     if device == "cpu":
         total = min(CPU_KV_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
         return total // cluster.num_ranks
     free, _ = torch.cuda.mem_get_info(0)
     per_device = -(-cluster.num_ranks // torch.cuda.device_count())
-    return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - _move_bytes(cluster))
+    return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - move_bytes(cluster))
 
 
 def default_step_bytes(cluster: Cluster, device: str) -> int:
@@ -140,7 +147,8 @@ def default_step_bytes(cluster: Cluster, device: str) -> int:
     return int(free * (1 - _CUDA_SHARE) / 2) // -(-cluster.num_ranks // torch.cuda.device_count())
 
 
-def _move_bytes(cluster: Cluster) -> int:
+def move_bytes(cluster: Cluster) -> int:
+    """Counts the memory of a rank for KV that is on its way to or from other instances."""
     if cluster.num_instances == 1:
         return 0
     sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp * cluster.spec.pp

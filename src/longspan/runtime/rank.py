@@ -17,8 +17,9 @@ from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
-from longspan.model.store import DTYPES, map_tensors, read_info
+from longspan.model.store import DTYPES, StoredTensors, read_info
 from longspan.runtime import messages
+from longspan.runtime.device_memory import MemoryProbe, measured
 from longspan.runtime.host_pool import HostPool, map_blocks
 from longspan.runtime.pool import KvMemory, KvPool
 from longspan.runtime.sampling import Vocabulary
@@ -31,6 +32,7 @@ class Rank:
 
     Args:
         connect: opens links among the ranks of these hosts, once all of them do.
+        probe: counts the memory of the device, of a rank that may be asked for it.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class Rank:
         rank: int,
         device: torch.device,
         connect: Callable[[Sequence[int]], Transports],
+        *,
+        probe: MemoryProbe | None = None,
     ) -> None:
         self._config, self._rank, self._device, self._connect = config, rank, device, connect
         self._transports: Transports | None = None
@@ -47,18 +51,24 @@ class Rank:
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
-        self._stored = map_tensors(config.files.weights) if device.type == "cpu" else None
+        self._stored = StoredTensors(config.files.weights, device) if device.type == "cpu" else None
         self._models: dict[tuple[range, int, int], Model] = {}
         self._host_blocks: list[PagedKv] | None = None
         self._worker: Worker | None = None
         if rank < config.cluster.num_ranks:
             self._worker, _ = self._take_place(config.cluster)
+        self._probe = probe
+        if probe is not None:
+            probe.begin()
 
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
         """Works until it is told to stop; returns whether no KV was on its way then."""
         inbox = Inbox(commands)
         send_report(reports, messages.Ready(rank=self._rank))
         while (command := self._serve(inbox, reports)) is not None:
+            if isinstance(command, messages.Measure):
+                send_report(reports, messages.Measured(self._rank, self._memory()))
+                continue
             self.close()
             self._worker = None  # a device has memory for one share
             self._worker, copied_bytes = self._take_place(command.cluster)
@@ -71,8 +81,13 @@ class Rank:
         if self._worker is not None:
             self._worker.close()
 
-    def _serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | None:
-        """Works until it is told to take another place; without one, waits for that."""
+    def _memory(self) -> messages.RankMemory:
+        assert self._probe is not None, "who is asked for memory has been given a probe"
+        weight_bytes = sum(model.weight_bytes for model in self._models.values())
+        return measured(self._probe, pool_bytes=self._kv_memory.num_bytes, weight_bytes=weight_bytes)
+
+    def _serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
+        """Works until it is told something else than steps; without a place, waits for that."""
         if self._worker is not None:
             inbox.watch(self._worker.wakeup)
             return self._worker.serve(inbox, reports)
@@ -80,7 +95,7 @@ class Rank:
         while True:
             inbox.receive()
             match inbox.next():
-                case messages.RunReshard() as command:
+                case messages.RunReshard() | messages.Measure() as command:
                     return command
                 case messages.Stop():
                     return None

@@ -96,8 +96,8 @@ class Worker:
         """A file descriptor that can be read when there may be something to do besides commands."""
         return self._moves.wakeup
 
-    def serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | None:
-        """Works until it is told to take its place in another cluster, or to stop: then there is none."""
+    def serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
+        """Works until it is told something else than steps, which it returns, or to stop: then there is none."""
         while True:
             with self._watch.during("controller"):
                 new = inbox.receive()
@@ -114,7 +114,7 @@ class Worker:
                         send_report(reports, report)
                 case messages.RunFree(step):
                     self._requests.forget(step.request_ids)
-                case messages.RunReshard() as command:
+                case messages.RunReshard() | messages.Measure() as command:
                     self._read_samples(len(self._unread))
                     while self._leaving:
                         self._leaving.popleft().wait()
@@ -321,4 +321,9 @@ def send_report(reports: zmq.Socket[bytes], report: messages.Report) -> None:
 
 
 def failure(rank: int, error: Exception) -> messages.Failed:
-    return messages.Failed(rank=rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))
+    return messages.Failed(
+        rank=rank,
+        reason=f"{type(error).__name__}: {error}",
+        peer=isinstance(error, CommError),
+        memory=isinstance(error, torch.OutOfMemoryError),
+    )

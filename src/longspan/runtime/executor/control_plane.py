@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NoReturn, Protocol, Self
+from typing import NoReturn, Protocol, Self, TypeVar
 
 import msgspec
 import zmq
 
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, MoveKV, Reshard, Sampled, Scored, Step
-from longspan.errors import WorkerLostError
+from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.disk_pool import DiskLane, DiskPool
 
@@ -31,6 +31,9 @@ _BLAME_TIMEOUT_S = 3.0
 """Wait this long for the rank that caused it when another one only noticed a lost peer, or ended by an exception."""
 _LEAST_WAIT_S = 0.1
 """Wait this long for reports that may be there already: this process may have been stopped, not its workers."""
+
+
+ReportT = TypeVar("ReportT", messages.Ready, messages.Measured)
 
 
 class MonotonicClock:
@@ -116,7 +119,7 @@ class WorkerExecutor:
         try:
             for rank in range(cluster.num_ranks):
                 self._start(rank)
-            self._wait_until_ready(cluster.num_ranks)
+            self._await(messages.Ready)
         except BaseException:
             self.close()
             raise
@@ -152,6 +155,33 @@ class WorkerExecutor:
         if step.streams:
             targets = sorted({target for move in step.streams for target in move.targets})
             self._send(messages.RunMoves(step.streams), self._in_flight.ranks(targets))
+
+    def measure(self, step: Forward) -> tuple[messages.RankMemory, ...]:
+        """Runs the largest step, and returns what memory each rank found then.
+
+        They are asked twice, since those that share a device must all have freed what the step left behind.
+
+        Raises:
+            WorkerLostError: when a worker dies or raises, maybe for want of memory.
+        """
+        self.submit(step)
+        while not self.poll(None):
+            pass
+        found: dict[int, messages.RankMemory] = {}
+        for _ in range(2):
+            self._send(messages.Measure(), range(len(self._commands)))
+            found = {one.rank: one.memory for one in self._await(messages.Measured)}
+        return tuple(found[rank] for rank in sorted(found))
+
+    def change_pools(self, cluster: Cluster) -> None:
+        """Gives every rank its place in a cluster that differs in its pools only, before any other step.
+
+        Raises:
+            WorkerLostError: when a worker dies or raises, maybe for want of memory.
+        """
+        self.submit(Reshard(number=0, cluster=cluster))
+        while not self.poll(None):
+            pass
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Waits for completions; a lost worker closes this executor."""
@@ -200,18 +230,20 @@ class WorkerExecutor:
         except OSError as error:
             self._lose(rank, f"it does not start: {error}")
 
-    def _wait_until_ready(self, num_ranks: int) -> None:
-        ready: set[int] = set()
+    def _await(self, kind: type[ReportT]) -> list[ReportT]:
+        """Waits until every rank has sent such a report; they are in the order in which they came."""
+        found: dict[int, ReportT] = {}
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while len(ready) < num_ranks:
+        while len(found) < len(self._workers):
             report = self._receive(deadline - time.monotonic())
             if report is None:
-                missing = min(set(range(num_ranks)) - ready)
+                missing = min({*range(len(self._workers))} - {*found})
                 self._lose(missing, f"not ready after {_START_TIMEOUT_S:.0f} s")
-            elif isinstance(report, messages.Ready):
-                ready.add(report.rank)
+            elif isinstance(report, kind):
+                found[report.rank] = report
             else:
                 self._take(report)
+        return list(found.values())
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
         """Returns how long to wait for a report before looking for ranks that hang."""
@@ -249,6 +281,8 @@ class WorkerExecutor:
                 return Completion(number=number, sampled=(), bytes_sent=sent, failed=failed)
             case messages.Failed(rank, reason, peer=True):
                 self._blame(rank, reason)
+            case messages.Failed(rank, reason, memory=True):
+                self._lose(rank, reason, OutOfMemoryError)
             case messages.Failed(rank, reason):
                 self._lose(rank, reason)
             case messages.Exited(rank, 1):  # it has said why, but what comes from two sockets comes in any order
@@ -263,18 +297,18 @@ class WorkerExecutor:
         while (report := self._receive(deadline - time.monotonic())) is not None:
             if isinstance(report, messages.Failed):
                 if not report.peer:
-                    self._lose(report.rank, report.reason)
+                    self._take(report)
                 if report.rank == rank:
                     reason = report.reason
             if isinstance(report, messages.Exited) and report.rank != rank and report.code != 1:
                 self._lose(report.rank, _describe(report.code))
         self._lose(rank, reason)
 
-    def _lose(self, rank: int, reason: str) -> NoReturn:
+    def _lose(self, rank: int, reason: str, kind: type[WorkerLostError] = WorkerLostError) -> NoReturn:
         for worker in self._workers:
             worker.kill()  # the others may hang in a transfer with the one that is lost
         self.close()
-        raise WorkerLostError(rank, f"{reason} ({self._launcher.hint(rank)})")
+        raise kind(rank, f"{reason} ({self._launcher.hint(rank)})")
 
     def _send(self, command: messages.Command, ranks: Sequence[int]) -> None:
         data = msgspec.msgpack.encode(command)

@@ -15,6 +15,7 @@ import zmq
 
 from longspan import native
 from longspan.attn.memory import MemoryTransport, Wires
+from longspan.runtime.device_memory import MemoryProbe
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
 from longspan.runtime.step_comm import StepLanes
@@ -56,6 +57,10 @@ class ThreadLauncher:
             hidden=MemoryTransport(stages, rank),
             samples=MemoryTransport(stages, rank),
         )
+
+    def probe(self, rank: int) -> MemoryProbe | None:  # noqa: ARG002 - of whichever
+        """Returns what counts the memory of a rank's device; the memory of a CPU is not measured."""
+        return None
 
     def disconnect(self, rank: int) -> None:
         """Ends the links of a rank, so that nobody waits for it, nor it for others."""
@@ -101,10 +106,10 @@ class WorkerThread:
 
     def _run(self) -> None:
         rank = None
-        transports = self._launcher.transports(self._rank)
+        transports, probe = self._launcher.transports(self._rank), self._launcher.probe(self._rank)
         try:
             with _loading:
-                rank = Rank(self._config, self._rank, torch.device("cpu"), lambda _: transports)
+                rank = Rank(self._config, self._rank, torch.device("cpu"), lambda _: transports, probe=probe)
             rank.serve(self._commands, self._reports)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it

@@ -166,8 +166,9 @@ class HostWeights:
     in the memory of its host. Even and odd layers have a buffer each on the device.
     """
 
-    def __init__(self, layers: Mapping[int, Weights], device: torch.device) -> None:
-        self._layers, self._device = dict(layers), device
+    def __init__(self, stored: Callable[[int], Weights], device: torch.device) -> None:
+        self._stored, self._device = stored, device
+        self._layers: dict[int, Weights] = {}
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         self._rooms: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
@@ -175,11 +176,12 @@ class HostWeights:
         """Pins and copies a layer on CUDA devices; on CPUs there is nothing to fetch."""
         if self._stream is None:
             return
-        pinned = self._layers[layer] = {name: weight.pin_memory() for name, weight in self._layers[layer].items()}
+        if layer not in self._layers:
+            self._layers[layer] = {name: weight.pin_memory() for name, weight in self._stored(layer).items()}
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # who used the buffer before is done with it
         room = self._rooms[layer % 2]
         with torch.cuda.stream(self._stream):
-            for name, weight in pinned.items():
+            for name, weight in self._layers[layer].items():
                 if name not in room or room[name].shape != weight.shape:
                     room[name] = torch.empty_like(weight, device=self._device)
                 room[name].copy_(weight, non_blocking=True)
@@ -187,6 +189,8 @@ class HostWeights:
     def take(self, layer: int) -> Weights:
         """Returns the views, or the copies, which are complete for what is computed from now on."""
         if self._stream is None:
+            if layer not in self._layers:
+                self._layers[layer] = self._stored(layer)
             return self._layers[layer]
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return self._rooms[layer % 2]
