@@ -250,10 +250,8 @@ class TorchCuda(TorchBackend):
     def _band(
         self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Computes a sliding window in one call, where FlashAttention knows such heads; every query sees some key."""
-        capability, readers = torch.cuda.get_device_capability(q.device), len(q) // len(k)
-        kernel = cuda_kernel(q.dtype, q.shape[2], readers, capability, windowed=True)
-        if dense or spec.softcap is not None or kernel != "flash":
+        """Computes a sliding window in one call, where FlashAttention knows such; every query sees some key."""
+        if dense or not self._flash_knows(q, k, spec):
             return super()._band(q, k, v, lower, upper, spec, dense=dense)
         keys = slice(max(0, lower), min(k.shape[1], q.shape[1] + upper))
         k, v = k[:, keys], v[:, keys]
@@ -268,6 +266,12 @@ class TorchCuda(TorchBackend):
             window_size_right=upper - diagonal,
         )
         return out[0].transpose(0, 1), lse[0]
+
+    def _flash_knows(self, q: Tensor, k: Tensor, spec: AttnSpec) -> bool:
+        """Tells whether FlashAttention computes windows of such queries and keys."""
+        capability, readers = torch.cuda.get_device_capability(q.device), len(q) // len(k)
+        kernel = cuda_kernel(q.dtype, q.shape[2], readers, capability, windowed=True)
+        return spec.softcap is None and kernel == "flash"
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
         capability = torch.cuda.get_device_capability(q.device)
