@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from longspan.args import EngineArgs
-from longspan.attn.backends.pytorch import CudaKernel, TorchCuda, cuda_kernel
+from longspan.attn.backends.pytorch import CudaKernel, TorchCpu, TorchCuda, cuda_kernel
+from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run, relate
 
 AMPERE, HOPPER, TURING = (8, 6), (9, 0), (7, 5)
 
@@ -33,6 +41,23 @@ def test_the_quickest_kernel_that_computes_it(
     assert cuda_kernel(dtype, head_dim, readers, capability, masked=masked) == wanted
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "readers", "capability", "wanted"),
+    [
+        (torch.bfloat16, 128, 1, HOPPER, "flash"),
+        (torch.float16, 256, 4, AMPERE, "flash"),
+        (torch.float16, 64, 1, TURING, "eager"),
+        (torch.bfloat16, 100, 1, HOPPER, "eager"),
+        (torch.bfloat16, 320, 1, HOPPER, "eager"),
+        (torch.float32, 64, 1, HOPPER, "eager"),
+    ],
+)
+def test_the_only_kernel_for_windows(
+    dtype: torch.dtype, head_dim: int, readers: int, *, capability: tuple[int, int], wanted: CudaKernel
+) -> None:
+    assert cuda_kernel(dtype, head_dim, readers, capability, windowed=True) == wanted
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize(
@@ -49,6 +74,111 @@ def test_kernels_take_and_give_what_we_think(
     out, lse = TorchCuda()._kernel(q, k, v, spec, causal=causal, mask=None)
     assert out.shape == q.shape and out.dtype == dtype
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    if dtype == torch.bfloat16:
+        out, lse = TorchCuda()._band(q[0], k[0], v[0], -10, k.shape[2] - 70, spec)
+        assert out.shape == q.shape[1:] and out.dtype == dtype
+        assert lse.shape == q.shape[1:3] and lse.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- windows
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: object,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+    **_: None,
+) -> tuple[Tensor, ...]:
+    """Computes in float64 what FlashAttention says of windows.
+
+    Query i sees key j iff `i + S - T - left <= j <= i + S - T + right`, where -1 has no end. A row that sees nothing
+    has a sum of plus infinity.
+    """
+    max_q, max_k = q.shape[1], k.shape[1]
+    assert others == (None, None, max_q, max_k, 0.0, False, False), "one sequence, no dropout, not causal"
+    assert all(one.stride(3) == 1 for one in (q, k, v)), "elements of a row are neighbours"
+    rows, keys, values = (one.transpose(1, 2).double() for one in (q, k, v))
+    readers = rows.shape[1] // keys.shape[1]
+    scores = rows @ keys.repeat_interleave(readers, 1).transpose(2, 3) * scale
+    behind = torch.arange(max_q)[:, None] + max_k - max_q - torch.arange(max_k)
+    is_seen = torch.ones_like(behind, dtype=torch.bool)
+    if window_size_left >= 0:
+        is_seen &= behind <= window_size_left
+    if window_size_right >= 0:
+        is_seen &= -behind <= window_size_right
+    scores.masked_fill_(~is_seen, -torch.inf)
+    out = scores.softmax(3).nan_to_num() @ values.repeat_interleave(readers, 1)
+    lse = scores.logsumexp(3).masked_fill(~is_seen.any(1), torch.inf)
+    nothing = q.new_empty(0)
+    return out.transpose(1, 2).to(q.dtype), lse.float(), nothing, nothing, nothing
+
+
+class OnCpu(TorchCuda):
+    """Computes what has no window with PyTorch's kernel for CPUs."""
+
+    _kernel = TorchCpu._kernel
+
+
+@pytest.fixture(scope="module")
+def windows() -> Iterator[list[None]]:
+    """Has `flash` called for tensors on CPUs by PyTorch's operator, with a list of its calls."""
+    calls: list[None] = []
+
+    def counted(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        calls.append(None)
+        return flash(*args, **options)
+
+    operators = torch.library.Library("aten", "IMPL")
+    operators.impl("_flash_attention_forward", counted, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
+        yield calls
+    operators._destroy()
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    st.sampled_from(((4, 4), (4, 2), (3, 1))),
+    st.integers(1, 80),
+    st.tuples(st.integers(0, 60), st.integers(1, 60)),
+    st.tuples(st.integers(0, 60), st.integers(1, 60)),
+    st.integers(1, 3),
+)
+def test_windows_are_one_call(
+    windows: list[None], heads: tuple[int, int], window: int, queries: tuple[int, int], keys: tuple[int, int], step: int
+) -> None:
+    """Runs begin and end anywhere: some keys are seen by all queries, some by none, and some queries see none."""
+    spec = AttnSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=16, scale=0.25, window=window, softcap=None)
+    q_run, k_run = (Run(start, start + step * number, step) for start, number in (queries, keys))
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.bfloat16, window)
+    relation = relate(q_run, k_run, window)
+    num_calls = len(windows)
+    out, lse = OnCpu().attend(q, k, v, relation, spec)
+    assert len(windows) - num_calls == (relation.kind == "band")
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)
+    torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change", [{"softcap": 20.0}, {"head_dim": 12}, {"dtype": torch.float32}, {"dense": True}], ids=str
+)
+def test_windows_that_flash_cannot_compute_are_tiles(windows: list[None], change: dict[str, Any]) -> None:
+    given = {"softcap": None, "head_dim": 16, "dtype": torch.bfloat16, "dense": False, **change}
+    dense, dtype = given.pop("dense"), given.pop("dtype")
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, scale=0.25, window=20, **given)
+    q_run, k_run = Run(10, 40), Run(0, 40)
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, 0)
+    num_calls = len(windows)
+    out, _ = TorchCuda().attend(q, k, v, relate(q_run, k_run, 20), spec, dense=dense)
+    assert len(windows) == num_calls
+    wanted, _ = reference(q, q_run.positions, k, v, k_run.positions, spec)
+    torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=0)
 
 
 def test_precision_follows_the_device() -> None:

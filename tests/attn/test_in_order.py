@@ -11,6 +11,7 @@ import torch
 from in_order import Fabric, InOrderTransport
 
 from longspan.attn.check import EXCHANGES, Request, attend, member_call
+from longspan.attn.collectives import all_reduce
 from longspan.attn.comm import CommError, DirectedTransport, Group, Message, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.spec import AttnSpec
@@ -99,6 +100,65 @@ def test_in_order_what_goes_astray_is_told(hop: int, size: int) -> None:
 
     results = run_ranks(2, work, fabric)
     assert any("reaches rank 1's call 0" in str(result) for result in results)
+
+
+SUMMED = ((0, 1), (2, 3), (0, 1, 2, 3))
+
+
+def test_in_order_sums_of_some_ranks() -> None:
+    """Each set has a communicator, and sums in the order of its calls; terms become sums."""
+    fabric = Fabric()
+
+    def work(rank: int) -> list[float]:
+        fabric.open(rank, 4, SUMMED)
+        lane = InOrderTransport(fabric, rank, "inside", summing=4)
+        found = []
+        for members in (SUMMED[rank // 2], SUMMED[2], SUMMED[rank // 2]):
+            group, term = Group(lane, members, members.index(rank)), torch.full((3, 4), 10.0**rank)
+            assert all_reduce(group, term) is term
+            assert group.sent.total() == 2 * (group.size - 1) * term.nbytes / group.size
+            found.append(float(term.mean()))
+        return found
+
+    wanted = [[11.0, 1111.0, 11.0]] * 2 + [[1100.0, 1111.0, 1100.0]] * 2
+    assert run_ranks(4, work, fabric) == wanted and not fabric.left
+
+
+@pytest.mark.parametrize(("first", "words"), [(("sum", "message"), "nobody can go on"), (("message", "message"), None)])
+def test_in_order_sums_and_messages_come_in_one_order(first: tuple[str, str], words: str | None) -> None:
+    """Each rank ends its first before it begins its second, and so do devices: a circle if these are not alike."""
+    fabric = Fabric()
+
+    def work(rank: int) -> None:
+        fabric.open(rank, 2, [(0, 1)])
+        group = Group(InOrderTransport(fabric, rank, "inside", summing=2), range(2), rank)
+        for kind in sorted(("sum", "message"), key=lambda kind: kind != first[rank]):
+            if kind == "sum":
+                all_reduce(group, torch.zeros(4))
+            else:
+                group.start(sends={1 - rank: message()}, receives={1 - rank: message()}, hop=0).wait()
+
+    results = run_ranks(2, work, fabric)
+    assert [isinstance(result, CommError) for result in results] == [words is not None] * 2
+    assert words is None or any(words in str(result) for result in results)
+
+
+@pytest.mark.parametrize("fault", ["shape", "order", "not opened"])
+def test_in_order_sums_that_do_not_fit_are_told(fault: str) -> None:
+    fabric = Fabric()
+
+    def work(rank: int) -> None:
+        groups = [(0, 1), (0, 1, 2)]
+        fabric.open(rank, 3, groups[::-1] if fault == "order" and rank else groups[: 1 if fault == "not opened" else 2])
+        lane = InOrderTransport(fabric, rank, "inside", summing=3)
+        all_reduce(Group(lane, range(3), rank), torch.zeros(4 + (fault == "shape" and rank)))
+
+    words = {"shape": "adds what is not alike", "order": "opens (0, 1, 2) where another opens (0, 1)"}
+    results = run_ranks(3, work, fabric)
+    if fault == "not opened":
+        assert all(isinstance(result, AssertionError) for result in results)
+    else:
+        assert any(words[fault] in str(result) for result in results)
 
 
 def requests(num_members: int) -> list[Request]:

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from longspan.attn import backends
 from longspan.attn.backends import backend_of, nothing_seen
-from longspan.attn.backends.pytorch import TorchCpu, TorchCuda
+from longspan.attn.backends.pytorch import TorchBackend, TorchCpu, TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run as Positions
+from longspan.core.runs import relate
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 Run = Callable[..., None]
@@ -154,6 +156,75 @@ def compare_nan(softcap: float | None) -> None:
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_nan_is_not_hidden_where_it_is_kept(assert_interpreted: Run, softcap: float | None) -> None:
     assert_interpreted(compare_nan, softcap)
+
+
+# ---------------------------------------------------------------- windows
+
+
+def compare_window(spec: AttnSpec, q_run: Positions, k_run: Positions, dtype: torch.dtype, seed: int) -> None:
+    """With all that has no window computed by PyTorch's kernel for CPUs."""
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, seed)
+    v = v.contiguous()  # laid out otherwise than the keys
+    relation = relate(q_run, k_run, spec.window)
+    with (
+        mock.patch.object(TorchCuda, "_kernel", TorchCpu._kernel),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 5)),
+        mock.patch.object(TorchBackend, "_band", side_effect=AssertionError("tiles with masks")),
+    ):
+        out, lse = _triton().attend(q, k, v, relation, spec)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)
+    torch.testing.assert_close(out.double(), wanted, atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=TOLERANCE[dtype], rtol=1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    spec=specs(head_dims=(16, 40, 64, 80)),
+    window=st.integers(1, 120),
+    queries=st.tuples(st.integers(0, 150), st.integers(1, 150)),
+    keys=st.tuples(st.integers(0, 150), st.integers(1, 200)),
+    step=st.integers(1, 2),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_windows_are_attention(
+    assert_interpreted: Run,
+    spec: AttnSpec,
+    *,
+    window: int,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    step: int,
+    dtype: torch.dtype,
+) -> None:
+    """Some keys are seen by all queries, some by none, and some queries see none."""
+    q_run, k_run = (Positions(start, start + step * number, step) for start, number in (queries, keys))
+    assert_interpreted(compare_window, replace(spec, window=window), q_run, k_run, dtype, window)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_windows_of_every_tile(assert_interpreted: Run, dtype: torch.dtype) -> None:
+    for head_dim in (16, 72, 128, 256):
+        spec = replace(_spec((6, 3), head_dim), window=50)
+        assert_interpreted(compare_window, spec, Positions(90, 220), Positions(0, 200), dtype, 0)
+
+
+def compare_other_windows() -> None:
+    """Those of FlashAttention, of very large heads, and whose hidden scores are wanted, too, are not for the kernel."""
+    spec, run = replace(_spec((2, 2), 16), window=3), Positions(0, 8)
+    for change, dense, capability in (({}, False, (8, 0)), ({"head_dim": 264}, False, (7, 5)), ({}, True, (7, 5))):
+        other = replace(spec, **change)
+        q, k, v = random_qkv(other, 8, 8, torch.bfloat16, 0)
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+            mock.patch.object(TorchCuda, "_band", return_value=nothing_seen(q)) as pytorch,
+        ):
+            _triton().attend(q, k, v, relate(run, run, 3), other, dense=dense)
+        assert pytorch.call_count == 1
+
+
+def test_other_windows_are_for_pytorch(assert_interpreted: Run) -> None:
+    assert_interpreted(compare_other_windows)
 
 
 # ---------------------------------------------------------------- KV in blocks
@@ -430,11 +501,11 @@ def _attention_types(dtype: torch.dtype) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", _TYPES, ids=str)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_attention_and_rating_compile_and_fit_into_shared_memory(arch: int, dtype: torch.dtype) -> None:
-    from longspan.attn.backends.triton import attend_kernel, rate_kernel
+    from longspan.attn.backends.triton import attend_kernel, band_kernel, rate_kernel
 
     for dim, has_softcap in ((40, True), (128, False), (256, False)):
         constants, types = _attention_constants(dim, dtype, has_softcap=has_softcap), _attention_types(dtype)
-        for kernel in (attend_kernel, rate_kernel) if dim == 128 else (attend_kernel,):
+        for kernel in (attend_kernel, band_kernel, rate_kernel) if dim == 128 else (attend_kernel, band_kernel):
             assert 0 < compiled(kernel, types, constants, arch).metadata.shared <= SHARED_MEMORY
 
 
@@ -450,6 +521,7 @@ def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> No
 
     attention = _attention_constants(64, torch.bfloat16, has_softcap=True)
     assert compiles(ours.attend_kernel, _attention_types(torch.bfloat16), attention)
+    assert compiles(ours.band_kernel, _attention_types(torch.bfloat16), attention)
     assert compiles(ours.rate_kernel, _attention_types(torch.bfloat16), attention)
     sizes: dict[str, object] = {"dim": 80, "width": 128, "tile": ours.COPIED}
     types = dict.fromkeys(("first", "second", "room", "second_room"), "*bf16") | {"indices": "*i32"}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longspan.attn.member import row_slices
 from longspan.core.owners import BlockRef, Owners, Rotation
-from longspan.core.runs import clip
+from longspan.core.runs import Run, clip
 
 HELD = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
 STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)
@@ -37,6 +37,34 @@ def test_the_fewest_come_first(held: tuple[int, ...], start: int, num_tokens: in
         assert rotation.num_held(member, stop) == before + len(own)
         num_blocks += -(-(before + len(own)) // block_size)
     assert rotation.num_blocks(stop, block_size) == num_blocks
+
+
+@given(HELD, st.integers(0, 60), NUMBERS, st.integers(1, 16), st.booleans(), st.data())
+def test_every_token_has_its_slot(
+    held: tuple[int, ...], start: int, num_tokens: int, block_size: int, rotates: bool, data: st.DataObject
+) -> None:
+    """Of runs that begin and end anywhere; blocks of the table come first, then those that members begin."""
+    member = st.integers(0, len(held) - 1)
+    rotation, stop = (Rotation(start=start, held=held) if rotates else None), start + num_tokens
+    num_blocks = -(-(start if rotates else stop) // block_size)
+    owned = data.draw(st.lists(member, min_size=num_blocks, max_size=num_blocks))
+    homes = homes_one_by_one(held, num_tokens)
+    later = [-(-(before + num_tokens) // block_size) for before in held] if rotates else []
+    owned += [one for one, number in enumerate(later) for _ in range(number)]
+    table = [BlockRef(one, block) for block, one in enumerate(owned)]
+    owners = Owners(table=table, group=tuple(range(len(held))), block_size=block_size, rotation=rotation)
+    first = data.draw(st.integers(0, stop))
+    run = Run(first, data.draw(st.integers(first, stop)), data.draw(st.integers(1, 4)))
+    found = [(refs[p // block_size], p % block_size) for places, refs in owners.slots(run) for p in places]
+    wanted = []
+    for position in run.positions:
+        if not rotates or position < start:
+            wanted.append((table[position // block_size], position % block_size))
+        else:
+            home, before = homes[position - start]
+            own = [ref for ref in table if ref.pool == home]
+            wanted.append((own[before // block_size], before % block_size))
+    assert found == wanted
 
 
 @given(HELD, STARTS, NUMBERS, st.integers(0, 240), st.none() | st.integers(0, 240))

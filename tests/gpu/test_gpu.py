@@ -41,11 +41,11 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 100, 128, 256])
-@pytest.mark.parametrize("kind", ["full", "diagonal", "window", "softcap"])
+@pytest.mark.parametrize("kind", ["full", "diagonal", "window", "window_before", "softcap"])
 def test_attention_is_its_definition(backend: AttentionBackend, kind: str, head_dim: int, dtype: torch.dtype) -> None:
-    window, softcap = (90 if kind == "window" else None), (20.0 if kind == "softcap" else None)
+    window, softcap = (90 if "window" in kind else None), (20.0 if kind == "softcap" else None)
     spec = replace(SPEC, head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap)
-    q_run, k_run = Run(400, 700), Run(0, 400 if kind == "full" else 700)
+    q_run, k_run = Run(400, 700), Run(0, {"full": 400, "window_before": 450}.get(kind, 700))
     q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, seed=1)
     out, lse = backend.attend(q.cuda(), k.cuda(), v.cuda(), relate(q_run, k_run, window), spec)
     wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)

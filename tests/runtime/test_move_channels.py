@@ -29,6 +29,7 @@ class Failing:
     """A transport, and what it starts, of which one of the two methods raises."""
 
     tagged = True
+    sums = None
 
     def __init__(self, *, start: Exception | None = None, wait: Exception | None = None) -> None:
         self._start, self._wait = start, wait

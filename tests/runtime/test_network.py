@@ -21,6 +21,7 @@ from tiny_models import make_tiny
 
 from longspan.attn.comm import polite_threads
 from longspan.core.cluster import Cluster
+from longspan.runtime import worker_process
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.pool import WINDOW_BYTES, default_kv_bytes
 from longspan.runtime.worker_process import keep_to_cores, own_cores
@@ -30,6 +31,32 @@ def test_lanes_of_their_own(tmp_path: Path) -> None:
     """As with NCCL: subsets of three ranks use each lane, after a call in which all took part."""
     ended = run_ranks(lane_member.main, tmp_path / "store", 3)
     assert [rank.returncode for rank in ended] == [0, 0, 0], ended
+
+
+def test_devices_of_their_own_sum_by_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what computes together does, on a lane of the ranks of its stage, and each lane is opened once."""
+    opened: list[tuple[int, ...] | None] = []
+    summed: list[object] = []
+
+    def open_lane(_: torch.device, ranks: tuple[int, ...] | None = None, *, pairwise: bool = False) -> object:
+        opened.append(None if pairwise else ranks)
+        return ranks
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(worker_process, "meet", lambda *_, backend, **__: opened.append((backend,)))
+    monkeypatch.setattr(worker_process, "open_lane", open_lane)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _, group: summed.append(group))
+    found = worker_process.open_transports(torch.device("cuda", 0), 0, (0, 0, 0, 0), "")
+    assert opened.pop(0) == ("nccl",) and not any(opened)
+    opened.clear()
+    for spec in ("tp4", "2xtp2", "tp2pp2", "4", "tp4"):
+        found.meet(Cluster.of(spec).shard_groups)
+    assert opened == [(0, 1, 2, 3), (0, 1), (2, 3)]
+    lanes, term = found.steps, torch.ones(3)
+    assert lanes.inside.sums is not None and lanes.inside.sums(range(2), term) is term and summed == [(0, 1)]
+    others = (lanes.exchange, lanes.early, lanes.weights, found.rebalances, found.moves, found.hidden, found.samples)
+    assert all(lane.sums is None for lane in others)
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from engines import ThreadLLM, num_free_blocks
+from engines import InOrderLauncher, ThreadLLM, num_free_blocks
 from oracle import Oracle
 from test_exact import prompts_of
 
@@ -15,7 +15,6 @@ from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.core.request import Request
 from longspan.errors import ParameterError
-from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.service import Service
 
 LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -24,7 +23,7 @@ HOST = {"host_kv_gib": 0.02}
 
 def make_service(model: Path, **given: object) -> Service:
     options = {"block_size": 16, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 48, **given}
-    return Service(EngineArgs(str(model), skip_tokenizer_init=True, **options), launcher=ThreadLauncher)  # type: ignore[arg-type]
+    return Service(EngineArgs(str(model), skip_tokenizer_init=True, **options), launcher=InOrderLauncher)  # type: ignore[arg-type]
 
 
 def run_with(service: Service, changes: dict[int, str]) -> list[Request]:
@@ -51,6 +50,7 @@ def run_with(service: Service, changes: dict[int, str]) -> list[Request]:
         ("3", ("1", "pp2")),
         ("1", ("3", "2xpp2")),
         ("tp2", ("1", "5")),
+        ("tp2", ("2xtp2", "tp2pp2")),
     ],
 )
 def test_another_spec_in_mid_stream(

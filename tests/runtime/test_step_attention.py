@@ -227,12 +227,16 @@ class Ticking:
 
 
 class SlowTransport:
-    """Takes 1 s to start, 2 s to wait for, and 4 s to complete; sends nothing."""
+    """Takes 1 s to start, 2 s to wait for, 4 s to complete, and 512 s for a sum; sends nothing."""
 
     tagged = True
 
     def __init__(self, clock: Ticking) -> None:
         self._clock = clock
+
+    def sums(self, _: object, tensor: Tensor) -> Tensor:
+        self._clock.idle(512.0)
+        return tensor
 
     def start(self, *_: object) -> SlowTransport:
         self._clock.idle(1.0)
@@ -266,6 +270,7 @@ def test_an_inner_category_stops_the_clock_of_the_outer_one(clock: Ticking) -> N
     with pytest.raises(KeyError), watch.during("attention"):
         clock.fail_after(32.0)
     messages.complete_sends()
+    assert messages.sums is not None and messages.sums((0, 1), torch.ones(2)).sum() == 2
     clock.work(64.0)
     watch.switch("controller")
     clock.idle(128.0)
@@ -273,7 +278,7 @@ def test_an_inner_category_stops_the_clock_of_the_outer_one(clock: Ticking) -> N
         "attention": 48.0,
         "linear": 0.0,
         "other": 80.0,
-        "messages": 7.0,
+        "messages": 519.0,
         "controller": 0.5,
     }, "and nothing of what goes on still"
 

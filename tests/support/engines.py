@@ -31,7 +31,7 @@ class InOrderLauncher(ThreadLauncher):
         super().__init__(config)
         self.fabric = Fabric()
 
-    def transports(self, rank: int) -> Transports:
+    def transports(self, rank: int, num_ranks: int) -> Transports:
         def lane(name: str) -> Transport:
             return InOrderTransport(self.fabric, rank, name)
 
@@ -43,13 +43,14 @@ class InOrderLauncher(ThreadLauncher):
             steps=StepLanes(
                 exchange=lane("exchange"),
                 early=directed("early"),
-                inside=lane("inside"),
+                inside=InOrderTransport(self.fabric, rank, "inside", summing=num_ranks),
                 weights=lane("weights"),
             ),
             rebalances=lane("rebalances"),
             moves=directed("moves"),
             hidden=lane("hidden"),
             samples=lane("samples"),
+            meet=partial(self.fabric.open, rank, num_ranks),
         )
 
     def disconnect(self, rank: int) -> None:

@@ -1,38 +1,51 @@
 """A transport that orders calls as NCCL does: no tags, each communicator runs a rank's calls one after the other.
 
 A call is a group of sends and receives, which run together when all calls before it on this rank are over. A send and
-a receive meet when the calls of both are running. What would hang on NCCL is found at once and told as a circle of
-calls that wait for each other; what would arrive in the wrong buffer is told by its tag or its size.
+a receive meet when the calls of both are running, and a sum when those of all its ranks are. What would hang on NCCL is
+found at once and told as a circle of calls that wait for each other; what would arrive in the wrong buffer is told by
+its tag or its size.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
-from longspan.attn.comm import Calls, CommError, Pending
+from longspan.attn.comm import Calls, CommError, Pending, Sums
 
 
 @dataclass(eq=False)
 class _Call:
-    """One rank's grouped call; `sends` and `receives` are those that have not met their counterparts."""
+    """One rank's grouped call; `sends` and `receives` are those that have not met their counterparts.
+
+    Or its term of a sum, until that is made: then the term has become the sum.
+    """
 
     communicator: str
     rank: int
-    number: int
-    tag: int
-    sends: dict[int, Tensor]
-    receives: dict[int, Tensor]
+    tag: int = 0
+    sends: dict[int, Tensor] = field(default_factory=dict)
+    receives: dict[int, Tensor] = field(default_factory=dict)
+    term: Tensor | None = None
+    members: Sequence[int] = ()
+    number: int = 0
 
     @property
     def is_over(self) -> bool:
-        return not self.sends and not self.receives
+        return not self.sends and not self.receives and self.term is None
+
+    @property
+    def peers(self) -> set[int]:
+        return {*self.sends, *self.receives, *self.members} - {self.rank}
 
     def __str__(self) -> str:
+        if self.members:
+            return f"rank {self.rank}'s sum {self.number} on {self.communicator}"
         parts = [f"to {peer}" for peer in self.sends] + [f"from {peer}" for peer in self.receives]
         return f"rank {self.rank}'s call {self.number} on {self.communicator} (tag {self.tag}, {', '.join(parts)})"
 
@@ -49,14 +62,41 @@ class Fabric:
     _threads: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by rank
     _waiting: dict[int, _Call] = field(default_factory=dict)  # by thread
     _gone: set[int] = field(default_factory=set)
+    _opened: defaultdict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))  # of how many
+    _num_opened: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     _failure: str = ""
 
-    def call(self, communicator: str, rank: int, sends: Calls, receives: Calls, tag: int) -> _Call:
+    def open(self, rank: int, num_ranks: int, groups: Sequence[Sequence[int]]) -> None:
+        """Makes communicators of some of so many ranks, all of which have to make the same ones in the same order."""
         with self._changed:
+            opened = self._opened[num_ranks]
+            for members in map(tuple, groups):
+                number = self._num_opened[rank, num_ranks]
+                self._num_opened[rank, num_ranks] += 1
+                if number == len(opened):
+                    opened.append(members)
+                if opened[number] != members:
+                    self._fail(f"rank {rank} opens {members} where another opens {opened[number]}")
+
+    def add(self, lane: str, rank: int, num_ranks: int, members: Sequence[int], term: Tensor) -> Tensor:
+        """Turns a term into the sum of those of all members; waits for them."""
+        with self._changed:
+            opened = self._opened[num_ranks][: self._num_opened[rank, num_ranks]]
+            assert tuple(members) in opened and rank in members, f"rank {rank} has opened {opened}, not {members}"
+        name = f"{lane} of {tuple(members)} among {num_ranks}"
+        self.wait(self._enter(_Call(name, rank, term=term, members=members)))
+        return term
+
+    def call(self, communicator: str, rank: int, sends: Calls, receives: Calls, tag: int) -> _Call:
+        call = _Call(communicator, rank, tag, dict(sends), dict(receives))
+        assert len(call.sends) == len(sends) and len(call.receives) == len(receives), "one message per peer"
+        return self._enter(call)
+
+    def _enter(self, call: _Call) -> _Call:
+        with self._changed:
+            communicator, rank = key = call.communicator, call.rank
             self._check(rank)
-            key = communicator, rank
-            call = _Call(communicator, rank, self._numbers[key], tag, dict(sends), dict(receives))
-            assert len(call.sends) == len(sends) and len(call.receives) == len(receives), "one message per peer"
+            call.number = self._numbers[key]
             self._numbers[key] += 1
             self._queues[key].append(call)
             self._callers[key] = threading.get_ident()
@@ -72,14 +112,14 @@ class Fabric:
             try:
                 self._look_for_circle(call)
                 is_over = self._changed.wait_for(
-                    lambda: call.is_over or self._failure or self._gone & {call.rank, *call.sends, *call.receives},
+                    lambda: call.is_over or self._failure or self._gone & {call.rank, *call.peers},
                     self.timeout_s,
                 )
             finally:
                 del self._waiting[thread]
             if not call.is_over:
                 self._check(call.rank)
-                peers = self._gone & {*call.sends, *call.receives}
+                peers = self._gone & call.peers
                 raise CommError(f"rank {peers} is gone" if is_over else f"{call} waited for {self.timeout_s} s")
 
     def close(self, rank: int) -> None:
@@ -119,7 +159,7 @@ class Fabric:
 
     def _meet(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
         """Sends what the peers' running calls receive; returns whether anything was, or the call is over."""
-        found = call.is_over
+        found = call.is_over or self._meet_all(call, heads)
         for peer in list(call.sends):
             other = heads[peer][0] if heads.get(peer) else None
             if other is None or call.rank not in other.receives:
@@ -132,6 +172,22 @@ class Fabric:
             if other.is_over and other is not call:
                 heads[peer].popleft()
         return found
+
+    def _meet_all(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
+        """Makes a sum if all terms are there, not in the order of the ranks; returns whether it did."""
+        running = [heads[member][0] for member in call.members if heads.get(member)]
+        if call.term is None or len(running) < len(call.members):
+            return False
+        terms = [one.term for one in running if one.term is not None]
+        if any((term.shape, term.dtype) != (call.term.shape, call.term.dtype) for term in terms):
+            self._fail(f"{call} adds what is not alike: {[tuple(term.shape) for term in terms]}")
+        total = sum(terms[1:-1], terms[-1].clone()) + terms[0]
+        for one, term in zip(running, terms, strict=True):
+            term.copy_(total)
+            one.term = None
+            if one is not call:
+                heads[one.rank].popleft()
+        return True
 
     def _look_for_circle(self, call: _Call) -> None:
         """Fails if a call waits, by way of others, for itself."""
@@ -160,8 +216,10 @@ class Fabric:
         if head is not call:
             yield head
             return
-        for peer in {*call.sends, *call.receives}:
+        for peer in call.peers:
             key = call.communicator, peer
+            if self._queues[key] and call.members:
+                continue  # it has called, and waits for the same ranks
             if self._queues[key]:
                 yield self._queues[key][0]  # of something else: what is meant for each other has met
             elif (waited := self._waiting.get(self._caller(*key))) is not None:
@@ -179,12 +237,14 @@ class InOrderTransport:
     Args:
         is_grouped: all of a call goes through one communicator of all ranks; else each message through that of its
             pair of ranks, as a call of its own.
+        summing: it makes sums, over some of so many ranks whose communicators were opened.
     """
 
     tagged = False
 
-    def __init__(self, fabric: Fabric, rank: int, lane: str, *, is_grouped: bool = True) -> None:
+    def __init__(self, fabric: Fabric, rank: int, lane: str, *, is_grouped: bool = True, summing: int = 0) -> None:
         self._fabric, self._rank, self._lane, self._is_grouped = fabric, rank, lane, is_grouped
+        self.sums: Sums | None = partial(fabric.add, lane, rank, summing) if summing else None
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         if self._is_grouped:

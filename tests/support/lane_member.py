@@ -1,7 +1,7 @@
 """One rank of `test_network.test_lanes_of_their_own`.
 
 Sends between subsets of the ranks on two lanes that have process groups of their own, as NCCL needs them: the same tags
-and the same ranks, and other numbers on each.
+and the same ranks, and other numbers on each. Then sums over sets of ranks that change, as when clusters do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.attn.comm import Group, Message, TorchTransport, meet
-from longspan.runtime.worker_process import open_lane
+from longspan.runtime.worker_process import GroupSums, open_lane
 
 
 def main(store: str, num_ranks: int, rank: int) -> None:
@@ -40,5 +40,20 @@ def main(store: str, num_ranks: int, rank: int) -> None:
             assert message.tensors[0].tolist() == [10 * source + number] * 4
     for lane in lanes:
         lane.complete_sends()
+    check_sums(rank)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_sums(rank: int) -> None:
+    """Some ranks are in no set, and some sets come again."""
+    sums = GroupSums(torch.device("cpu"))
+    opened = []
+    for groups in ([(0, 1)], [(1, 2)], [(0, 1, 2)], [(0, 1)]):
+        sums.meet(groups)
+        opened.append(len(dist.distributed_c10d._world.pg_map))
+        for members in groups:
+            if rank in members:
+                terms = torch.full((2, 4), 10.0**rank).t()  # NCCL wants neighbours in memory
+                assert sums(members, terms).unique().tolist() == [sum(10.0**member for member in members)]
+    assert opened[3] == opened[2], "nothing new"

@@ -39,7 +39,7 @@ class FaultyTransport:
         die_at: int | None = None,
         die: Callable[[], None] | None = None,
     ) -> None:
-        self.tagged = inner.tagged
+        self.tagged, self.sums = inner.tagged, inner.sums
         self._inner, self._random, self._max_delay_s = inner, random.Random(seed), max_delay_s
         self._drop_at, self._die_at, self._die = drop_at, die_at, die or _die
         self._num_starts = self._num_sends = 0

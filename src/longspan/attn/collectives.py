@@ -121,11 +121,13 @@ def _room(blocks: Sequence[Tensor]) -> Message:
 
 
 def all_reduce(group: Group, tensor: Tensor) -> Tensor:
-    """Reduce-scatter, then all-gather: each member sends `2 (n - 1) / n` of the tensor.
+    """Lets the transport make the sum if it can, see `Sums`; else reduce-scatters, then all-gathers.
 
-    Every member sums its piece in float32, in the order of the members, and rounds once: the result does not depend on
-    who is faster, and all members have the same.
+    Either way each member sends `2 (n - 1) / n` of the tensor, and all have the same bits. By messages every member
+    sums its piece in float32, in the order of the members, and rounds once.
     """
+    if (found := group.sum(tensor)) is not None:
+        return found
     me, others = group.rank, group.others
     if group.size == 2:  # all that each has: no more bytes, and one hop instead of two
         heard = {other: _room([tensor]) for other in others}

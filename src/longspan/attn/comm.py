@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol, Self
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.core.cluster import cut_evenly
 from longspan.core.steps import Link
 
 _TRAILER_BYTES = 16
@@ -83,6 +84,13 @@ class Pending(Protocol):
         """Waits until the receives are done; raises CommError when a peer is gone."""
 
 
+Sums = Callable[[Sequence[int], Tensor], Tensor]
+"""Returns the sum, the same bits for each of these ranks, of a tensor of each, which it may write to.
+
+All of them call it in the same order.
+"""
+
+
 class Transport(Protocol):
     """Moves buffers between ranks.
 
@@ -91,6 +99,10 @@ class Transport(Protocol):
     """
 
     tagged: bool
+
+    @property
+    def sums(self) -> Sums | None:
+        """Adds up tensors of several ranks by itself; None where sums are made of messages."""
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         """Starts all sends and receives as one grouped call; blocks only to bound the memory of old sends."""
@@ -172,11 +184,24 @@ class Group:
         )
         return _Verified(pending, list(incoming.values()), tag) if transport.tagged else pending
 
+    def sum(self, tensor: Tensor) -> Tensor | None:
+        """Returns the sum of a tensor of each member, if the transport makes sums, else None; see `Sums`.
+
+        What is sent counts as in a ring: each member sends all but its own piece on, and later all but another.
+        """
+        if self._transport.sums is None:
+            return None
+        start, stop = cut_evenly(tensor.numel(), self.size)[self.rank]
+        passed_on = 2 * (tensor.numel() - (stop - start)) * tensor.itemsize
+        self.sent[self._name, self.link((self.rank + 1) % self.size)] += passed_on
+        return self._transport.sums(self._members, tensor)
+
 
 class _Nobody:
     """The transport of a rank that is alone: nothing is ever sent."""
 
     tagged = False
+    sums = None
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         raise AssertionError(f"nobody else is there: {len(sends)} sends, {len(receives)} receives, tag {tag}")
@@ -193,6 +218,7 @@ class RoutedTransport:
     """Reaches some ranks by one transport, and all others by another. Both are tagged."""
 
     tagged = True
+    sums = None
 
     def __init__(self, near: Transport, neighbours: Container[int], far: Transport) -> None:
         assert near.tagged and far.tagged, "they are told apart by ranks, not by the order of calls"
@@ -219,6 +245,8 @@ class DirectedTransport:
 
     For what runs a rank's calls one after the other: what goes one way does not wait for what goes the other.
     """
+
+    sums = None
 
     def __init__(self, rank: int, up: Transport, down: Transport) -> None:
         assert up.tagged == down.tagged, "they are of one kind"
@@ -303,12 +331,18 @@ class TorchTransport:
         staged: buffers pass through host memory: for ranks on CUDA devices that gloo connects.
         waits_for_sends: `start` waits for nothing, makes no grouped launch, and what it returns waits for its sends,
             too: for who keeps that, or a thread that has nothing else to do. Else `complete_sends` does.
+        sums: see `Transport`.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, staged: bool = False, waits_for_sends: bool = False
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        staged: bool = False,
+        waits_for_sends: bool = False,
+        sums: Sums | None = None,
     ) -> None:
-        self._group, self.staged, self._waits_for_sends = process_group, staged, waits_for_sends
+        self._group, self.staged, self._waits_for_sends, self.sums = process_group, staged, waits_for_sends, sums
         self.tagged = dist.get_backend(process_group) != "nccl"
         self._outbox: deque[tuple[dist.Work, Tensor]] = deque()
         self._outbox_bytes = 0

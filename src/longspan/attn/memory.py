@@ -90,6 +90,7 @@ class MemoryTransport:
     """
 
     tagged = True
+    sums = None
 
     def __init__(self, wires: Wires, rank: int, *, waits_for_sends: bool = False) -> None:
         self._wires, self._rank, self._waits_for_sends = wires, rank, waits_for_sends

@@ -165,6 +165,7 @@ class SharedMemoryTransport:
     """
 
     tagged = True
+    sums = None
 
     def __init__(
         self,

@@ -327,6 +327,12 @@ class Cluster:
         first = self._first_ranks[instance] + stage * self.tp(instance)
         return range(first, first + self.tp(instance))
 
+    @property
+    def shard_groups(self) -> list[range]:
+        """The ranks of each stage of which more than one share its weights."""
+        split = [instance for instance in self.instances if self.tp(instance) > 1]
+        return [self.stage_ranks(instance, stage) for instance in split for stage in range(self.pp(instance))]
+
     @cached_property
     def rows(self) -> dict[tuple[int, int], int]:
         """Numbers the pipeline stages of all instances: a row each in pictures of what they do."""

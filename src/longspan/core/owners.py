@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from longspan.core.runs import Run, SpanShards
@@ -153,22 +154,27 @@ class Owners:
     def blocks(self, instance: int) -> tuple[int, ...]:
         return tuple(ref.block for ref in self.table if ref.pool == instance)
 
-    def slot(self, position: int) -> tuple[BlockRef, int]:
-        if self.rotation is None or position < self.rotation.start:
-            return self.table[position // self.block_size], position % self.block_size
-        member, index = self.rotation.place(position)
-        instance = self.group[member]
-        return BlockRef(instance, self.blocks(instance)[index // self.block_size]), index % self.block_size
+    def slots(self, run: Run) -> Iterator[tuple[range, Sequence[BlockRef]]]:
+        """Yields where the tokens of a run lie, in order: places in some blocks that are laid end to end."""
+        size, rotation = self.block_size, self.rotation
+        before = run.positions if rotation is None else range(run.start, min(run.stop, rotation.start), run.step)
+        if before:
+            first = before[0] // size
+            shift = first * size
+            yield range(before.start - shift, before.stop - shift, run.step), self.table[first : before[-1] // size + 1]
+        if rotation is not None:
+            for position in run.positions[len(before) :]:
+                member, index = rotation.place(position)
+                instance, place = self.group[member], index % size
+                yield range(place, place + 1), (BlockRef(instance, self.blocks(instance)[index // size]),)
 
     def _by_blocks(self, num_tokens: int) -> SpanShards:
         held: dict[int, list[Run]] = {instance: [] for instance in self.group}
-        for index, ref in enumerate(self.table[: -(-num_tokens // self.block_size)]):
-            runs = held[ref.pool]
-            start, stop = index * self.block_size, min(num_tokens, (index + 1) * self.block_size)
-            if runs and runs[-1].stop == start:
-                runs[-1] = Run(runs[-1].start, stop)
-            else:
-                runs.append(Run(start, stop))
+        pools = [pool for pool, _ in self.table[: -(-num_tokens // self.block_size)]]
+        firsts = [index for index, pool in enumerate(pools) if not index or pool != pools[index - 1]]
+        edges = [*(first * self.block_size for first in firsts), num_tokens]
+        for first, (start, stop) in zip(firsts, pairwise(edges), strict=True):
+            held[pools[first]].append(Run(start, stop))
         return tuple(tuple(held[instance]) for instance in self.group)
 
 

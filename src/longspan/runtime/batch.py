@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.attn.backends import AttentionBackend
@@ -17,7 +20,7 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
-from longspan.core.runs import num_tokens, positions
+from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
@@ -130,23 +133,23 @@ def pack(
             own.append(_own_part(part, requests.apply(part).table, instance, block_size, first_row))
     last_rows = {one.part.request_id: one.rows.stop - 1 for one in own}
     sampled = [(one.part, one.part.sample) for one in own if one.part.sample and one.part.sample.instance == instance]
-    before = [stored for one in own if not one.part.exchange.stores_after for stored in one.stored]
+    before = [one for one in own if not one.part.exchange.stores_after]
 
-    def tensor(numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    def tensor(numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(device)
 
     return Packed(
-        tokens=tensor(token for one in own for token in one.tokens),
-        positions=tensor(position for one in own for position in one.positions),
-        rope_lengths=tensor(one.part.rope_length for one in own for _ in one.positions),
+        tokens=tensor([token for one in own for token in one.tokens]),
+        positions=tensor(_numbers([run.positions for one in own for run in one.runs])),
+        rope_lengths=tensor(np.repeat([one.part.rope_length for one in own], [one.num_tokens for one in own])),
         num_alone=next((one.rows.start for one in own if one.part.exchange.is_layerwise), None),
-        slots=_slots(before, instance, device),
-        channels=_channels(forward, own, instance, device, backend),
-        keep=tensor(last_rows[part.request_id] for part, _ in sampled),
+        slots=_slots(before, instance, block_size, device),
+        channels=_channels(forward, own, instance, block_size, device, backend),
+        keep=tensor([last_rows[part.request_id] for part, _ in sampled]),
         samples=tuple(sample for _, sample in sampled),
         request_ids=tuple(part.request_id for part, _ in sampled),
         unknown=tuple(one for part in parts for one in _unknown(part, instance, last_rows.get(part.request_id, -1))),
-        prompts=tuple(_prompt_rows(one) for one in own if one.part.targets and one.positions),
+        prompts=tuple(_prompt_rows(one) for one in own if one.part.targets and one.num_tokens),
     )
 
 
@@ -159,47 +162,78 @@ class OwnPart(NamedTuple):
     """A part on one of its members.
 
     Attributes:
-        rows: of its tokens in the packed row, in the order of `tokens` and their `positions`.
-        stored: row, block and offset of new tokens that some member stores: rows of the packed row, or of what this
-            member has after an exchange that stores after it.
+        runs: of its tokens, in their order in the packed row.
+        stored: where those of its new tokens lie that some member stores, from row `first_stored` on: of the packed
+            row, or of what this member has after an exchange that stores after it.
     """
 
     part: Part
     member: MemberPart
-    tokens: list[int]
-    positions: list[int]
-    stored: list[tuple[int, BlockRef, int]]
+    runs: Sequence[Run]
+    stored: Sequence[tuple[range, Sequence[BlockRef]]]
+    first_stored: int
 
     @property
     def rows(self) -> slice:
         return self.member.rows
 
+    @property
+    def num_tokens(self) -> int:
+        return num_tokens(self.runs)
+
+    @property
+    def tokens(self) -> list[int]:
+        part = self.part
+        own = [part.tokens[run.start - part.start : run.stop - part.start : run.step] for run in self.runs]
+        return [token for some in own for token in some]
+
 
 def _own_part(part: Part, table: list[BlockRef], instance: int, block_size: int, first_row: int) -> OwnPart:
     owners = Owners(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
     me = part.group.index(instance)
-    own = positions(part.runs[me])
-    rows = slice(first_row, first_row + len(own))
+    own = part.runs[me]
+    rows = slice(first_row, first_row + num_tokens(own))
     member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=owners.held(part.stop), blocks=owners.blocks(instance))
-    stored = own
+    stored: Sequence[Run] = own
     if part.exchange.traits.keeps == "later":  # after the exchange it has all new tokens up to its own
         ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
-        stored = list(range(part.start, max(ends, default=part.start)))
-    first_stored = 0 if part.exchange.stores_after else first_row
+        stored = [Run(part.start, max(ends, default=part.start))]
     return OwnPart(
         part=part,
         member=member,
-        tokens=[part.tokens[position - part.start] for position in own],
-        positions=own,
-        stored=[(row, *owners.slot(position)) for row, position in enumerate(stored, first_stored)],
+        runs=own,
+        stored=[slots for run in stored for slots in owners.slots(run)],
+        first_stored=0 if part.exchange.stores_after else first_row,
     )
 
 
-def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
-    """Keeps the tokens (row, block, offset) whose block is this instance's."""
-    own = [(row, ref.block, offset) for row, ref, offset in tokens if ref.instance == instance]
-    rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).t().contiguous()
-    return Slots(rows=rows, blocks=blocks, offsets=offsets)
+def _slots(parts: Iterable[OwnPart], instance: int, block_size: int, device: torch.device) -> Slots:
+    """Finds the slots of those stored tokens whose block is this instance's."""
+    rows: list[range] = []
+    places: list[range] = []
+    refs: list[BlockRef] = []
+    for one in parts:
+        row = one.first_stored
+        for place, blocks in one.stored:
+            shift = len(refs) * block_size
+            places.append(range(place.start + shift, place.stop + shift, place.step))
+            rows.append(range(row, row + len(place)))
+            refs.extend(blocks)
+            row += len(place)
+    index, offsets = np.divmod(_numbers(places), block_size)
+    pools, numbers = np.fromiter(chain.from_iterable(refs), np.int64, 2 * len(refs)).reshape(-1, 2)[index].T
+    own = pools == instance
+    found = torch.from_numpy(np.stack([_numbers(rows)[own], numbers[own], offsets[own]])).to(device)
+    return Slots(rows=found[0], blocks=found[1], offsets=found[2])
+
+
+def _numbers(ranges: Sequence[range]) -> NDArray[np.int64]:
+    """Lists the numbers of all ranges, one after the other, at the same price for many short ones and a long one."""
+    starts = np.array([one.start for one in ranges], dtype=np.int64)
+    steps = np.array([one.step for one in ranges], dtype=np.int64)
+    counts = np.array([len(one) for one in ranges], dtype=np.int64)
+    firsts = np.cumsum(counts) - counts
+    return np.repeat(starts - steps * firsts, counts) + np.repeat(steps, counts) * np.arange(counts.sum())
 
 
 def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]:
@@ -214,7 +248,7 @@ def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]
 def _prompt_rows(own: OwnPart) -> PromptRows:
     """Finds this member's rows whose next token is part of the prompt."""
     part = own.part
-    before = [position for position in own.positions if position - part.start < len(part.targets)]
+    before = [one for run in own.runs for one in run.positions if one - part.start < len(part.targets)]
     return PromptRows(
         request_id=part.request_id,
         rows=tuple(range(own.rows.start, own.rows.start + len(before))),
@@ -224,7 +258,12 @@ def _prompt_rows(own: OwnPart) -> PromptRows:
 
 
 def _channels(
-    forward: Forward, own: Sequence[OwnPart], instance: int, device: torch.device, backend: AttentionBackend
+    forward: Forward,
+    own: Sequence[OwnPart],
+    instance: int,
+    block_size: int,
+    device: torch.device,
+    backend: AttentionBackend,
 ) -> tuple[Channel, ...]:
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
     numbers = {kind: number for number, kind in enumerate(exchanging)}
@@ -238,7 +277,7 @@ def _channels(
             members=group,
             rank=group.index(instance),
             parts=MemberParts([one.member for one in parts], backend),
-            slots=tuple(_slots(one.stored, instance, device) for one in parts if exchange.stores_after),
+            slots=tuple(_slots([one], instance, block_size, device) for one in parts if exchange.stores_after),
             rope_lengths=tuple(one.part.rope_length for one in parts),
         )
         for (exchange, group), parts in by_kind.items()

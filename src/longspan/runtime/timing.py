@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from longspan.attn.comm import Calls, Pending, Transport
+from longspan.attn.comm import Calls, Pending, Sums, Transport
 from longspan.model.fused import FusedLayer
 
 _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
@@ -75,6 +75,7 @@ class TimedTransport:
 
     def __init__(self, inner: Transport, watch: Stopwatch) -> None:
         self._inner, self._watch, self.tagged = inner, watch, inner.tagged
+        self.sums = None if inner.sums is None else self._timed(inner.sums)
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         with self._watch.during("messages"):
@@ -83,6 +84,13 @@ class TimedTransport:
     def complete_sends(self) -> None:
         with self._watch.during("messages"):
             self._inner.complete_sends()
+
+    def _timed(self, sums: Sums) -> Sums:
+        def add(ranks: Sequence[int], tensor: Tensor) -> Tensor:
+            with self._watch.during("messages"):
+                return sums(ranks, tensor)
+
+        return add
 
 
 class _TimedPending:

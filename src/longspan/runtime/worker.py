@@ -48,6 +48,8 @@ class Transports:
         hidden: for hidden states, which a pipeline stage sends to the next; nobody waits until they have left.
         samples: for tokens, which the last stage sends to the first as soon as it has sampled them.
         close: closes them all, when no rank uses any of them.
+        meet: makes the sums of these sets of ranks possible, while no step runs. All ranks call it with the same ones,
+            in the same order, also those in none of them.
     """
 
     steps: StepLanes
@@ -56,6 +58,7 @@ class Transports:
     hidden: Transport
     samples: Transport
     close: Callable[[], None] = lambda: None
+    meet: Callable[[Sequence[Sequence[int]]], None] = lambda _: None
 
 
 class Worker:

@@ -10,16 +10,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 import zmq
+from torch import Tensor
 
 from longspan import native
 from longspan.attn import shared_memory
-from longspan.attn.comm import NOBODY, DirectedTransport, RoutedTransport, TorchTransport, meet
+from longspan.attn.comm import NOBODY, DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
 from longspan.attn.shared_memory import meet_on_host
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.device_memory import CudaMemory
@@ -135,10 +136,19 @@ def _by_process_groups(
     meet(store, rank, num_ranks, backend="nccl" if is_nccl else "gloo", timeout_s=timeout_s)
     close = dist.destroy_process_group
     if is_nccl:
-        exchange, inside, weights, rebalances, hidden, samples = (TorchTransport(open_lane(device)) for _ in range(6))
+        sums = GroupSums(device)
+        exchange, weights, rebalances, hidden, samples = (TorchTransport(open_lane(device)) for _ in range(5))
+        inside = TorchTransport(open_lane(device), sums=sums)
         early, moves = (_directed(rank, device) for _ in range(2))
-        steps = StepLanes(exchange=exchange, early=early, inside=inside, weights=weights)
-        return Transports(steps=steps, rebalances=rebalances, moves=moves, hidden=hidden, samples=samples, close=close)
+        return Transports(
+            steps=StepLanes(exchange=exchange, early=early, inside=inside, weights=weights),
+            rebalances=rebalances,
+            moves=moves,
+            hidden=hidden,
+            samples=samples,
+            close=close,
+            meet=sums.meet,
+        )
     staged = device.type == "cuda"
     step, later = TorchTransport(staged=staged), TorchTransport(staged=staged, waits_for_sends=True)
     return Transports(steps=StepLanes.one(step), rebalances=step, moves=later, hidden=later, samples=later, close=close)
@@ -179,14 +189,42 @@ def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) ->
             os.sched_setaffinity(0, wanted)
 
 
-def open_lane(device: torch.device, *, pairwise: bool = False) -> dist.ProcessGroup | None:
-    """Returns a process group of all ranks, after a call in which all took part.
+class GroupSums:
+    """Sums by all-reduces, over sets of ranks that have met; each has a process group.
+
+    NCCL adds in the tensor's type, in an order that the number of ranks decides and the size of the tensor may.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def meet(self, groups: Iterable[Sequence[int]]) -> None:
+        """Opens lanes for sets that have none; those of earlier clusters stay, and may come again."""
+        for ranks in map(tuple, groups):
+            if ranks not in self._groups:
+                self._groups[ranks] = open_lane(self._device, ranks)
+
+    def __call__(self, ranks: Sequence[int], tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        with peer_errors():
+            dist.all_reduce(tensor, group=self._groups[tuple(ranks)])
+        return tensor
+
+
+def open_lane(
+    device: torch.device, ranks: Sequence[int] | None = None, *, pairwise: bool = False
+) -> dist.ProcessGroup | None:
+    """Returns a process group of some ranks, by default of all, after a call in which all of them took part.
 
     NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
     (`batch_isend_irecv`). With `pairwise`, each two ranks have exchanged a message, too: single sends have a
-    communicator per pair, and its first call waits for the peer. All ranks open the same lanes in the same order.
+    communicator per pair, and its first call waits for the peer. All ranks there are open the same lanes in the same
+    order: PyTorch numbers them.
     """
-    group: dist.ProcessGroup | None = dist.new_group()
+    group: dist.ProcessGroup | None = dist.new_group(ranks)
+    if ranks is not None and dist.get_rank() not in ranks:
+        return group
     present = torch.ones(1, device=device)
     dist.all_reduce(present, group=group)
     assert present.item() == dist.get_world_size(group), "all ranks take part"

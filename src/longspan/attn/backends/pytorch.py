@@ -2,8 +2,8 @@
 
 Visibility is a band in index space (`core.runs.relate`): query i sees key j iff `i + lower <= j <= i + upper`. Bands
 are cut into rectangles and squares that a fused kernel computes. The ragged edges of sliding windows go through masks
-of at most `_TILE` queries. Single queries over a paged pool are one kernel call for a whole batch: every block that a
-query sees is an item of its own, and the partial results of a query's items are merged.
+of at most `_TILE` queries, where no kernel knows windows. Single queries over a paged pool are one kernel call for a
+whole batch: every block that a query sees is an item of its own, and the partial results of a query's items are merged.
 """
 
 from __future__ import annotations
@@ -218,12 +218,18 @@ CudaKernel = Literal["cudnn", "flash", "efficient", "eager"]
 
 
 def cuda_kernel(
-    dtype: torch.dtype, head_dim: int, readers: int, capability: tuple[int, int], *, masked: bool
+    dtype: torch.dtype,
+    head_dim: int,
+    readers: int,
+    capability: tuple[int, int],
+    *,
+    masked: bool = False,
+    windowed: bool = False,
 ) -> CudaKernel:
     """Chooses the quickest of PyTorch's kernels on CUDA devices that computes such attention.
 
     cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. Where several query heads read a KV head
-    it would want copies of the keys, FlashAttention does not.
+    it would want copies of the keys, FlashAttention does not. Of sliding windows only FlashAttention knows both edges.
 
     Args:
         readers: query heads per KV head.
@@ -233,12 +239,39 @@ def cuda_kernel(
     if masked:
         return "eager"
     if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
-        return "cudnn" if capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM and readers == 1 else "flash"
-    return "efficient" if head_dim % (8 if is_half else 4) == 0 else "eager"
+        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM and readers == 1
+        return "cudnn" if has_cudnn and not windowed else "flash"
+    return "efficient" if head_dim % (8 if is_half else 4) == 0 and not windowed else "eager"
 
 
 class TorchCuda(TorchBackend):
     """Calls what `cuda_kernel` chooses."""
+
+    def _band(
+        self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
+    ) -> Partial:
+        """Computes a sliding window in one call, where FlashAttention knows such; every query sees some key."""
+        if dense or not self._flash_knows(q, k, spec):
+            return super()._band(q, k, v, lower, upper, spec, dense=dense)
+        keys = slice(max(0, lower), min(k.shape[1], q.shape[1] + upper))
+        k, v = k[:, keys], v[:, keys]
+        # A window counts from the diagonal through the last query and the last key. As some query sees each end of the
+        # keys, neither side of it is negative, which would mean that it has no end.
+        diagonal = keys.start + k.shape[1] - q.shape[1]
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - public ones have no windows
+            *(tensor.transpose(0, 1)[None] for tensor in (q, k, v)),
+            *(None, None, q.shape[1], k.shape[1], 0.0, False, False),
+            scale=spec.scale,
+            window_size_left=diagonal - lower,
+            window_size_right=upper - diagonal,
+        )
+        return out[0].transpose(0, 1), lse[0]
+
+    def _flash_knows(self, q: Tensor, k: Tensor, spec: AttnSpec) -> bool:
+        """Tells whether FlashAttention computes windows of such queries and keys."""
+        capability, readers = torch.cuda.get_device_capability(q.device), len(q) // len(k)
+        kernel = cuda_kernel(q.dtype, q.shape[2], readers, capability, windowed=True)
+        return spec.softcap is None and kernel == "flash"
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
         capability = torch.cuda.get_device_capability(q.device)

@@ -1,4 +1,5 @@
-"""Triton kernels for sparse attention on CUDA: selection of kept tokens, attention to them, combination, rating.
+"""Triton kernels for prompts on CUDA: windows, and sparse attention: selection of kept tokens, attention to them,
+combination, rating.
 
 A kernel addresses elements of the last dimension as neighbours; strides of the others are arguments. Offsets are
 64-bit, since keys of a long prompt have more elements than 32 bits count. This module and `triton_paged` alone import
@@ -26,7 +27,7 @@ COPIED = 64
 
 
 class TritonCuda(TorchCuda):
-    """Kernels of this module where sparse attention needs them, and PyTorch's for everything else."""
+    """Kernels of ours for blocks, sparse attention and windows that FlashAttention does not know, else PyTorch's."""
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Reads the blocks where they are, all queries in two launches, but for very large heads."""
@@ -40,6 +41,35 @@ class TritonCuda(TorchCuda):
     def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
         """Copies keys and values in one launch, wherever the blocks are."""
         triton_paged.gather(kv, blocks, start, stop, rooms)
+
+    def _band(
+        self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
+    ) -> Partial:
+        """Keeps the scores of a tile where FlashAttention does not know such windows, but for very large heads."""
+        (num_heads, num_queries, dim), (num_kv_heads, num_keys, _) = q.shape, k.shape
+        if dense or dim > MAX_DIM or self._flash_knows(q, k, spec):
+            return super()._band(q, k, v, lower, upper, spec, dense=dense)
+        q, k, v = (_dense_rows(tensor) for tensor in (q, k, v))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
+        tile_rows, tile_keys = attention_tile(dim, q.dtype)
+        with torch.cuda.device_of(q):
+            band_kernel[triton.cdiv(num_queries, tile_rows), num_heads](
+                *(q, k, v, out, lse),
+                *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+                *(num_queries, num_keys, lower, upper, num_heads // num_kv_heads),
+                spec.scale,
+                spec.softcap or 1.0,
+                has_softcap=spec.softcap is not None,
+                widen=must_widen(q),
+                dim=dim,
+                width=padded(dim),
+                tile_rows=tile_rows,
+                tile_keys=tile_keys,
+                num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
+            )
+        return out, lse
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Reads the keys where they are; PyTorch's kernels attend to a copy of them where heads are very large."""
@@ -213,8 +243,66 @@ def attend_kernel(
         k_at = k + (kv_head * k_head + token * k_row)[None, :] + column[:, None]
         v_at = v + (kv_head * v_head + token * v_row)[:, None] + column[None, :]
         highest, total, found = add_tile(
-            queries, k_at, v_at, kept, in_dim, highest, total, found, scale, softcap, has_softcap, widen
+            queries, k_at, v_at, kept, in_dim, highest, total, found, scale, softcap, has_softcap, widen, None
         )
+    found_at = (head * num_queries + row)[:, None] * dim + column[None, :]
+    tl.store(out + found_at, (found / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
+    tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)
+
+
+@triton.jit
+def band_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    q_head: tl.tensor,
+    q_row: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    v_head: tl.tensor,
+    v_row: tl.tensor,
+    num_queries: tl.tensor,
+    num_keys: tl.tensor,
+    lower: tl.tensor,
+    upper: tl.tensor,
+    readers: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    widen: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> None:
+    """Attends some queries of one head to the keys of their band, tile by tile."""
+    head = tl.program_id(1).to(tl.int64)
+    kv_head = head // readers
+    first = tl.program_id(0).to(tl.int64) * tile_rows
+    row = first + tl.arange(0, tile_rows)
+    in_rows = row < num_queries
+    column = tl.arange(0, width)
+    in_dim = column < dim
+    whole_rows = in_rows[:, None] & in_dim[None, :]
+    queries = tl.load(q + (head * q_head + row * q_row)[:, None] + column[None, :], mask=whole_rows, other=0.0)
+    highest = tl.full((tile_rows,), float("-inf"), tl.float32)
+    total = tl.zeros((tile_rows,), tl.float32)
+    found = tl.zeros((tile_rows, width), tl.float32)
+    begin = tl.maximum(first + lower, 0)
+    end = tl.minimum(tl.minimum(first + tile_rows, num_queries) + upper, num_keys)
+    for start in range(begin, end, tile_keys):
+        key = start + tl.arange(0, tile_keys)
+        behind = row[:, None] - key[None, :]
+        hidden = (behind > -lower) | (behind < -upper)
+        k_at = k + (kv_head * k_head + key * k_row)[None, :] + column[:, None]
+        v_at = v + (kv_head * v_head + key * v_row)[:, None] + column[None, :]
+        there = key < num_keys
+        highest, total, found = add_tile(
+            queries, k_at, v_at, there, in_dim, highest, total, found, scale, softcap, has_softcap, widen, hidden
+        )
+    total = tl.where(in_rows, total, 1.0)  # what lies beyond the last query may have seen no key
     found_at = (head * num_queries + row)[:, None] * dim + column[None, :]
     tl.store(out + found_at, (found / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
     tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)

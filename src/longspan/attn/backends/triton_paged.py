@@ -154,14 +154,23 @@ def add_tile(
     softcap: tl.tensor,
     has_softcap: tl.constexpr,
     widen: tl.constexpr,
+    hidden: tl.tensor | None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Takes a tile of keys, at `[width, keys]`, and of values into the softmax; some must be `seen`."""
+    """Takes a tile of keys, at `[width, keys]`, and of values into the softmax.
+
+    Every row sees the keys that are `seen`, of which there must be some, except those that are `hidden` from it.
+    """
     some = tl.load(k_at, mask=in_dim[:, None] & seen[None, :], other=0.0)
     scores = scores_of(queries, some, scale, softcap, has_softcap, widen)
     scores = tl.where(seen[None, :], scores, float("-inf"))
+    if hidden is not None:
+        scores = tl.where(hidden, float("-inf"), scores)
     higher = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.exp(scores - higher[:, None])
-    shrink = tl.exp(highest - higher)
+    base = higher
+    if hidden is not None:  # a row may have seen no key yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(scores - base[:, None])
+    shrink = tl.exp(highest - base)
     some = tl.load(v_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
     total = total * shrink + tl.sum(weights, 1)
     return higher, total, found * shrink[:, None] + product(weights.to(some.dtype), some, widen)
@@ -219,7 +228,7 @@ def split_kernel(
             at = block_at + slot * kv_row
             k_at, v_at = keys + at[None, :] + column[:, None], values + at[:, None] + column[None, :]
             highest, total, found = add_tile(
-                queries, k_at, v_at, seen, in_dim, highest, total, found, scale, softcap, has_softcap, widen
+                queries, k_at, v_at, seen, in_dim, highest, total, found, scale, softcap, has_softcap, widen, None
             )
     out_at = (split * num_heads + head)[:, None] * dim + column[None, :]
     tl.store(outs + out_at, found / total[:, None], mask=whole_rows)

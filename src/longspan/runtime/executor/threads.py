@@ -47,8 +47,8 @@ class ThreadLauncher:
     def start(self, rank: int) -> WorkerThread:
         return WorkerThread(self, rank)
 
-    def transports(self, rank: int) -> Transports:
-        """Returns the links of a rank to as many others as there may be."""
+    def transports(self, rank: int, num_ranks: int) -> Transports:  # noqa: ARG002 - mailboxes are for any number
+        """Returns the links of a rank among these."""
         exchange, rebalances, moves, stages = self.wires
         return Transports(
             steps=StepLanes.one(MemoryTransport(exchange, rank)),
@@ -106,10 +106,15 @@ class WorkerThread:
 
     def _run(self) -> None:
         rank = None
-        transports, probe = self._launcher.transports(self._rank), self._launcher.probe(self._rank)
         try:
             with _loading:
-                rank = Rank(self._config, self._rank, torch.device("cpu"), lambda _: transports, probe=probe)
+                rank = Rank(
+                    self._config,
+                    self._rank,
+                    torch.device("cpu"),
+                    lambda hosts: self._launcher.transports(self._rank, len(hosts)),
+                    probe=self._launcher.probe(self._rank),
+                )
             rank.serve(self._commands, self._reports)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
