@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.args import EngineArgs
-from longspan.attn.backends.pytorch import CudaKernel, TorchCuda, cuda_kernel
+from longspan.attn.backends import CudaKernel, backend_of
+from longspan.attn.backends.pytorch import TorchCuda, cuda_kernel
 from longspan.attn.spec import AttnSpec
 
 AMPERE, HOPPER, TURING = (8, 6), (9, 0), (7, 5)
@@ -49,6 +53,37 @@ def test_kernels_take_and_give_what_we_think(
     out, lse = TorchCuda()._kernel(q, k, v, spec, causal=causal, mask=None)
     assert out.shape == q.shape and out.dtype == dtype
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+
+
+class Called(TorchDispatchMode):
+    """Remembers the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+def test_a_backend_may_keep_to_one_kernel_but_under_a_mask(
+    kernel: CudaKernel, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On whatever device."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    spec = AttnSpec(num_heads=8, num_kv_heads=kv_heads, head_dim=64, scale=0.125, window=None, softcap=None)
+    q, k, v = (torch.empty(1, heads, 70, 64, dtype=torch.bfloat16, device="meta") for heads in (8, kv_heads, kv_heads))
+    backend: Any = backend_of(torch.device("cuda"), kernel=kernel)
+    with Called() as called:
+        out, lse = backend._kernel(q, k, v, spec, causal=True, mask=None)
+    assert f"aten::_scaled_dot_product_{kernel}_attention" in called.names
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    with Called() as called:
+        backend._kernel(q, k, v, spec, causal=False, mask=torch.empty(1, 1, 70, 70, device="meta"))
+    assert called.names and not any("scaled_dot_product" in name for name in called.names)
 
 
 def test_precision_follows_the_device() -> None:
