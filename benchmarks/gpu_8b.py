@@ -43,6 +43,7 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.request import Request
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import model_config
+from longspan.cost.profile import fit_times
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.messages import WorkerConfig
 from longspan.service import Service
@@ -123,7 +124,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=60.0, help="of each prompt")
     asked = parser.parse_args()
     asked.lengths.sort()
-    if asked.device == "cuda" and not torch.cuda.is_available():
+    if asked.device == "cuda" and asked.parts != ["table"] and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here: take --device cpu --shape tiny --lengths 256 512")
     asked.config = TINY if asked.shape == "tiny" else model_config(asked.shape)
     asked.model = from_config(asked.config, name=asked.shape)
@@ -236,12 +237,11 @@ def affordable(known: Sequence[tuple[int, float]], length: int, limit_s: float) 
 
 
 def predict_s(known: Sequence[tuple[int, float]], length: int) -> float:
-    """Returns the seconds of a prompt of `L` tokens by a fit of *a L + b L²* to those of others; 0 without any."""
-    if not known:
-        return 0.0
-    tokens, seconds = (np.array(column, dtype=float) for column in zip(*known, strict=True))
-    terms = np.stack([tokens / length, (tokens / length) ** 2], axis=1) / seconds[:, None]  # relative errors count
-    return float(np.linalg.lstsq(terms, np.ones_like(seconds), rcond=None)[0].sum())
+    """Returns the seconds of a prompt by those of others, as a profile does; in proportion, where there is only one."""
+    fit = fit_times([(tokens, 0, seconds) for tokens, seconds in known])
+    if fit is None:
+        return sum(seconds * length / tokens for tokens, seconds in known[:1])
+    return fit.seconds(length, 0)
 
 
 def _batch(llm: LLM, context: int, batch: int) -> Step:

@@ -57,7 +57,11 @@ def _of_torch() -> dict[str, Any]:
         import torch  # noqa: PLC0415 - the rest is told without it, too
     except (ImportError, OSError) as error:
         return {"device": None, "torch": f"{type(error).__name__}: {error}"}
-    found: dict[str, Any] = {"device": None, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    try:
+        cudnn: int | str | None = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another one is there than PyTorch was made for
+        cudnn = str(error)
+    found: dict[str, Any] = {"device": None, "cuda": torch.version.cuda, "cudnn": cudnn}
     if not torch.cuda.is_available():
         return found
     device = torch.cuda.get_device_properties(0)

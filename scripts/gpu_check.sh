@@ -33,7 +33,7 @@ checks() {
         check "8b_$kernel" 60 "$python" benchmarks/gpu_8b.py "$out" --parts $kernel --limit-s 15
     done
     check 8b_transformers 25 "$python" benchmarks/gpu_8b.py "$out" --parts transformers
-    check 8b_table 5 "$python" benchmarks/gpu_8b.py "$out" --parts table
+    check 8b_table 10 "$python" benchmarks/gpu_8b.py "$out" --parts table
     check profile 30 "$python" -m longspan profile --device cuda --threads-per-rank 1 --json \
         --lengths 128,1024,2048,4096 --repeats 3
     check twin 60 "$python" benchmarks/twin.py --device cuda --instances 1 --policies chunked --stored --within 0.1 \

@@ -99,10 +99,16 @@ def test_versions_are_told_with_what_the_driver_says(
     assert gpu_versions.main() == 2, "there is no device"
     found = json.loads((tmp_path / "found.json").read_text())
     assert json.loads(capsys.readouterr().out) == found
-    assert found["packages"]["torch"] == torch.__version__ and found["device"] is None
+    assert torch.__version__.startswith(found["packages"]["torch"]) and found["device"] is None
     assert found["cards"][0]["driver_version"] == "580.1" and found["cards"][0]["mig.mode.current"] == "Disabled"
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert gpu_versions.versions()["cards"] is None
+    monkeypatch.setattr(torch.backends.cudnn, "version", mismatch)
+    without_driver = gpu_versions.versions()
+    assert (without_driver["cards"], without_driver["cudnn"]) == (None, "another cuDNN")
+
+
+def mismatch() -> int:
+    raise RuntimeError("another cuDNN")
 
 
 def test_an_8b_shape_is_measured_by_all_parts(
@@ -139,6 +145,9 @@ def test_an_8b_shape_is_measured_by_all_parts(
     assert "| tokens | chosen | transformers |" in lines
     [row] = [line for line in lines if line.startswith("| 3,000 | ~")]
     assert row.endswith("| — |")
+    monkeypatch.setattr(sys, "argv", ["gpu_8b.py", str(tmp_path), "--parts", "table"])
+    assert gpu_8b.main() == 0
+    assert capsys.readouterr().out.splitlines() == lines, "what others have found needs no device"
     monkeypatch.setattr(sys, "argv", ["gpu_8b.py", str(tmp_path), *sizes, "--parts", "flash"])
     assert gpu_8b.main() == 0
     assert kernels == [None, "flash"]
@@ -155,6 +164,7 @@ def test_what_is_left_of_a_prompt_goes_by_what_was_computed() -> None:
     assert gpu_8b.affordable(known, 64000, seconds(64000) + 1) == 64000
     assert gpu_8b.affordable(known, 64000, seconds(20000) + 1e-3) == 20000
     assert gpu_8b.affordable(known, 64000, 0.0) == 1000
+    assert gpu_8b.affordable(known[:1], 2000, 2 * known[0][1]) == 2000
     assert gpu_8b.affordable([], 64000, 0.0) == 64000, "somebody must be first"
 
 
