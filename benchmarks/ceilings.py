@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from contestants.child import Child, ContestantError
 from contestants.roster import Entry
@@ -58,25 +58,12 @@ def _probe(core: str | None) -> Child:
     return Child(Entry(name="machine", module="machine_probe", python=Path(sys.executable), core=core), {})
 
 
-def prefill_flops(config: Mapping[str, Any], num_tokens: int) -> float:
-    """Counts the operations of a prompt: two per weight and token, and causal attention; embeddings are left out.
-
-    Args:
-        config: a Llama's `config.json`.
-        num_tokens: of the prompt.
-    """
-    hidden, layers, head_dim = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    weights = layers * (projections + 3 * hidden * config["intermediate_size"])
-    attention = 4 * layers * heads * head_dim * num_tokens**2 / 2
-    return float(2 * weights * num_tokens + attention)
-
-
 def report(
-    samples: Mapping[str, Sequence[float]], ttfts_s: Mapping[str, float], num_tokens: int, config: Mapping[str, Any]
+    samples: Mapping[str, Sequence[float]], ttfts_s: Mapping[str, float], num_tokens: int, flops: float
 ) -> list[str]:
-    """Writes down the ceilings, and what those named in `ttfts_s` reach of them for a prompt of so many tokens."""
+    """Writes down the ceilings, and what those named in `ttfts_s` reach of them for a prompt of so many tokens, which
+    takes so many operations.
+    """
     found = {name: statistics.median(values) for name, values in samples.items()}
     if len(found) < len((PEAK, ONE_CORE, TWO_CORES, READ)):
         return []
@@ -85,7 +72,6 @@ def report(
         f"machine: {found[PEAK] / 1e12:.2f} bfloat16 TFLOPS on all cores, {found[ONE_CORE] / 1e12:.2f} on one, "
         f"{scaling:.2f} times as many by two processes on two; reads {found[READ] / 1e9:.1f} GB/s"
     )
-    flops = prefill_flops(config, num_tokens)
     reached = [
         f"{name}: {flops / 1e12:.2f} TFLOP of TTFT {num_tokens:,} at {flops / seconds / 1e12:.2f} TFLOPS, "
         f"{100 * flops / seconds / found[PEAK]:.0f} % of the peak"

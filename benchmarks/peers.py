@@ -36,6 +36,7 @@ from rich.markup import escape
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from tables import Medians, largest_spread, medians_of, plot, shares_table, speed_table
 
+from longspan.cost.architecture import from_config
 from longspan.model.smollm2 import CONTEXT_LENGTH, smollm2_gguf
 from longspan.model.source import smollm2_folder
 
@@ -100,7 +101,7 @@ def _ceilings(machine: Machine, medians: Medians, length: int) -> list[str]:
     title = ttft_column(length).title
     ttfts_s = {name: found[title] for name, found in medians.items() if name.startswith("longspan") and title in found}
     config = json.loads((smollm2_folder() / "config.json").read_text(encoding="utf-8"))
-    return report(machine.samples, ttfts_s, length, config)
+    return report(machine.samples, ttfts_s, length, from_config(config, name="smollm2").prefill_flops(length))
 
 
 @contextlib.contextmanager

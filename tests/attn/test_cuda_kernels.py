@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.args import EngineArgs
-from longspan.attn.backends.pytorch import CudaKernel, TorchCpu, TorchCuda, cuda_kernel
+from longspan.attn.backends import CudaKernel, backend_of
+from longspan.attn.backends.pytorch import TorchCpu, TorchCuda, cuda_kernel
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
@@ -179,6 +181,37 @@ def test_windows_that_flash_cannot_compute_are_tiles(windows: list[None], change
     assert len(windows) == num_calls
     wanted, _ = reference(q, q_run.positions, k, v, k_run.positions, spec)
     torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=0)
+
+
+class Called(TorchDispatchMode):
+    """Remembers the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+def test_a_backend_may_keep_to_one_kernel_but_under_a_mask(
+    kernel: CudaKernel, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On whatever device."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    spec = AttnSpec(num_heads=8, num_kv_heads=kv_heads, head_dim=64, scale=0.125, window=None, softcap=None)
+    q, k, v = (torch.empty(1, heads, 70, 64, dtype=torch.bfloat16, device="meta") for heads in (8, kv_heads, kv_heads))
+    backend: Any = backend_of(torch.device("cuda"), kernel=kernel)
+    with Called() as called:
+        out, lse = backend._kernel(q, k, v, spec, causal=True, mask=None)
+    assert f"aten::_scaled_dot_product_{kernel}_attention" in called.names
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    with Called() as called:
+        backend._kernel(q, k, v, spec, causal=False, mask=torch.empty(1, 1, 70, 70, device="meta"))
+    assert called.names and not any("scaled_dot_product" in name for name in called.names)
 
 
 def test_precision_follows_the_device() -> None:

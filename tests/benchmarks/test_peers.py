@@ -19,6 +19,8 @@ from contestants.serving import Answer, Submission, Timeline, is_due
 from required import compare, missed_lines, parse_required
 from tables import best_of, medians_of
 
+from longspan.cost.architecture import from_config
+
 BENCHMARKS = Path(peers.__file__).parent
 TTFT, DECODE = ttft_column(1024), decode_column(8, 512, 64)
 MIXED = mixed_columns(8000)
@@ -123,26 +125,26 @@ def test_a_prompt_counts_two_operations_per_weight_and_half_of_all_scores() -> N
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "intermediate_size": 16,
+        "vocab_size": 100,
     }
     weights = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
-    assert ceilings.prefill_flops(config, 10) == 2 * weights * 10 + 4 * 2 * 2 * 4 * 10 * 10 / 2
+    assert from_config(config, name="tiny").prefill_flops(10) == 2 * weights * 10 + 4 * 2 * 2 * 4 * 10 * 10 / 2
 
 
 def test_the_report_sets_a_prompt_against_the_peak_and_two_instances_against_two_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(ceilings, "prefill_flops", lambda *_: 4e12)
     samples = {ceilings.PEAK: [2e12], ceilings.ONE_CORE: [1e12], ceilings.TWO_CORES: [1.6e12], ceilings.READ: [2e10]}
     times = {"longspan-2": 4.0, "longspan-1core": 6.0}
-    machine, two, one, gain = ceilings.report(samples, times, 8000, {})
+    machine, two, one, gain = ceilings.report(samples, times, 8000, 4e12)
     assert "2.00 bfloat16 TFLOPS" in machine
     assert "1.60 times" in machine
     assert "50 % of the peak" in two
     assert "33 % of the peak" in one
     assert "1.50 times as fast" in gain
     assert "94 %" in gain
-    assert ceilings.report({}, times, 8000, {}) == []
+    assert ceilings.report({}, times, 8000, 4e12) == []
 
 
 ECHO = """

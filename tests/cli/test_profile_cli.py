@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from engines import ThreadLLM
 from fake_llm import FakeLLM, run
 from test_profile import SUBJECT, num_prompts
@@ -24,7 +25,7 @@ from longspan.model.files import ModelFiles
 from longspan.policy.choosing import Facts
 from longspan.profiling import links, store
 from longspan.profiling.plan import SHARED, kinds_of_links
-from longspan.profiling.run import _timed_decode
+from longspan.profiling.run import _timed_decode, measure
 from longspan.profiling.store import (
     load_partitions,
     load_profile,
@@ -190,6 +191,19 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
     assert (Machine.link_calls, shown["partitions"]) == ([3], [])
 
 
+@pytest.mark.parametrize(("device", "num_before"), [("cpu", 0), ("cuda", 1)])
+def test_a_gpu_does_everything_once_before_it_is_timed(
+    device: str, num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "profile_key", msgspec.structs.replace(SUBJECT, device=device))
+    profile = measure(lambda instances: Machine("m", parallel=str(instances), policy="auto"), 1, [8, 100], 3)
+    assert num_prompts(profile) == 3 * NUM_PROMPTS
+    [machine] = Machine.started
+    in_batches = sum(one.batch for one in profile.decodes if one.context_tokens == 100)
+    longest = [prompt for prompt in machine.prompts if len(prompt) == 100]
+    assert len(longest) == (3 + num_before) * (1 + 2 + in_batches), "alone, before cached ones' new tokens, and decoded"
+
+
 def test_one_instance_is_measured_anew_beside_others() -> None:
     """No prompt is one that was computed before: `Machine` looks."""
     assert run("profile", "m", "--repeats", "1", *LENGTHS) == 0
@@ -296,23 +310,24 @@ def test_prompts_are_doubled_up_to_the_longest_by_default(capsys: pytest.Capture
 
 
 def test_times_on_a_gpu_are_kept_by_its_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the names that the system and the driver tell; by none for what they do not."""
+    """By the names that the system and the driver tell; CUDA tells what the driver does not."""
     cpu, gpu = tmp_path / "proc/cpuinfo", tmp_path / "proc/driver/nvidia/gpus/0/information"
     files = ModelFiles(name="m", config_dir=tmp_path, weights=tmp_path, tokenizer_dir=None, dtype="bfloat16")
     monkeypatch.setattr(store, "Path", lambda text: tmp_path / text.removeprefix("/"))
     monkeypatch.setattr(platform, "processor", lambda: "some processor")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some card")
 
     def machine_of(device: str) -> str:
         return profile_key_of(files, device, tp=1, threads=1, native=False).machine
 
-    assert machine_of("cuda") == "some processor, cuda"
+    assert machine_of("cuda") == "some processor, some card"
     gpu.parent.mkdir(parents=True)
     cpu.write_text("processor : 0\nmodel name : Fast 9\n")
     gpu.write_text("IRQ: 1\nModel: \t NVIDIA H200\n")
     assert machine_of("cuda") == "Fast 9, NVIDIA H200"
     assert machine_of("cpu") == "Fast 9"
     gpu.write_text("IRQ: 1\n")
-    assert machine_of("cuda") == "Fast 9, cuda"
+    assert machine_of("cuda") == "Fast 9, some card"
 
 
 def test_cached_tokens_that_did_not_stay_are_no_measurement(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import pytest
 import torch
 from oracle import Oracle, assert_exact
 from test_triton import compare_gather, compare_paged, compare_store, reads_of
+from tiny_models import TINY
 
 from longspan import LLM, SamplingParams
-from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.backends import AttentionBackend, CudaKernel, backend_of
 from longspan.attn.backends.pytorch import TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
@@ -34,6 +37,17 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
+def families() -> Iterator[Any]:
+    """Yields all but Llama on one instance, and in turns in one more way; other ways are `full`."""
+    first, *others = PARALLEL
+    for family, turn in zip([name for name in TINY if name != "llama"], itertools.cycle(others), strict=False):
+        for parallel in PARALLEL:
+            yield pytest.param(family, parallel, marks=[] if parallel in {first, turn} else [pytest.mark.full])
+
+
+FAMILIES = [*families()]
+
+
 @pytest.fixture(scope="module", params=["as_chosen", "pytorch"])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     return backend_of(torch.device("cuda")) if request.param == "as_chosen" else TorchCuda()
@@ -53,6 +67,17 @@ def test_attention_is_its_definition(backend: AttentionBackend, kind: str, head_
     torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=TOLERANCE[dtype], rtol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+@pytest.mark.parametrize("cached", [0, 400])
+def test_each_kernel_takes_heads_that_share_keys(kernel: CudaKernel, cached: int) -> None:
+    q, k, v = random_qkv(SPEC, 300, cached + 300, torch.bfloat16, seed=2)
+    q_run, k_run = Run(cached, cached + 300), Run(0, cached + 300)
+    out, lse = TorchCuda(kernel).attend(q.cuda(), k.cuda(), v.cuda(), relate(q_run, k_run, None), SPEC)
+    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, SPEC)
+    torch.testing.assert_close(out.cpu().double(), wanted, atol=1e-2, rtol=0)
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=1e-2, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_kernels_for_blocks(head_dim: int, dtype: torch.dtype) -> None:
@@ -68,20 +93,28 @@ def test_tokens_are_those_of_hugging_face(tiny: Path, oracle: Oracle, parallel: 
     check(tiny, oracle, **PARALLEL[parallel])
 
 
-def test_tokens_of_every_family(folders: dict[str, Path], oracles: dict[str, Oracle]) -> None:
-    for name, folder in folders.items():
-        check(folder, oracles[name])
+@pytest.mark.parametrize("parallel", ["one", "two", "tp2", "pp2", "roles"])
+def test_tokens_of_smollm2(smollm2_oracle: Oracle, parallel: str) -> None:
+    check("smollm2-135m", smollm2_oracle, **PARALLEL[parallel])
 
 
-def check(folder: Path, oracle: Oracle, **options: Any) -> None:
+@pytest.mark.parametrize(("family", "parallel"), FAMILIES)
+def test_tokens_of_every_family(
+    folders: dict[str, Path], oracles: dict[str, Oracle], family: str, parallel: str
+) -> None:
+    check(folders[family], oracles[family], **PARALLEL[parallel])
+
+
+def check(model: str | Path, oracle: Oracle, **options: Any) -> None:
     """Compares tokens, and logits within the tolerance, of prompts of several chunks with those on the CPU."""
     prompts = [[1 + (7 * i + length) % 190 for i in range(length)] for length in (1, 40, 150)]
-    params = SamplingParams(temperature=0, max_tokens=6, output_logits=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
     with LLM(
-        str(folder),
+        str(model),
         device="cuda",
         dtype="float32",
         skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
         block_size=16,
         max_num_batched_tokens=48,
         **options,

@@ -132,6 +132,16 @@ class Architecture:
         """Bytes of all matrices in their precisions."""
         return self.stage_bytes(range(self.attention.num_layers))
 
+    def prefill_flops(self, num_tokens: int) -> float:
+        """Counts the operations of a prompt: two per weight of its layers and token, and causal attention.
+
+        The embedding is left out, and the output head, since only one token needs it.
+        """
+        shape = self.attention
+        weights = shape.num_layers * (shape.attention_weights + self.ffn_weights)
+        attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2 / 2
+        return 2.0 * weights * num_tokens + attention
+
     def stage_bytes(self, layers: range) -> float:
         """Counts the same for some layers; the first come with the embedding, the last with the output head."""
         shape = self.attention

@@ -134,10 +134,20 @@ def _prompts(lengths: Sequence[int] | None, room: KvRoom) -> list[tuple[int, int
 
 
 def _measured(llm: Instances, profile: Profile, task: Prefill | Decode) -> Profile:
-    """Measures something once more, and adds that time."""
+    """Measures something once more, and adds that time.
+
+    On CUDA devices it is done once more before the first time: kernels are compiled and chosen by the first call of
+    each shape.
+    """
     time = profile.num_times(task)
-    seconds = _timed_decode(llm, task, time) if isinstance(task, Decode) else _timed(llm, task, f"{task.key}, {time}")
+    if profile.profile_key.device == "cuda" and not time:
+        _seconds(llm, task, -1)
+    seconds = _seconds(llm, task, time)
     return profile.with_measured(msgspec.structs.replace(task, seconds=(seconds,), beside=_beside(llm, task)))
+
+
+def _seconds(llm: Instances, task: Prefill | Decode, time: int) -> float:
+    return _timed_decode(llm, task, time) if isinstance(task, Decode) else _timed(llm, task, f"{task.key}, {time}")
 
 
 def _beside(llm: Instances, task: Prefill | Decode) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import torch
 
 from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile, ProfileKey, Stored
@@ -81,9 +82,10 @@ def _cpu_name() -> str:
 
 
 def _gpu_name() -> str:
-    """Asks the driver: asking CUDA would take memory of the device, in a process that computes nothing."""
+    """Asks the driver first: asking CUDA takes memory of the device, in a process that computes nothing."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return _found(files[0], r"^Model:\s*(.+)$") or "cuda" if files else "cuda"
+    told = _found(files[0], r"^Model:\s*(.+)$") if files else None
+    return told or torch.cuda.get_device_name()  # some containers hide the files
 
 
 def _found(path: Path, pattern: str) -> str | None:

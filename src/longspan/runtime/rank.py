@@ -47,7 +47,7 @@ class Rank:
         self._config, self._rank, self._device, self._connect = config, rank, device, connect
         self._transports: Transports | None = None
         self._num_connected = 0
-        self._backend = backend_of(device, compiled=config.kernels is not None)
+        self._backend = backend_of(device, compiled=config.kernels is not None, kernel=config.cuda_kernel)
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from longspan.native import is_loaded
 
 _log = logging.getLogger("longspan")
 
+CudaKernel = Literal["cudnn", "flash", "efficient", "eager"]
+"""PyTorch's kernels on CUDA devices, and tiled products where none of them applies."""
 Partial = tuple[Tensor, Tensor]
 """`out [H, T, D]` and `lse [H, T]` float32; a query that sees no key has output 0 and lse -inf."""
 
@@ -87,18 +89,23 @@ class AttentionBackend(Protocol):
         """
 
 
-def backend_of(device: torch.device, *, compiled: bool | None = None) -> AttentionBackend:
-    """Returns the backend of a device. On CPUs it is our own `compiled` kernels, by default if they are loaded."""
+def backend_of(
+    device: torch.device, *, compiled: bool | None = None, kernel: CudaKernel | None = None
+) -> AttentionBackend:
+    """Returns the backend of a device. On CPUs it is our own `compiled` kernels, by default if they are loaded; on CUDA
+    `kernel` is the one of PyTorch's that it keeps to, see `TorchCuda`.
+    """
     from longspan.attn.backends.native import NativeCpu  # noqa: PLC0415 - backends import this module
     from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415
 
     if device.type == "cuda":
         if find_spec("triton") is None:
             _log.warning("Triton is not installed: decodes and sparse attention use slower kernels of PyTorch")
-            return TorchCuda()
+            return TorchCuda(kernel)
         from longspan.attn.backends.triton import TritonCuda  # noqa: PLC0415 - not where there is no such device
 
-        return TritonCuda()
+        return TritonCuda(kernel)
+    assert kernel is None, "CPUs have no kernels of CUDA devices"
     return NativeCpu() if (is_loaded() if compiled is None else compiled) else TorchCpu()
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial, merge, merge_each, nothing_seen
+from longspan.attn.backends import CudaKernel, Partial, merge, merge_each, nothing_seen
 from longspan.attn.paged import PagedBatch, PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
@@ -214,9 +213,6 @@ class TorchCpu(TorchBackend):
         return out, lse
 
 
-CudaKernel = Literal["cudnn", "flash", "efficient", "eager"]
-
-
 def cuda_kernel(
     dtype: torch.dtype,
     head_dim: int,
@@ -245,7 +241,10 @@ def cuda_kernel(
 
 
 class TorchCuda(TorchBackend):
-    """Calls what `cuda_kernel` chooses."""
+    """Calls what `cuda_kernel` chooses, or always one `kernel`, but under a mask: to compare them."""
+
+    def __init__(self, kernel: CudaKernel | None = None) -> None:
+        self._forced = kernel
 
     def _band(
         self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
@@ -274,9 +273,12 @@ class TorchCuda(TorchBackend):
         return spec.softcap is None and kernel == "flash"
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
-        capability = torch.cuda.get_device_capability(q.device)
-        readers = q.shape[1] // k.shape[1]
-        match cuda_kernel(q.dtype, q.shape[3], readers, capability, masked=mask is not None):
+        kernel = self._forced if mask is None else None
+        if kernel is None:
+            capability = torch.cuda.get_device_capability(q.device)
+            readers = q.shape[1] // k.shape[1]
+            kernel = cuda_kernel(q.dtype, q.shape[3], readers, capability, masked=mask is not None)
+        match kernel:
             case "cudnn":
                 out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
                     q, k, v, None, True, 0.0, causal, False, scale=spec.scale

@@ -1,0 +1,378 @@
+"""Measures an 8B shape with random weights in bfloat16 on one GPU: prompts, decode steps, the kernel for KV in blocks.
+
+    python benchmarks/gpu_ceilings.py --json FOLDER/ceilings.json
+    python benchmarks/gpu_8b.py FOLDER [--parts cudnn flash ...] [--limit-s 60]
+
+The parts are the engine with the attention kernels that it `chosen`, and with only `cudnn` or `flash`; `reads`, the
+decode kernel alone; `transformers` with the same shape; and `table`, which prints as Markdown what all of them have
+found. Each other part keeps what it finds at once, in FOLDER/8b_PART.json.
+
+MFU is by the operations of the prompt and the product in bfloat16 that was measured for FOLDER/ceilings.json; reads go
+by the copy there. Of a prompt that would take longer than `--limit-s`, or has more tokens than KV memory, only a part
+is computed: the seconds of the rest are predicted from all that was, and marked with ~. Prompts are computed a second
+time if the first time took less than a third of the limit, since kernels are compiled, and plans of cuDNN made, in the
+first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from contestants.serving import Submission
+from contestants.transformers_loop import complete
+from gpu_ceilings import COPY, PRODUCT, least_seconds
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longspan import LLM, SamplingParams
+from longspan.attn.backends import CudaKernel, backend_of
+from longspan.attn.paged import PagedKv, Reads
+from longspan.attn.spec import AttnSpec
+from longspan.core.request import Request
+from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.catalog import model_config
+from longspan.cost.profile import fit_times
+from longspan.runtime.executor.processes import ProcessLauncher
+from longspan.runtime.messages import WorkerConfig
+from longspan.service import Service
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_KERNELS: dict[str, CudaKernel | None] = {"chosen": None, "cudnn": "cudnn", "flash": "flash"}
+_PARTS = ("reads", *_KERNELS, "transformers", "table")
+_CPU_PARTS = ("reads", "chosen", "transformers", "table")
+_NEW_TOKENS = 17
+_BLOCK_SIZE = 256
+_AGAIN = 3
+"""A prompt is computed again where that took less than this part of the limit."""
+_PARTS_OF_PROMPT = 64
+_FREE_SHARE = 0.4
+"""The part of free memory that `reads` takes at most."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of one prompt, alone.
+
+    Attributes:
+        first_s, again_s: to its first token, the first time that there is such a prompt, and the second.
+        num_computed: the tokens that were computed; the rest is predicted.
+        mfu: of the quicker time.
+    """
+
+    length: int
+    first_s: float
+    again_s: float | None
+    num_computed: int
+    mfu: float | None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """The median milliseconds between tokens of so many requests behind contexts of this length."""
+
+    context: int
+    batch: int
+    ms: float
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True):
+    """The speed at which the decode kernel reads KV of one layer, and the part of a copy's that it is."""
+
+    context: int
+    batch: int
+    gb_per_s: float
+    share: float | None
+
+
+class Found(msgspec.Struct, kw_only=True):
+    """Holds all that one part has found."""
+
+    prompts: list[Prompt] = []
+    steps: list[Step] = []
+    reads: list[Read] = []
+
+
+def main() -> int:
+    """Measures the parts that are asked for, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, help="all of the device if not given")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--shape", default="llama-3-8b", help="tiny, or one that `longspan estimate` knows")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**13, 2**15, 2**17, 2**19])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="of the shortest, decoded")
+    parser.add_argument("--peer-lengths", type=int, nargs="+", default=[2**13, 2**15], help="of transformers")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of each prompt")
+    asked = parser.parse_args()
+    asked.lengths.sort()
+    if asked.device == "cuda" and asked.parts != ["table"] and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device here: take --device cpu --shape tiny --lengths 256 512")
+    asked.config = TINY if asked.shape == "tiny" else model_config(asked.shape)
+    asked.model = from_config(asked.config, name=asked.shape)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["LONGSPAN_CACHE"] = cache  # no profile of this machine counts, and the weights may go
+        asked.checkpoint = Path(cache, "checkpoint")
+        _write_config(asked)
+        for part in asked.parts or (_PARTS if asked.device == "cuda" else _CPU_PARTS):
+            print(f"{part} ...", file=sys.stderr, flush=True)
+            if part == "table":
+                print("\n".join(table(asked.folder)))
+            else:
+                _measure(part, asked)
+    return 0
+
+
+def _write_config(asked: argparse.Namespace) -> None:
+    config = {**asked.config, "max_position_embeddings": 2 * max(asked.lengths), "architectures": ["LlamaForCausalLM"]}
+    asked.checkpoint.mkdir()
+    (asked.checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
+
+
+def _measure(part: str, asked: argparse.Namespace) -> None:
+    """Writes the file of a part, anew whenever something was found."""
+    found = Found()
+    for _ in _steps(part, asked, found):
+        (asked.folder / f"8b_{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+
+
+def _steps(part: str, asked: argparse.Namespace, found: Found) -> Iterator[None]:
+    if part == "reads":
+        return _reads(asked, found)
+    return _by_transformers(asked, found) if part == "transformers" else _by_engine(_KERNELS[part], asked, found)
+
+
+def _ceiling(asked: argparse.Namespace, name: str) -> float | None:
+    """Returns what was measured of the device; None where nothing was."""
+    path = asked.folder / "ceilings.json"
+    return float(json.loads(path.read_text(encoding="utf-8"))[name]) if path.exists() else None
+
+
+def _mfu(asked: argparse.Namespace, length: int, seconds: float) -> float | None:
+    peak, model = _ceiling(asked, PRODUCT), asked.model
+    assert isinstance(model, Architecture), "made from the config"
+    return None if peak is None else model.prefill_flops(length) / seconds / (peak * 1e12)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def _by_engine(kernel: CudaKernel | None, asked: argparse.Namespace, found: Found) -> Iterator[None]:
+    def launch(config: WorkerConfig) -> ProcessLauncher:
+        return ProcessLauncher(msgspec.structs.replace(config, cuda_kernel=kernel))
+
+    class WithKernel(LLM):
+        make_service = partial(Service, launcher=launch)
+
+    model = str(asked.checkpoint)
+    options = {"device": asked.device, "load_format": "dummy", "skip_tokenizer_init": True, "block_size": _BLOCK_SIZE}
+    known: list[tuple[int, float]] = []
+    with WithKernel(model, **options) as llm:
+        for length in asked.lengths:
+            found.prompts.append(_prompt(llm, asked, length, known, found.steps))
+            yield
+        for batch in asked.batches:
+            if batch > 1 and batch * (asked.lengths[0] + _NEW_TOKENS + batch) <= _room(llm):
+                found.steps.append(_batch(llm, asked.lengths[0], batch))
+                yield
+
+
+def _room(llm: LLM) -> int:
+    """Counts the tokens whose KV there is memory for."""
+    config = llm.engine.config
+    return config.cluster.num_blocks[0] * config.block_size
+
+
+def _prompt(
+    llm: LLM, asked: argparse.Namespace, length: int, known: list[tuple[int, float]], steps: list[Step]
+) -> Prompt:
+    """Computes a prompt once or twice, as much of it as there is memory and time for, and decodes behind it.
+
+    Args:
+        known: tokens and seconds of the prompts before, to which this one is added.
+    """
+    room = min(_room(llm), llm.max_model_len) - _NEW_TOKENS
+    computed = min(room, affordable(known, length, asked.limit_s))
+    times: list[float] = []
+    while not times or (len(times) == 1 and times[0] * _AGAIN <= asked.limit_s):
+        [request] = _run(llm, [_random(llm, computed, len(times))], _NEW_TOKENS)
+        times.append(request.metrics.ttft_s or 0.0)
+    known.append((computed, min(times)))
+    if computed == length:
+        steps.append(Step(context=length, batch=1, ms=1e3 * statistics.median(request.metrics.tbt_s[1:])))
+    left_s = predict_s(known, length) - predict_s(known, computed)
+    first_s, *again = (one + left_s for one in times)
+    return Prompt(
+        length=length,
+        first_s=first_s,
+        again_s=again[0] if again else None,
+        num_computed=computed,
+        mfu=_mfu(asked, length, min([first_s, *again])),
+    )
+
+
+def affordable(known: Sequence[tuple[int, float]], length: int, limit_s: float) -> int:
+    """Returns how many tokens of a prompt take no longer than a limit, in steps of a 64th of it, but one at least."""
+    part = -(-length // _PARTS_OF_PROMPT)
+    return next((one for one in range(length, part, -part) if predict_s(known, one) <= limit_s), part)
+
+
+def predict_s(known: Sequence[tuple[int, float]], length: int) -> float:
+    """Returns the seconds of a prompt by those of others, as a profile does; in proportion, where there is only one."""
+    fit = fit_times([(tokens, 0, seconds) for tokens, seconds in known])
+    if fit is None:
+        return sum(seconds * length / tokens for tokens, seconds in known[:1])
+    return fit.seconds(length, 0)
+
+
+def _batch(llm: LLM, context: int, batch: int) -> Step:
+    """Decodes some requests together, once the last of them has its first token."""
+    requests = _run(llm, [_random(llm, context, f"{batch} {one}") for one in range(batch)], batch + _NEW_TOKENS)
+    latest = max(requests, key=lambda one: one.metrics.arrival_s + (one.metrics.ttft_s or 0.0))
+    return Step(context=context, batch=batch, ms=1e3 * statistics.median(latest.metrics.tbt_s[1:_NEW_TOKENS]))
+
+
+def _run(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
+    """Completes prompts together. Times are those of tokens at hand, so whatever the device had to do is done."""
+    engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    requests = [engine.add(tuple(prompt), params) for prompt in prompts]
+    while engine.has_unfinished:
+        engine.step()
+    return requests
+
+
+def _random(llm: LLM, length: int, seed: int | str) -> list[int]:
+    """Draws a prompt that has no prefix in common with others."""
+    drawn = np.random.default_rng([length, *str(seed).encode()]).integers(llm.info.vocab_size, size=length)
+    found: list[int] = drawn.tolist()
+    return found
+
+
+# ---------------------------------------------------------------- the decode kernel
+
+
+def _reads(asked: argparse.Namespace, found: Found) -> Iterator[None]:
+    shape, device = asked.model.attention, torch.device(asked.device)
+    dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
+    spec = AttnSpec(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        window=None,
+        softcap=None,
+    )
+    backend, copied, draw = backend_of(device, compiled=False), _ceiling(asked, COPY), np.random.default_rng(0)
+    for context, batch in product(asked.lengths, asked.batches):
+        per_request = -(-context // _BLOCK_SIZE)
+        num_bytes = 2 * batch * per_request * _BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        if num_bytes > _FREE_SHARE * _free_bytes(device):
+            continue
+        size = (batch * per_request, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
+        kv = PagedKv(keys=_normal(size, dtype, device), values=_normal(size, dtype, device))
+        tables = draw.permutation(size[0]).reshape(batch, per_request).tolist()
+        plan = backend.plan([Reads(blocks=blocks, start=0, stop=context) for blocks in tables], kv)
+        q = _normal((shape.num_heads, batch, shape.head_dim), dtype, device)
+        seconds = least_seconds(partial(backend.attend_paged, q, kv, plan, spec), device)
+        rate = num_bytes * context / (per_request * _BLOCK_SIZE) / seconds / 1e9
+        found.reads.append(
+            Read(context=context, batch=batch, gb_per_s=rate, share=None if copied is None else rate / copied)
+        )
+        yield
+        del kv, plan  # the next ones may need the memory
+
+
+def _normal(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device=device).normal_()
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Counts the device's memory that is free once what was let go is; on CPUs there is enough for what is tiny."""
+    if device.type == "cpu":
+        return sys.maxsize
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def _by_transformers(asked: argparse.Namespace, found: Found) -> Iterator[None]:
+    config = AutoConfig.from_pretrained(asked.checkpoint)
+    dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
+    with torch.device(asked.device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for length in asked.peer_lengths:
+        times = []
+        for turn in range(2):
+            drawn = np.random.default_rng([length, turn]).integers(config.vocab_size, size=length).tolist()
+            [timeline] = complete(model, [Submission(prompt=drawn, new_tokens=_NEW_TOKENS)])
+            times.append(timeline.arrivals_s[0] - timeline.submitted_s)
+        first_s, again_s = times
+        gaps_s = np.diff(timeline.arrivals_s)[1:]
+        mfu = _mfu(asked, length, min(times))
+        found.prompts.append(Prompt(length=length, first_s=first_s, again_s=again_s, num_computed=length, mfu=mfu))
+        found.steps.append(Step(context=length, batch=1, ms=1e3 * float(np.median(gaps_s))))
+        yield
+
+
+# ---------------------------------------------------------------- the table
+
+
+def table(folder: Path) -> Iterator[str]:
+    """Yields the lines of Markdown tables of all parts whose files are in the folder."""
+    every = {part: folder / f"8b_{part}.json" for part in _PARTS}
+    found = {part: msgspec.json.decode(path.read_bytes(), type=Found) for part, path in every.items() if path.exists()}
+    title = "Seconds to the first token, the first time and again; share of the measured peak (MFU)"
+    yield from _rows(title, ("tokens",), found, lambda one: {(at.length,): _prompt_cell(at) for at in one.prompts})
+    keys = ("context", "batch")
+    title = "Milliseconds per token of decode steps"
+    yield from _rows(title, keys, found, lambda one: {(at.context, at.batch): f"{at.ms:.2f}" for at in one.steps})
+    title = "GB/s at which decode reads KV of one layer; share of the measured copy"
+    yield from _rows(title, keys, found, lambda one: {(at.context, at.batch): _read_cell(at) for at in one.reads})
+
+
+def _rows(
+    title: str, keys: Sequence[str], found: dict[str, Found], cells: Callable[[Found], dict[tuple[int, ...], str]]
+) -> Iterator[str]:
+    columns = {part: by_key for part, one in found.items() if (by_key := cells(one))}
+    if not columns:
+        return
+    titles = [*keys, *columns]
+    yield from ("", title, "", f"| {' | '.join(titles)} |", "|" + "---|" * len(titles))
+    for key in sorted({key for column in columns.values() for key in column}):
+        row = [*(f"{number:,}" for number in key), *(column.get(key, "—") for column in columns.values())]
+        yield f"| {' | '.join(row)} |"
+
+
+def _prompt_cell(prompt: Prompt) -> str:
+    mark = "~" if prompt.num_computed < prompt.length else ""
+    times = [f"{mark}{one:.3g}" for one in (prompt.first_s, prompt.again_s) if one is not None]
+    return ", ".join(times) + ("" if prompt.mfu is None else f"; {prompt.mfu:.0%}")
+
+
+def _read_cell(read: Read) -> str:
+    return f"{read.gb_per_s:.0f}" + ("" if read.share is None else f"; {read.share:.0%}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
