@@ -23,41 +23,40 @@ AMPERE, HOPPER, TURING = (8, 6), (9, 0), (7, 5)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "readers", "capability", "masked", "wanted"),
+    ("dtype", "head_dim", "capability", "masked", "wanted"),
     [
-        (torch.bfloat16, 128, 1, HOPPER, False, "cudnn"),
-        (torch.bfloat16, 128, 4, HOPPER, False, "flash"),
-        (torch.bfloat16, 256, 1, HOPPER, False, "flash"),
-        (torch.bfloat16, 128, 1, AMPERE, False, "flash"),
-        (torch.float16, 64, 1, TURING, False, "efficient"),
-        (torch.bfloat16, 320, 4, HOPPER, False, "efficient"),
-        (torch.bfloat16, 100, 1, HOPPER, False, "eager"),
-        (torch.float32, 100, 4, HOPPER, False, "efficient"),
-        (torch.float32, 50, 1, AMPERE, False, "eager"),
-        (torch.bfloat16, 128, 1, HOPPER, True, "eager"),
+        (torch.bfloat16, 128, HOPPER, False, "cudnn"),
+        (torch.bfloat16, 256, HOPPER, False, "flash"),
+        (torch.bfloat16, 128, AMPERE, False, "flash"),
+        (torch.float16, 64, TURING, False, "efficient"),
+        (torch.bfloat16, 320, HOPPER, False, "efficient"),
+        (torch.bfloat16, 100, HOPPER, False, "eager"),
+        (torch.float32, 100, HOPPER, False, "efficient"),
+        (torch.float32, 50, AMPERE, False, "eager"),
+        (torch.bfloat16, 128, HOPPER, True, "eager"),
     ],
 )
 def test_the_quickest_kernel_that_computes_it(
-    dtype: torch.dtype, head_dim: int, readers: int, *, capability: tuple[int, int], masked: bool, wanted: CudaKernel
+    dtype: torch.dtype, head_dim: int, *, capability: tuple[int, int], masked: bool, wanted: CudaKernel
 ) -> None:
-    assert cuda_kernel(dtype, head_dim, readers, capability, masked=masked) == wanted
+    assert cuda_kernel(dtype, head_dim, capability, masked=masked) == wanted
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "readers", "capability", "wanted"),
+    ("dtype", "head_dim", "capability", "wanted"),
     [
-        (torch.bfloat16, 128, 1, HOPPER, "flash"),
-        (torch.float16, 256, 4, AMPERE, "flash"),
-        (torch.float16, 64, 1, TURING, "eager"),
-        (torch.bfloat16, 100, 1, HOPPER, "eager"),
-        (torch.bfloat16, 320, 1, HOPPER, "eager"),
-        (torch.float32, 64, 1, HOPPER, "eager"),
+        (torch.bfloat16, 128, HOPPER, "flash"),
+        (torch.float16, 256, AMPERE, "flash"),
+        (torch.float16, 64, TURING, "eager"),
+        (torch.bfloat16, 100, HOPPER, "eager"),
+        (torch.bfloat16, 320, HOPPER, "eager"),
+        (torch.float32, 64, HOPPER, "eager"),
     ],
 )
 def test_the_only_kernel_for_windows(
-    dtype: torch.dtype, head_dim: int, readers: int, *, capability: tuple[int, int], wanted: CudaKernel
+    dtype: torch.dtype, head_dim: int, *, capability: tuple[int, int], wanted: CudaKernel
 ) -> None:
-    assert cuda_kernel(dtype, head_dim, readers, capability, windowed=True) == wanted
+    assert cuda_kernel(dtype, head_dim, capability, windowed=True) == wanted
 
 
 @pytest.mark.parametrize("causal", [True, False])

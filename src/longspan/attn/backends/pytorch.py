@@ -216,7 +216,6 @@ class TorchCpu(TorchBackend):
 def cuda_kernel(
     dtype: torch.dtype,
     head_dim: int,
-    readers: int,
     capability: tuple[int, int],
     *,
     masked: bool = False,
@@ -224,18 +223,17 @@ def cuda_kernel(
 ) -> CudaKernel:
     """Chooses the quickest of PyTorch's kernels on CUDA devices that computes such attention.
 
-    cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. Where several query heads read a KV head
-    it would want copies of the keys, FlashAttention does not. Of sliding windows only FlashAttention knows both edges.
+    cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. Of sliding windows only FlashAttention
+    knows both edges.
 
     Args:
-        readers: query heads per KV head.
         capability: of the device.
     """
     is_half = dtype in {torch.bfloat16, torch.float16}
     if masked:
         return "eager"
     if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
-        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM and readers == 1
+        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM
         return "cudnn" if has_cudnn and not windowed else "flash"
     return "efficient" if head_dim % (8 if is_half else 4) == 0 and not windowed else "eager"
 
@@ -250,7 +248,7 @@ class TorchCuda(TorchBackend):
         self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
         """Computes a sliding window in one call, where FlashAttention knows such; every query sees some key."""
-        if dense or not self._flash_knows(q, k, spec):
+        if dense or not self._flash_knows(q, spec):
             return super()._band(q, k, v, lower, upper, spec, dense=dense)
         keys = slice(max(0, lower), min(k.shape[1], q.shape[1] + upper))
         k, v = k[:, keys], v[:, keys]
@@ -266,18 +264,16 @@ class TorchCuda(TorchBackend):
         )
         return out[0].transpose(0, 1), lse[0]
 
-    def _flash_knows(self, q: Tensor, k: Tensor, spec: AttnSpec) -> bool:
+    def _flash_knows(self, q: Tensor, spec: AttnSpec) -> bool:
         """Tells whether FlashAttention computes windows of such queries and keys."""
-        capability, readers = torch.cuda.get_device_capability(q.device), len(q) // len(k)
-        kernel = cuda_kernel(q.dtype, q.shape[2], readers, capability, windowed=True)
+        kernel = cuda_kernel(q.dtype, q.shape[2], torch.cuda.get_device_capability(q.device), windowed=True)
         return spec.softcap is None and kernel == "flash"
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
         kernel = self._forced if mask is None else None
         if kernel is None:
             capability = torch.cuda.get_device_capability(q.device)
-            readers = q.shape[1] // k.shape[1]
-            kernel = cuda_kernel(q.dtype, q.shape[3], readers, capability, masked=mask is not None)
+            kernel = cuda_kernel(q.dtype, q.shape[3], capability, masked=mask is not None)
         match kernel:
             case "cudnn":
                 out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001

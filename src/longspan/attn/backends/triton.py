@@ -47,7 +47,7 @@ class TritonCuda(TorchCuda):
     ) -> Partial:
         """Keeps the scores of a tile where FlashAttention does not know such windows, but for very large heads."""
         (num_heads, num_queries, dim), (num_kv_heads, num_keys, _) = q.shape, k.shape
-        if dense or dim > MAX_DIM or self._flash_knows(q, k, spec):
+        if dense or dim > MAX_DIM or self._flash_knows(q, spec):
             return super()._band(q, k, v, lower, upper, spec, dense=dense)
         q, k, v = (_dense_rows(tensor) for tensor in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
