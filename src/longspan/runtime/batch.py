@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts
+from longspan.attn.paged import on_device
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import num_tokens, positions
@@ -25,7 +27,7 @@ from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabul
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The share of a Forward that concerns one rank.
+    """The share of a Forward that concerns one rank. All tensors are on the host.
 
     Attributes:
         tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
@@ -87,19 +89,25 @@ class Channel:
 class Slots:
     """The slots of the keys and values of some tokens: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
 
-    All `[tokens]` int64.
+    All `[tokens]` int64 on the host, which `write` copies to the `device` of the pool once.
     """
 
     rows: Tensor
     blocks: Tensor
     offsets: Tensor
+    device: torch.device
 
     def write(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes keys and values `[kv_heads, tokens, head_dim]`, of which `rows` go here."""
-        if len(self.rows) == k.shape[1]:  # all of them
-            pool.write(layer, self.blocks, self.offsets, k, v)
-        elif len(self.rows):
-            pool.write(layer, self.blocks, self.offsets, k[:, self.rows], v[:, self.rows])
+        rows, blocks, offsets = self._on_device
+        if len(rows) == k.shape[1]:  # all of them
+            pool.write(layer, blocks, offsets, k, v)
+        elif len(rows):
+            pool.write(layer, blocks, offsets, k[:, rows], v[:, rows])
+
+    @cached_property
+    def _on_device(self) -> Sequence[Tensor]:
+        return on_device((self.rows, self.blocks, self.offsets), self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +141,7 @@ def pack(
     before = [stored for one in own if not one.part.exchange.stores_after for stored in one.stored]
 
     def tensor(numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=device)
+        return torch.tensor(list(numbers), dtype=torch.int64)
 
     return Packed(
         tokens=tensor(token for one in own for token in one.tokens),
@@ -198,8 +206,8 @@ def _own_part(part: Part, table: list[BlockRef], instance: int, block_size: int,
 def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
     """Keeps the tokens (row, block, offset) whose block is this instance's."""
     own = [(row, ref.block, offset) for row, ref, offset in tokens if ref.instance == instance]
-    rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).t().contiguous()
-    return Slots(rows=rows, blocks=blocks, offsets=offsets)
+    rows, blocks, offsets = torch.tensor(own, dtype=torch.int64).view(-1, 3).t().contiguous()
+    return Slots(rows=rows, blocks=blocks, offsets=offsets, device=device)
 
 
 def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]:
@@ -345,12 +353,12 @@ class UnknownToken:
     row: int
 
 
-def resolve(packed: Packed, requests: RankRequests, everyone: Group) -> None:
+def resolve(packed: Packed, requests: RankRequests, everyone: Group, device: torch.device) -> None:
     """Puts the ids of unknown tokens into `packed.tokens` in place, and sends away those that other instances compute.
 
-    `everyone` is all instances in order.
+    `everyone` is all instances in order, whose messages lie on `device`.
     """
-    me, device = everyone.rank, packed.tokens.device
+    me = everyone.rank
     known = {one.request_id: requests[one.request_id].last_token for one in packed.unknown if one.source == me}
     leaving: dict[int, list[int]] = {}
     coming: dict[int, list[int]] = {}

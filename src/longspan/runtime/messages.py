@@ -16,6 +16,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kernels: those of our own, compiled; None to compute with PyTorch's.
+        enforce_eager: compute decode steps layer by layer.
         record_times: measure where the time goes, see `runtime.timing`.
         host_memory: of the pool of each host, see `HostPool`; empty without such pools.
         most_threads: as many as a rank may have, whatever is left by others; None for no bound.
@@ -27,6 +28,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     block_size: int
     kernels: Path | None = None
+    enforce_eager: bool = False
     record_times: bool = False
     host_memory: tuple[Path, ...] = ()
     most_threads: int | None = None
