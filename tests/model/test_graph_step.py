@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from engines import ThreadLLM
@@ -56,6 +57,9 @@ class Recordable(TorchCpu):
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         splits, size = plan.splits, kv.block_size
+        of_queries = splits.of_query.numpy()  # an operator would not be let through
+        assert (np.diff(of_queries) >= 0).all(), "splits of no query are behind all others"
+        assert (splits.first.numpy() < splits.last.numpy()).sum() == of_queries[-1], "and have no blocks"
         item, split = (torch.arange(len(one)) for one in (splits.blocks, splits.owner))
         of_split = (splits.first[:, None] <= item) & (item < splits.last[:, None])
         of_query = (splits.of_query[:-1, None] <= split) & (split < splits.of_query[1:, None])
