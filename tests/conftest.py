@@ -15,6 +15,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from engines import Engines, ThreadLLM
+    from interpreted import Run
     from oracle import Oracle
 
 # The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
@@ -191,6 +192,15 @@ def speaking(speaking_model: Path) -> Iterator[ThreadLLM]:
 
     with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def assert_interpreted() -> Iterator[Run]:
+    """Runs a comparison where Triton interprets; what fails there fails here."""
+    from interpreted import interpreting_process
+
+    with interpreting_process() as run:
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,9 @@ class DeviceArgs(ParallelArgs):
     quantization: Annotated[
         Literal["int8", "int4"] | None, _devices("Weights in fewer bits, for kernels of our own; none if not given.")
     ] = None
+    enforce_eager: Annotated[
+        bool, _devices("Compute decode steps layer by layer: without CUDA graphs, or whole steps on CPUs.")
+    ] = False
     load_format: Annotated[Literal["auto", "dummy"], _devices("dummy: random weights from the config.")] = "auto"
     skip_tokenizer_init: Annotated[bool, _devices("Token ids in, token ids out.")] = False
     trust_remote_code: Annotated[bool, _devices("Run Python code that comes with the model.")] = False

@@ -88,6 +88,7 @@ class Service:
             most_threads=given.threads_per_rank,
             block_size=given.block_size,
             kernels=setup.model.kernels,
+            enforce_eager=given.enforce_eager,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
         )

@@ -6,12 +6,9 @@ Whether Triton interprets is decided when it is imported, so a process of its ow
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +19,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import Run
 from test_kept import TOLERANCE, kept_by, rating_case, specs
 from torch import Tensor
 
 from longspan.attn import backends
-from longspan.attn.backends import backend_of, nothing_seen
+from longspan.attn.backends import NOWHERE, backend_of, nothing_seen
 from longspan.attn.backends.pytorch import TorchBackend, TorchCpu, TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.paged import PagedKv, Reads
@@ -35,24 +33,10 @@ from longspan.core.runs import Run as Positions
 from longspan.core.runs import relate
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-Run = Callable[..., None]
 SHARED_MEMORY = 99 * 1024
 """Bytes that a block of an RTX 30 or 40 may have, which has the least of all that compute in bfloat16."""
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 TORCH = TorchCpu()
-
-
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def assert_interpreted() -> Iterator[Run]:
-    """Runs a comparison in a process where Triton interprets; where it fails there, it fails here."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_interpret) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def _triton() -> TorchCuda:
@@ -303,14 +287,16 @@ def compare_paged_anywhere(*arguments: Any) -> None:
 
 
 def compare_store(spec: AttnSpec, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Of keys and values that lie otherwise in memory; nothing else is written."""
+    """Of keys and values that lie otherwise in memory; nothing else is written, and two tokens more go nowhere."""
     generator = torch.Generator().manual_seed(num_tokens)
-    k = torch.randn(num_tokens, spec.num_kv_heads, spec.head_dim, generator=generator).to(device, dtype).transpose(0, 1)
-    v = torch.randn(spec.num_kv_heads, num_tokens, spec.head_dim, generator=generator).to(device, dtype)
+    shape = (num_tokens + 2, spec.num_kv_heads, spec.head_dim)
+    k = torch.randn(shape, generator=generator).to(device, dtype).transpose(0, 1)
+    v = torch.randn(shape, generator=generator).transpose(0, 1).contiguous().to(device, dtype)
     slots = torch.randperm(12 * 16, generator=generator)[:num_tokens].to(device)
+    blocks = torch.cat([slots // 16, torch.full((2,), NOWHERE, device=device)])
     found, wanted = (random_pool(spec, 12, 16, dtype, 3, device) for _ in range(2))
-    _triton().store(found, slots // 16, slots % 16, k, v)
-    TORCH.store(wanted, slots // 16, slots % 16, k, v)
+    _triton().store(found, blocks, torch.cat([slots % 16, slots.new_zeros(2)]), k, v)
+    TORCH.store(wanted, slots // 16, slots % 16, k[:, :-2], v[:, :-2])
     assert torch.equal(found.keys, wanted.keys) and torch.equal(found.values, wanted.values)
 
 

@@ -72,6 +72,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "device": "cpu",
         "attention_backend": "auto",
         "quantization": None,
+        "enforce_eager": False,
         "policy": "auto",
         "policy_options": None,
         "exchange": "auto",
@@ -109,7 +110,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--stop END --stop STOP --stop-token-ids 4,5 --ignore-eos --n 2 --min-p 0.1 --repetition-penalty 1.1 "
         "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 7=-1.5 --logit-bias 8=2 --logprobs 3 "
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
-        "--attention-backend torch "
+        "--attention-backend torch --enforce-eager "
         "--load-format dummy --policy context -o threshold=100 -o other=a=b "
         '--exchange chain --layout contiguous --fractions 0.6,0.4 --csa {"levels":2} --max-accuracy-loss 2.5 '
         "--max-model-len 4096 --block-size 512 "
@@ -153,6 +154,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "device": "cuda",
         "attention_backend": "torch",
         "quantization": None,
+        "enforce_eager": True,
         "policy": "context",
         "policy_options": {"threshold": "100", "other": "a=b"},
         "exchange": "chain",

@@ -65,6 +65,7 @@ VALUES: dict[str, str | list[str]] = {
     "dtype": "bfloat16",
     "attention_backend": "torch",
     "quantization": "int8",
+    "enforce_eager": "true",
     "load_format": "dummy",
     "skip_tokenizer_init": "true",
     "trust_remote_code": "true",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from oracle import Oracle, assert_exact
+from test_graph_step import compare_steps
 from test_triton import compare_gather, compare_paged, compare_store, reads_of
 from tiny_models import TINY
+from torch import Tensor
 
 from longspan import LLM, SamplingParams
 from longspan.attn.backends import AttentionBackend, CudaKernel, backend_of
@@ -20,6 +22,7 @@ from longspan.attn.backends.pytorch import TorchCuda
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
+from longspan.model.graph_step import CudaRecorder, Replay
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +89,30 @@ def test_kernels_for_blocks(head_dim: int, dtype: torch.dtype) -> None:
     compare_paged(spec, reads_of((3, 190), (0, 1), (17, 150)), 16, dtype, 0, "cuda")
     compare_store(spec, 77, dtype, "cuda")
     compare_gather(spec, 16, (3, 190), dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window", "phi3"])
+def test_a_graph_computes_what_the_layers_do(folders: dict[str, Path], name: str) -> None:
+    """Replays follow each recording, which a model that is not recorded would not ask for."""
+    record, replays = CudaRecorder(), list[Replay]()
+
+    def counted(compute: Callable[[], Tensor]) -> Replay:
+        replays.append(record(compute))
+        return replays[-1]
+
+    compare_steps(folders[name], counted, "cuda")
+    assert replays
+
+
+def test_tokens_are_the_same_with_graphs_and_without(tiny: Path) -> None:
+    prompts = [[1 + (7 * i + length) % 190 for i in range(length)] for length in (1, 40, 150, 600, 31)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    found = []
+    for enforce_eager in (False, True):
+        options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16}
+        with LLM(str(tiny), device="cuda", enforce_eager=enforce_eager, **options) as llm:
+            found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)

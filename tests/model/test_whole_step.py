@@ -20,10 +20,9 @@ from transformers import LlamaConfig
 from longspan import SamplingParams, native
 from longspan.attn.backends.native import NativeCpu
 from longspan.attn.paged import PagedKv, Reads
-from longspan.model.adapter import Attend
 from longspan.model.fused import Matrix, Product, Rotary, fuse_head, fuse_layers
 from longspan.model.quantization import quantise
-from longspan.model.whole_step import RotaryTable, SingleTokens, WholeStep, whole_step
+from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
 
 BLOCK_SIZE = 32
 
@@ -48,12 +47,16 @@ class Tiny:
         fused = fuse_layers(layers, [SPEC] * len(layers), None, self.rotary, {})
         head = fuse_head(self.module.lm_head, {})
         assert head is not None
-        return whole_step(self.module, [fused[layer] for layer in layers], head, self.rotary, self.logits)
+        return whole_step(self.module, [fused[layer] for layer in layers], head, self.rotary_of_row, self.logits)
 
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
         found: Tensor = self.module(**arguments).logits[0]
         return found
+
+    def rotary_of_row(self, positions: Tensor, rope_lengths: Tensor) -> Rotary:
+        assert rope_lengths.shape == positions.shape
+        return self.rotary(positions)
 
     def rotary(self, positions: Tensor) -> Rotary:
         cos, sin = self.module.model.rotary_emb(torch.empty(1, 0, 0, dtype=torch.bfloat16), positions[None])
@@ -96,7 +99,7 @@ def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
         what = SingleTokens(blocks=blocks, offsets=offsets, kv=kv, plans=[plan] * model.num_layers)
         with torch.no_grad():
             own = model.logits(tokens, positions, attend)
-            found = step(tokens, model.rotary(positions), what)
+            found = step(tokens, positions, positions + 1, what)
         for one, other in zip(kv, own_kv, strict=True):
             assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
         torch.testing.assert_close(found, own, atol=0.02 * own.abs().max().item(), rtol=0)
@@ -133,7 +136,7 @@ def test_a_model_with_more_to_it_is_found_out(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.usefixtures("kernels")
 def test_a_model_without_a_last_norm_that_is_known_is_refused() -> None:
     with pytest.raises(ValueError, match="no last norm"):
-        WholeStep(SimpleNamespace(base_model_prefix="model", model=SimpleNamespace()), [], None)  # type: ignore[arg-type]
+        WholeStep(SimpleNamespace(base_model_prefix="model", model=SimpleNamespace()), [], None, None)  # type: ignore[arg-type]
 
 
 def longrope(folder: Path) -> str:
@@ -144,7 +147,7 @@ def longrope(folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["smollm2", "int4", "longrope"])
 def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not while prompts are computed beside, nor while times are recorded; the tokens are the same."""
+    """Not while prompts are computed beside, while times are recorded, nor if told not to; the tokens are the same."""
     sizes: list[int] = []
     call = WholeStep.__call__
 
@@ -159,16 +162,15 @@ def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch
     prompts = [[5, 6, 7], [8] * (SWITCH_LENGTH + 10), list(range(30))]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found = []
-    for record_times in (False, True):
+    for by_layers in ({}, {"record_times": True}, {"enforce_eager": True}):
         monkeypatch.setattr(native, "_library", None)
-        options["record_times"] = record_times
-        with ThreadLLM(dtype="bfloat16", block_size=16, threads_per_rank=1, **options) as llm:
+        with ThreadLLM(dtype="bfloat16", block_size=16, threads_per_rank=1, **options, **by_layers) as llm:
             if not native.is_loaded():
                 pytest.skip("the machine cannot have the kernels")
             sizes.clear()
             found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
-            assert (sizes.count(3) >= 10) != record_times and len(sizes) <= 36
-    assert found[0] == found[1]
+            assert (sizes.count(3) >= 10) != bool(by_layers) and len(sizes) <= 36
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_gate_has_as_many_bits_as_what_it_gates() -> None:

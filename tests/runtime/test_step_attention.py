@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -197,6 +197,23 @@ def test_which_steps_are_computed_as_a_whole(
     if found is not None:
         assert found.kv is pool.kv and found.blocks.tolist() == [0, 1] and found.offsets.tolist() == [5, 5]
         assert [plan.items.low.tolist() for plan in found.plans] == [[0, 0], [2, 2]]  # the second has a window
+
+
+def test_a_step_is_on_the_host_until_it_writes() -> None:
+    """Then its slots are copied once for all layers; the device has no memory."""
+    device, written = torch.device("meta"), []
+    forward = Forward(number=0, parts=(part_of(0), part_of(1)))
+    packed = pack(forward, rank_requests(), instance=0, block_size=BLOCK, device=device, backend=BACKEND)
+    slots = packed.slots
+    row = packed.tokens, packed.positions, packed.rope_lengths, packed.keep, slots.rows, slots.blocks, slots.offsets
+    assert {one.device.type for one in row} == {"cpu"}
+    pool: Any = SimpleNamespace(write=lambda _layer, *where_and_what: written.append(where_and_what))
+    k, v = torch.empty(2, 1, 2, 4, device=device)
+    for layer in range(2):
+        slots.write(pool, layer, k, v)
+    (blocks, offsets, *_), second = written
+    assert blocks.device == offsets.device == device
+    assert blocks is second[0] and offsets is second[1]
 
 
 # ---------------------------------------------------------------- where the time goes

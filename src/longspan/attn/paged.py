@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -84,7 +84,11 @@ class PagedPlan:
     @cached_property
     def splits(self) -> PagedSplits:
         """The items as Triton's kernels take them, made when a kernel first asks."""
-        return PagedSplits(self.items, self._kv)
+        return PagedSplits(*on_device([torch.from_numpy(one) for one in self.split_items()], self._kv.keys.device))
+
+    def split_items(self) -> tuple[Numbers, ...]:
+        """Splits the items of each query; returns the arrays of `PagedSplits`."""
+        return _split(self.items, self._kv.block_size)
 
     @cached_property
     def batch(self) -> PagedBatch:
@@ -92,34 +96,26 @@ class PagedPlan:
         return PagedBatch(self.items, self._kv)
 
 
-class PagedSplits:
+class PagedSplits(NamedTuple):
     """The items in splits of neighbours, each of one query, for kernels that compute splits in parallel.
 
-    How a query's items are split depends on nothing but the query.
+    How a query's items are split depends on nothing but the query. All are int64; there may be more splits than those
+    of queries, if these have no items.
 
     Attributes:
-        number: of splits.
         blocks, low, high: of each item, as in `PagedItems`.
         owner: the query of each split.
         first, last: the items `[first, last)` of each split.
         of_query: query t has the splits `[of_query[t], of_query[t + 1])`.
     """
 
-    def __init__(self, items: PagedItems, kv: PagedKv) -> None:
-        num_items = np.diff(items.first)
-        per_split = np.maximum(max(1, _SPLIT_TOKENS // kv.block_size), -(-num_items // _MOST_SPLITS))
-        counts = -(-num_items // per_split)
-        of_query = np.concatenate(([0], np.cumsum(counts)))
-        self.number = int(of_query[-1])
-        owner = np.repeat(np.arange(len(counts)), counts)
-        first = items.first[owner] + (np.arange(self.number) - of_query[owner]) * per_split[owner]
-        last = np.minimum(first + per_split[owner], items.first[owner + 1])
-        arrays = (items.blocks, items.low, items.high, owner, first, last, of_query)
-        numbers = torch.from_numpy(np.concatenate(arrays))  # one copy to the device, which nobody waits for
-        if kv.keys.device.type == "cuda":
-            numbers = numbers.pin_memory().to(kv.keys.device, non_blocking=True)
-        views = numbers.split([len(array) for array in arrays])
-        self.blocks, self.low, self.high, self.owner, self.first, self.last, self.of_query = views
+    blocks: Tensor
+    low: Tensor
+    high: Tensor
+    owner: Tensor
+    first: Tensor
+    last: Tensor
+    of_query: Tensor
 
 
 class PagedBatch:
@@ -149,6 +145,54 @@ class PagedBatch:
         items_of = np.full((num_queries, nth.max(initial=0) + 1), len(owner), dtype=np.int64)
         items_of[owner, nth] = np.arange(len(owner))
         self.items_of = torch.from_numpy(items_of).to(device)
+
+
+class NumberBuffer:
+    """Arrays of int64 that stay in their places on a device, and are filled by one copy that nobody waits for.
+
+    Attributes:
+        arrays: of the sizes asked for. Each begins at a multiple of 16 bytes: Triton compiles for where its arguments
+            lie.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        *starts, total = itertools.accumulate((size + size % 2 for size in sizes), initial=0)
+        self._numbers = torch.empty(total, dtype=torch.int64, device=device)
+        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        self.arrays = tuple(self._numbers[place] for place in self._places)
+
+    def fill(self, arrays: Iterable[Numbers], padding: Iterable[int] = itertools.repeat(0)) -> None:
+        """Fills each array from its start, and what is left of it with a number.
+
+        What the copy reads is its own until it is done.
+        """
+        staged = torch.empty(len(self._numbers), dtype=torch.int64, pin_memory=self._numbers.is_cuda)
+        room = staged.numpy()
+        for place, array, number in zip(self._places, arrays, padding, strict=False):
+            end = place.start + len(array)
+            assert end <= place.stop, "there is room for it"
+            room[place.start : end], room[end : place.stop] = array, number
+        self._numbers.copy_(staged, non_blocking=True)
+
+
+def on_device(arrays: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Copies arrays of int64 to a device in one copy that nobody waits for; gives them back if they are there."""
+    if all(array.device.type == device.type for array in arrays):
+        return arrays
+    buffer = NumberBuffer([len(array) for array in arrays], device)
+    buffer.fill([array.numpy() for array in arrays])
+    return buffer.arrays
+
+
+def _split(items: PagedItems, block_size: int) -> tuple[Numbers, ...]:
+    num_items = np.diff(items.first)
+    per_split = np.maximum(max(1, _SPLIT_TOKENS // block_size), -(-num_items // _MOST_SPLITS))
+    counts = -(-num_items // per_split)
+    of_query = np.concatenate(([0], np.cumsum(counts)))
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = items.first[owner] + (np.arange(len(owner)) - of_query[owner]) * per_split[owner]
+    last = np.minimum(first + per_split[owner], items.first[owner + 1])
+    return items.blocks, items.low, items.high, owner, first, last, of_query
 
 
 def _items(reads: Sequence[Reads], size: int) -> PagedItems:

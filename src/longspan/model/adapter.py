@@ -7,7 +7,7 @@ call comes with the call's keyword arguments, which transformers' models hand do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from longspan.attn.paged import on_device
 from longspan.attn.spec import as_output
 from longspan.model.files import ModelFiles
 from longspan.model.fused import Reduce, fuse_head, fuse_layers
+from longspan.model.graph_step import GraphStep, Recording
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
 from longspan.model.stages import Stage
 from longspan.model.store import DTYPES, StoredTensors, map_levels, read_info
-from longspan.model.whole_step import RotaryTable, SingleTokens, WholeStep, whole_step
+from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
 
 _SERVE = "longspan"
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`
-
-One that has a method `single_tokens` may tell by it that its step can be computed as a whole.
-"""
 
 
 class Model:
@@ -42,6 +38,8 @@ class Model:
     Args:
         stored: the stored weights; None to map them anew.
         fused: computes layers by our own kernels, which must be loaded, where they know them.
+        whole_steps: computes steps of single tokens as a whole, where that is possible, not layer by layer.
+        recording: how such steps can be recorded; None where they cannot.
 
     Attributes:
         info: of the whole model.
@@ -62,11 +60,14 @@ class Model:
         layers: range | None = None,
         stored: StoredTensors | None = None,
         fused: bool = False,
+        whole_steps: bool = True,
+        recording: Recording | None = None,
     ) -> None:
         config = load_config(files.config_dir, files.trust_remote_code)
         self.module = build_skeleton(
             config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=_SERVE
         )
+        self._device = device
         self.info = read_info(files.weights)
         self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs)
         self.specs = self.shard.local_specs
@@ -82,10 +83,13 @@ class Model:
         self._reduce: Reduce | None = None
         if tp > 1:
             sum_partial_results(self.module, self.shard, self._sum)
-        self._whole_step: WholeStep | None = None
+        self._whole_step: WholeStep | GraphStep | None = None
         self._rotary_table = RotaryTable(self._rotary_of_positions)
+        is_alone = tp == 1 and self.stage is None
         if fused:
-            self._fuse(own, files.weights)
+            self._fuse(own, files.weights, whole_steps=whole_steps and is_alone)
+        elif whole_steps and is_alone and recording is not None and recording.fits(self.specs):
+            self._whole_step = GraphStep(self._all_logits, self.specs, recording, device)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(self.module, self.module.base_model_prefix).register_forward_hook(self._keep_output)
@@ -102,21 +106,23 @@ class Model:
     ) -> Tensor:
         """Runs one packed row of tokens and returns float32 logits `[n, vocab]` of the tokens indexed by `keep` `[n]`.
 
-        `tokens` and `positions` `[tokens]` (int64) may belong to several requests; `attend` keeps them apart. It
-        is called once per layer, in order, with q, k, v after RoPE; these may be strided views and are its to keep.
+        `tokens` and `positions` `[tokens]` may belong to several requests; `attend` keeps them apart. It is called once
+        per layer, in order, with q, k, v after RoPE; these may be strided views and are its to keep.
         `rope_lengths` `[tokens]` is each token's request length for RoPE, read iff `info.rope_switch_length` is set.
+        All are int64 on the host; on the device only where `attend` cannot tell single tokens.
         With n = 0 no logits are computed. At least one token is needed.
 
         A stage behind the first is given the `hidden` states `[1, tokens, hidden]` that the one before returned in
         place of logits.
         """
         assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
-        self._inputs = tokens, positions
         if self._whole_step is not None and (step := _single_tokens(attend)) is not None:
-            of_length = self._longrope is not None
-            rotary = self.rotary(positions, rope_lengths) if of_length else self._rotary_table(positions)
             assert len(keep) == len(tokens), "such a step samples after every token"
-            return self._whole_step(tokens, rotary, step).float()
+            if (logits := self._whole_step(tokens, positions, rope_lengths, step)) is not None:
+                return logits.float()
+        row = tokens, positions, keep, rope_lengths
+        tokens, positions, keep, rope_lengths = on_device(row, self._device)
+        self._inputs = tokens, positions
         if self._longrope is not None:
             self._longrope.pin(rope_lengths)
         if self.stage is not None:
@@ -176,7 +182,7 @@ class Model:
         finally:
             self._reduce = before
 
-    def _fuse(self, layers: Mapping[int, nn.Module], weights: Path) -> None:
+    def _fuse(self, layers: Mapping[int, nn.Module], weights: Path, *, whole_steps: bool) -> None:
         """Lets our own kernels compute what they know of these layers, and of the output head if it is here."""
         # A share of tensor parallelism reads the weights that the levels stand for.
         levels = {} if self.shard.size > 1 else map_levels(weights)
@@ -188,15 +194,22 @@ class Model:
         head = None
         if self.stage is None or self.stage.is_last:
             head = fuse_head(self.module.get_output_embeddings(), by_address)
-        if head is not None and reduce is None and len(fused) == self.info.num_layers:
+        if whole_steps and head is not None and len(fused) == self.info.num_layers:
             in_order = [fused[layer] for layer in layers]
-            self._whole_step = whole_step(self.module, in_order, head, self._rotary_of_positions, self._by_layers)
+            self._whole_step = whole_step(self.module, in_order, head, self._rotary_of_row, self._by_layers)
 
     def _rotary_of_positions(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary(positions, _one_length(positions))
 
+    def _rotary_of_row(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rotary_table(positions) if self._longrope is None else self.rotary(positions, rope_lengths)
+
     def _by_layers(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.forward(tokens, positions, torch.arange(len(tokens)), attend, _one_length(positions))
+        return self._all_logits(tokens, positions, _one_length(positions), attend)
+
+    def _all_logits(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, attend: Attend) -> Tensor:
+        keep = torch.arange(len(tokens), device=tokens.device)
+        return self.forward(tokens, positions, keep, attend, rope_lengths)
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self._reduce is not None, "a share of a model needs the sums over all shares"

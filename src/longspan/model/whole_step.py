@@ -32,7 +32,14 @@ _MORE_ROOM = 16
 _PRODUCTS = 4
 """Calls of `linear.cpp` per layer."""
 
-Forward = Callable[[Tensor, Tensor, Callable[[int, Tensor, Tensor, Tensor], Tensor]], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`
+
+One that has a method `single_tokens` may tell by it that its step can be computed as a whole.
+"""
+Forward = Callable[[Tensor, Tensor, Attend], Tensor]
+RotaryOf = Callable[[Tensor, Tensor], Rotary]
+"""Computes cosines and sines `[1, tokens, rotary_dim]` of positions and RoPE lengths `[tokens]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +47,7 @@ class SingleTokens:
     """Lists what a step reads and writes besides the model when each of its tokens is the only one of its request.
 
     Attributes:
-        blocks, offsets: where each token's keys and values go, `[tokens]` int64.
+        blocks, offsets: where each token's keys and values go, `[tokens]` int64 on the host.
         kv: of each layer.
         plans: of each layer, for one query per token.
     """
@@ -58,12 +65,19 @@ class WholeStep:
         module: the model, whose last norm and embeddings are taken.
         layers: its own, all of them.
         head: its output head.
+        rotary: of its tokens.
 
     Raises:
         ValueError: for a model of another form.
     """
 
-    def __init__(self, module: Any, layers: Sequence[FusedLayer], head: Product) -> None:  # noqa: ANN401 - whatever its class
+    def __init__(
+        self,
+        module: Any,  # noqa: ANN401 - whatever its class
+        layers: Sequence[FusedLayer],
+        head: Product,
+        rotary: RotaryOf,
+    ) -> None:
         base = getattr(module, module.base_model_prefix)
         if not hasattr(base, "norm"):
             raise ValueError(f"{type(base).__name__} has no last norm that is known")
@@ -73,7 +87,7 @@ class WholeStep:
         if self._embeddings.shape[1] != width or self._embeddings.dtype != torch.bfloat16:
             shape, dtype = tuple(self._embeddings.shape), self._embeddings.dtype
             raise ValueError(f"its embeddings {shape} of {dtype} are not what its layers of {width} numbers read")
-        self._layers, self._head = layers, head
+        self._layers, self._head, self._rotary = layers, head, rotary
         specs = [layer.spec for layer in layers]
         if any(not NativeCpu.knows(spec) for spec in specs):
             raise ValueError("its attention is not that of the kernel")
@@ -94,10 +108,10 @@ class WholeStep:
         self._kv: Sequence[PagedKv] = ()
         self._make_room(1)
 
-    def __call__(self, tokens: Tensor, rotary: Rotary, step: SingleTokens) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor:
         """Returns bfloat16 logits `[tokens, vocab]`, which stay until the next call; stores the tokens' KV.
 
-        `tokens` `[tokens]` int64; `rotary` are cosines and sines `[1, tokens, rotary_dim]`.
+        Tensors are `[tokens]` int64.
         """
         num_tokens = len(tokens)
         if num_tokens > len(self._hidden):
@@ -105,7 +119,7 @@ class WholeStep:
         if step.kv is not self._kv:
             self._set_pool(step.kv)
         torch.index_select(self._embeddings, 0, tokens, out=self._hidden[:num_tokens])
-        cos, sin = rotary
+        cos, sin = self._rotary(positions, rope_lengths)
         assert cos.is_contiguous() and sin.is_contiguous(), "the kernel reads them as arrays"
         self._of_linears["tokens"] = num_tokens
         self._of_linears["cos"], self._of_linears["sin"] = cos.data_ptr(), sin.data_ptr()
@@ -122,11 +136,12 @@ class WholeStep:
         """Lets go of the pool of the latest step."""
         self._kv = ()
 
-    def check(self, forward: Forward, rotary: Callable[[Tensor], Rotary]) -> None:
+    def check(self, forward: Forward) -> None:
         """Raises ValueError unless it computes what the model does layer by layer."""
         numbers = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, len(self._embeddings), (len(_PROBE),), generator=numbers)
         positions, offsets, blocks = torch.tensor(_PROBE), torch.tensor(_PROBE), torch.arange(len(_PROBE))
+        lengths = torch.full_like(positions, max(_PROBE) + 1)
 
         def pools() -> list[PagedKv]:
             random = torch.Generator().manual_seed(1)
@@ -145,7 +160,7 @@ class WholeStep:
         with torch.no_grad():
             own = forward(tokens, positions, attend)
             step = SingleTokens(blocks=blocks, offsets=offsets, kv=pools(), plans=plans)
-            found = self(tokens, rotary(positions), step)
+            found = self(tokens, positions, lengths, step)
         self.forget_pool()
         error = ((found.float() - own.float()).norm() / own.float().norm()).item()
         if not error <= MAX_ERROR:
@@ -214,16 +229,17 @@ def whole_step(
     module: Any,  # noqa: ANN401 - whatever its class
     layers: Sequence[FusedLayer],
     head: Product,
-    rotary: Callable[[Tensor], Rotary],
+    rotary: RotaryOf,
     forward: Forward,
 ) -> WholeStep | None:
     """Returns what computes whole steps of a model, whose layers and head are fused, if it is of the form for that.
 
-    `forward` computes logits `[tokens, vocab]` of tokens and positions `[tokens]`, layer by layer.
+    `forward` computes logits `[tokens, vocab]` of tokens and positions `[tokens]`, layer by layer, all of them with the
+    RoPE length of the longest.
     """
     try:
-        found = WholeStep(module, layers, head)
-        found.check(forward, rotary)
+        found = WholeStep(module, layers, head, rotary)
+        found.check(forward)
     except ValueError as error:
         _log.info("decode steps are computed layer by layer: %s", error)
         return None

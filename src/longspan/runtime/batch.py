@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts
+from longspan.attn.paged import on_device
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import Run, num_tokens
@@ -28,7 +30,7 @@ from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabul
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The share of a Forward that concerns one rank.
+    """The share of a Forward that concerns one rank. All tensors are on the host.
 
     Attributes:
         tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
@@ -90,19 +92,25 @@ class Channel:
 class Slots:
     """The slots of the keys and values of some tokens: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
 
-    All `[tokens]` int64.
+    All `[tokens]` int64 on the host, which `write` copies to the `device` of the pool once.
     """
 
     rows: Tensor
     blocks: Tensor
     offsets: Tensor
+    device: torch.device
 
     def write(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes keys and values `[kv_heads, tokens, head_dim]`, of which `rows` go here."""
-        if len(self.rows) == k.shape[1]:  # all of them
-            pool.write(layer, self.blocks, self.offsets, k, v)
-        elif len(self.rows):
-            pool.write(layer, self.blocks, self.offsets, k[:, self.rows], v[:, self.rows])
+        rows, blocks, offsets = self._on_device
+        if len(rows) == k.shape[1]:  # all of them
+            pool.write(layer, blocks, offsets, k, v)
+        elif len(rows):
+            pool.write(layer, blocks, offsets, k[:, rows], v[:, rows])
+
+    @cached_property
+    def _on_device(self) -> Sequence[Tensor]:
+        return on_device((self.rows, self.blocks, self.offsets), self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +144,7 @@ def pack(
     before = [one for one in own if not one.part.exchange.stores_after]
 
     def tensor(numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(device)
+        return torch.from_numpy(np.asarray(numbers, dtype=np.int64))
 
     return Packed(
         tokens=tensor([token for one in own for token in one.tokens]),
@@ -223,8 +231,8 @@ def _slots(parts: Iterable[OwnPart], instance: int, block_size: int, device: tor
     index, offsets = np.divmod(_numbers(places), block_size)
     pools, numbers = np.fromiter(chain.from_iterable(refs), np.int64, 2 * len(refs)).reshape(-1, 2)[index].T
     own = pools == instance
-    found = torch.from_numpy(np.stack([_numbers(rows)[own], numbers[own], offsets[own]])).to(device)
-    return Slots(rows=found[0], blocks=found[1], offsets=found[2])
+    found = torch.from_numpy(np.stack([_numbers(rows)[own], numbers[own], offsets[own]]))
+    return Slots(rows=found[0], blocks=found[1], offsets=found[2], device=device)
 
 
 def _numbers(ranges: Sequence[range]) -> NDArray[np.int64]:
@@ -384,12 +392,12 @@ class UnknownToken:
     row: int
 
 
-def resolve(packed: Packed, requests: RankRequests, everyone: Group) -> None:
+def resolve(packed: Packed, requests: RankRequests, everyone: Group, device: torch.device) -> None:
     """Puts the ids of unknown tokens into `packed.tokens` in place, and sends away those that other instances compute.
 
-    `everyone` is all instances in order.
+    `everyone` is all instances in order, whose messages lie on `device`.
     """
-    me, device = everyone.rank, packed.tokens.device
+    me = everyone.rank
     known = {one.request_id: requests[one.request_id].last_token for one in packed.unknown if one.source == me}
     leaving: dict[int, list[int]] = {}
     coming: dict[int, list[int]] = {}

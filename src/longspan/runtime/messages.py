@@ -18,6 +18,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kernels: those of our own, compiled; None to compute with PyTorch's.
         cuda_kernel: the only one of PyTorch's kernels for attention on CUDA; None for the best of each case.
+        enforce_eager: compute decode steps layer by layer.
         record_times: measure where the time goes, see `runtime.timing`.
         host_memory: of the pool of each host, see `HostPool`; empty without such pools.
         most_threads: as many as a rank may have, whatever is left by others; None for no bound.
@@ -30,6 +31,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     kernels: Path | None = None
     cuda_kernel: Literal["cudnn", "flash", "efficient", "eager"] | None = None
+    enforce_eager: bool = False
     record_times: bool = False
     host_memory: tuple[Path, ...] = ()
     most_threads: int | None = None

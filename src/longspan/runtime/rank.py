@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 import zmq
 
-from longspan.attn.backends import backend_of
+from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
+from longspan.model.graph_step import CudaRecorder, Recording
 from longspan.model.store import DTYPES, StoredTensors, read_info
 from longspan.runtime import messages
 from longspan.runtime.device_memory import MemoryProbe, measured
@@ -48,6 +49,7 @@ class Rank:
         self._transports: Transports | None = None
         self._num_connected = 0
         self._backend = backend_of(device, compiled=config.kernels is not None, kernel=config.cuda_kernel)
+        self._recording = recording_of(self._backend, device)
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
@@ -168,6 +170,13 @@ class Rank:
             layers=layers,
             stored=self._stored,
             fused=self._config.kernels is not None,
+            whole_steps=not self._config.enforce_eager,
+            recording=self._recording,
         )
         self._watch.watch_linear(model.module)
         return model, model.copied_bytes
+
+
+def recording_of(backend: AttentionBackend, device: torch.device) -> Recording | None:
+    """Says how steps are recorded on a device; CPUs repeat nothing."""
+    return Recording(backend=backend, record=CudaRecorder()) if device.type == "cuda" else None

@@ -163,7 +163,7 @@ class Worker:
             passed_on = {one.request_id for one in packed.unknown if one.source == self._instance}
             holding = [n for n, (ids, *_) in enumerate(self._unread, 1) if not passed_on.isdisjoint(ids)]
             self._read_samples(max(holding, default=0))
-            resolve(packed, self._requests, comm.everyone())
+            resolve(packed, self._requests, comm.everyone(), self._device)
         attention = StepAttention(
             packed,
             comm,

@@ -28,6 +28,8 @@ CudaKernel = Literal["cudnn", "flash", "efficient", "eager"]
 """PyTorch's kernels on CUDA devices, and tiled products where none of them applies."""
 Partial = tuple[Tensor, Tensor]
 """`out [H, T, D]` and `lse [H, T]` float32; a query that sees no key has output 0 and lse -inf."""
+NOWHERE = -1
+"""Stands for the block of a token that is not stored, for backends whose steps can be recorded."""
 
 
 class AttentionBackend(Protocol):
@@ -52,6 +54,13 @@ class AttentionBackend(Protocol):
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Computes attention of single queries `q [H, T, D]`, each over the tokens that the plan says it reads."""
+
+    def is_recordable(self, spec: AttnSpec) -> bool:
+        """Tells whether `store` and `attend_paged`, of such attention, can be recorded and replayed.
+
+        Then their launches follow from shapes, they read nothing of a plan but its `splits`, and no token is stored in
+        block `NOWHERE`.
+        """
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Computes attention of all queries `q [H, T, D]` over some keys only.

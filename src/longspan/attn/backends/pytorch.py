@@ -89,6 +89,10 @@ class TorchBackend(ABC):
         out = out.view(num_queries, num_heads, dim).transpose(0, 1)
         return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
 
+    def is_recordable(self, spec: AttnSpec) -> bool:  # noqa: ARG002 - of none
+        """Tells that it is not: how keys are read is up to where blocks lie."""
+        return False
+
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
         """Copies the keys, and attends to all of the copy."""
         num_kept = indices.shape[1]

@@ -35,6 +35,9 @@ class TritonCuda(TorchCuda):
             return super().attend_paged(q, kv, plan, spec)
         return triton_paged.attend_paged(q, kv, plan, spec)
 
+    def is_recordable(self, spec: AttnSpec) -> bool:
+        return spec.head_dim <= MAX_DIM
+
     def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         triton_paged.store(kv, blocks, offsets, k, v)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.attn.backends import Partial, nothing_seen
-from longspan.attn.paged import PagedKv, PagedPlan
+from longspan.attn.paged import PagedKv, PagedPlan, on_device
 from longspan.attn.spec import AttnSpec
 
 MAX_DIM = 256
@@ -33,17 +33,18 @@ def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Par
     """Computes attention as `AttentionBackend.attend_paged`; heads have at most `MAX_DIM` numbers."""
     num_heads, num_queries, dim = q.shape
     assert num_queries == plan.num_queries, "the plan is for these queries"
-    if not len(plan.items.blocks):
+    splits, readers = plan.splits, num_heads // spec.num_kv_heads
+    num_splits = len(splits.owner)
+    if not num_splits:
         return nothing_seen(q)
     assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
-    splits, readers = plan.splits, num_heads // spec.num_kv_heads
     q = q if q.stride(2) == 1 else q.contiguous()
-    outs = torch.empty(splits.number, num_heads, dim, dtype=torch.float32, device=q.device)
-    lses = torch.empty(splits.number, num_heads, dtype=torch.float32, device=q.device)
+    outs = torch.empty(num_splits, num_heads, dim, dtype=torch.float32, device=q.device)
+    lses = torch.empty(num_splits, num_heads, dtype=torch.float32, device=q.device)
     out = torch.empty(num_queries, num_heads, dim, dtype=q.dtype, device=q.device).transpose(0, 1)
     lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        split_kernel[splits.number, spec.num_kv_heads, triton.cdiv(readers, TILE_ROWS)](
+        split_kernel[num_splits, spec.num_kv_heads, triton.cdiv(readers, TILE_ROWS)](
             *(q, kv.keys, kv.values, splits.blocks, splits.low, splits.high),
             *(splits.owner, splits.first, splits.last, outs, lses),
             *(q.stride(0), q.stride(1), *kv.keys.stride()[:3], readers, num_heads),
@@ -98,8 +99,7 @@ def _copy(kv: PagedKv, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor | N
 @lru_cache(maxsize=256)
 def _table(blocks: tuple[int, ...], device: torch.device) -> Tensor:
     """Puts a block table on a device, once for all layers of a step."""
-    table = torch.tensor(blocks, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return on_device([torch.tensor(blocks, dtype=torch.int64)], device)[0]
 
 
 def tile_keys(dim: int, dtype: torch.dtype) -> int:
@@ -205,8 +205,11 @@ def split_kernel(
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    """Attends the heads that read one KV head to the blocks of one split, tile by tile."""
+    """Attends the heads that read one KV head to the blocks of one split, tile by tile; leaves one without any."""
     split = tl.program_id(0).to(tl.int64)
+    first_item, last_item = tl.load(first + split), tl.load(last + split)
+    if first_item == last_item:
+        return
     group = tl.program_id(1).to(tl.int64)
     reader = tl.program_id(2) * tile_rows + tl.arange(0, tile_rows)
     in_rows = reader < readers
@@ -219,7 +222,7 @@ def split_kernel(
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
     found = tl.zeros((tile_rows, width), tl.float32)
-    for item in range(tl.load(first + split), tl.load(last + split)):
+    for item in range(first_item, last_item):
         begin, end = tl.load(low + item), tl.load(high + item)
         block_at = tl.load(blocks + item) * kv_block + group * kv_head
         for start in range(begin // tile_keys * tile_keys, end, tile_keys):
@@ -293,7 +296,10 @@ def copy_kernel(
     width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Copies keys and values of one head of some tokens: to the slot of each, or, without, from where a table says."""
+    """Copies keys and values of one head of some tokens: to the slot of each, or, without, from where a table says.
+
+    Blocks below 0 are nowhere.
+    """
     token = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     head = tl.program_id(1).to(tl.int64)
     inside = token < num_tokens
@@ -302,7 +308,8 @@ def copy_kernel(
     k_at = k + (head * k_head + token * k_row)[:, None] + column[None, :]
     v_at = v + (head * v_head + token * v_row)[:, None] + column[None, :]
     if offsets is not None:
-        block, offset = tl.load(blocks + token, mask=inside, other=0), tl.load(offsets + token, mask=inside, other=0)
+        block, offset = tl.load(blocks + token, mask=inside, other=-1), tl.load(offsets + token, mask=inside, other=0)
+        whole = whole & (block >= 0)[:, None]
         slot = (block * kv_block + head * kv_head + offset * kv_row)[:, None] + column[None, :]
         tl.store(keys + slot, tl.load(k_at, mask=whole), mask=whole)
         tl.store(values + slot, tl.load(v_at, mask=whole), mask=whole)

@@ -14,8 +14,9 @@ from torch.func import functional_call
 
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import positions
-from longspan.model.adapter import Attend, Model
+from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, head_counts
+from longspan.model.whole_step import Attend
 from longspan.runtime.batch import Channel
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm

@@ -1,0 +1,369 @@
+"""Steps that are recorded and replayed, against the same model layer by layer: a tape replays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from engines import ThreadLLM
+from interpreted import Run
+from tape import Tape
+from tiny_models import TINY, write_checkpoint
+from torch import Tensor
+
+from longspan import SamplingParams
+from longspan.attn import paged
+from longspan.attn.backends import NOWHERE, AttentionBackend, Partial
+from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.paged import NumberBuffer, PagedKv, PagedPlan, Reads, on_device
+from longspan.attn.spec import AttnSpec
+from longspan.model import graph_step
+from longspan.model.adapter import Model
+from longspan.model.graph_step import CudaRecorder, Record, Recording
+from longspan.model.source import prepare
+from longspan.model.whole_step import SingleTokens
+from longspan.runtime import rank
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BLOCK_SIZE, NUM_BLOCKS = 16, 60
+RECORDED = ["llama", "llama-yarn", "phi3", "qwen2", "qwen3", "mistral-window", "gemma2", "glm4", "mixtral"]
+TOLERANCE = 1e-4
+
+
+def triton_backend() -> AttentionBackend:
+    from longspan.attn.backends.triton import TritonCuda
+
+    return TritonCuda()
+
+
+class Recordable(TorchCpu):
+    """Computes by PyTorch what recordable kernels do, out of nothing but tensors of fixed sizes."""
+
+    def is_recordable(self, spec: AttnSpec) -> bool:
+        return spec.head_dim > 0
+
+    def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores the first token once more in place of those that go nowhere."""
+        row = torch.where(blocks == NOWHERE, 0, torch.arange(len(blocks)))
+        super().store(kv, blocks[row], offsets[row], k[:, row], v[:, row])
+
+    def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
+        splits, size = plan.splits, kv.block_size
+        of_queries = splits.of_query.numpy()  # an operator would not be let through
+        assert (np.diff(of_queries) >= 0).all(), "splits of no query are behind all others"
+        assert (splits.first.numpy() < splits.last.numpy()).sum() == of_queries[-1], "and have no blocks"
+        item, split = (torch.arange(len(one)) for one in (splits.blocks, splits.owner))
+        of_split = (splits.first[:, None] <= item) & (item < splits.last[:, None])
+        of_query = (splits.of_query[:-1, None] <= split) & (split < splits.of_query[1:, None])
+        slot = torch.arange(size)
+        seen = (splits.low[:, None] <= slot) & (slot < splits.high[:, None])
+        seen = (of_query.float() @ of_split.float() > 0)[:, :, None] & seen
+        k, v = (pool[splits.blocks].transpose(0, 1).flatten(1, 2) for pool in (kv.keys, kv.values))
+        rows = q.unflatten(0, (spec.num_kv_heads, -1))
+        scores = torch.einsum("hrtd,hsd->hrts", rows, k) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = scores.masked_fill(~seen.flatten(1), -torch.inf)
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        return torch.einsum("hrts,hsd->hrtd", weights, v).flatten(0, 1), lse.flatten(0, 1)
+
+
+class Decodes:
+    """A model that records, and steps of single tokens of it, each computed layer by layer, too."""
+
+    def __init__(self, folder: Path, record: Record, backend: AttentionBackend, device: str = "cpu") -> None:
+        self.device, self.backend = torch.device(device), backend
+        recording = Recording(backend=self.backend, record=record)
+        self.model = Model(prepare(str(folder), dtype="float32"), self.device, recording=recording)
+        self.specs = self.model.specs
+        self.change_pool(0)
+
+    def change_pool(self, seed: int) -> None:
+        """Makes another, with a block before its first that nobody has: it would tell of tokens stored nowhere."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(2, NUM_BLOCKS + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim) for spec in self.specs]
+        self.pairs = [torch.randn(shape, generator=generator).to(self.device) for shape in shapes]
+        self.kv = pool_of(self.pairs)
+
+    def step(self, *stops: int, seed: int = 0) -> Tensor:
+        """Computes a token of each of some requests, of which it is the last of so many; returns the logits."""
+        generator = torch.Generator().manual_seed(seed)
+        num_tokens, positions = len(stops), torch.tensor(stops) - 1
+        tokens = torch.randint(0, 199, (64,), generator=generator)[:num_tokens]
+        numbers = iter(torch.randperm(NUM_BLOCKS, generator=generator).tolist())
+        tables = [[next(numbers) for _ in range(0, stop, BLOCK_SIZE)] for stop in stops]
+        plans = {}
+        for window in {spec.window for spec in self.specs}:
+            starts = [max(0, stop - (window or stop)) for stop in stops]
+            reads = [Reads(blocks=t, start=a, stop=b) for t, a, b in zip(tables, starts, stops, strict=True)]
+            plans[window] = self.backend.plan(reads, self.kv[0])
+        step = SingleTokens(
+            blocks=torch.tensor([table[-1] for table in tables]),
+            offsets=positions % BLOCK_SIZE,
+            kv=self.kv,
+            plans=[plans[spec.window] for spec in self.specs],
+        )
+        own_pairs = [pair.clone() for pair in self.pairs]
+        row, lengths = (tokens, positions, torch.arange(num_tokens)), positions + 1
+        wanted = self.model.forward(*row, ByLayers(self, pool_of(own_pairs), step), lengths)
+        found = self.model.forward(*row, AtOnce(self, self.kv, step), lengths).clone()
+        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(self.pairs, own_pairs, atol=TOLERANCE, rtol=TOLERANCE)
+        return found
+
+
+def pool_of(pairs: Sequence[Tensor]) -> tuple[PagedKv, ...]:
+    return tuple(PagedKv(keys=keys[1:], values=values[1:]) for keys, values in pairs)
+
+
+@dataclass
+class ByLayers:
+    """Attends as a step says, wherever its slots are."""
+
+    decodes: Decodes
+    kv: Sequence[PagedKv]
+    step: SingleTokens
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        backend, step = self.decodes.backend, self.step
+        backend.store(self.kv[layer], *on_device((step.blocks, step.offsets), q.device), k, v)
+        return backend.attend_paged(q, self.kv[layer], step.plans[layer], self.decodes.specs[layer])[0]
+
+
+class AtOnce(ByLayers):
+    def single_tokens(self) -> SingleTokens:
+        return self.step
+
+
+# ---------------------------------------------------------------- with PyTorch's operators
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_replay_computes_what_the_layers_do(folders: dict[str, Path], name: str) -> None:
+    """In sizes of graphs and between them; contexts grow and shrink, and the pool changes."""
+    tape = Tape()
+    decodes = Decodes(folders[name], tape, Recordable())
+    for number, stops in enumerate([(1,), (40, 3, 17), (8, 16, 9, 31), (150, 1), (149, 2), (5, 99, 7, 64, 33)]):
+        decodes.step(*stops, seed=number)
+        if number == 2:
+            assert tape.num_recorded == 2
+            decodes.change_pool(1)
+            decodes.step(70, 1, 25, seed=9)
+            assert tape.num_recorded == 3
+    assert tape.num_replayed == 7 > tape.num_recorded
+
+
+def test_graphs_are_few_and_small(tiny: Path) -> None:
+    tape = Tape()
+    decodes = Decodes(tiny, tape, Recordable())
+    with mock.patch.object(graph_step, "_MOST_GRAPHS", 2):
+        for stops in ((1,), (1, 2), (3,), (1, 2, 3), (4,), (2, 1)):  # that of one token is used again: it is kept
+            decodes.step(*stops)
+    assert (tape.num_recorded, tape.num_replayed) == (4, 6)
+    with mock.patch.object(graph_step, "_MOST_ROWS", 2):
+        decodes.step(1, 2, 3)
+        assert tape.num_replayed == 6
+        decodes.step(2, 3)
+    assert tape.num_replayed == 7
+
+
+class Refusing:
+    """A recorder that cannot record."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def __call__(self, _: object) -> Any:
+        self.num_asked += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_asked", "why"),
+    [
+        ("llama", 1, "stream is capturing"),
+        ("llama-longrope", 0, "aten._local_scalar_dense.default needs numbers"),
+        ("phi3-longrope", 0, "aten._local_scalar_dense.default needs numbers"),
+    ],
+)
+def test_a_model_that_cannot_be_recorded_is_computed_by_layers(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture, name: str, num_asked: int, why: str
+) -> None:
+    record = Refusing()
+    decodes = Decodes(folders[name], record, Recordable())
+    with caplog.at_level(logging.WARNING, "longspan"):
+        decodes.step(1, 2)
+        decodes.step(3)
+    assert record.num_asked == num_asked
+    [line] = caplog.messages
+    assert line.startswith("decode steps are computed layer by layer") and why in line
+
+
+def decode(folder: Path, backend: AttentionBackend, *, enforce_eager: bool) -> tuple[list[list[int]], Tape]:
+    """Generates by an engine that records on the CPU."""
+    tape = Tape()
+    recording = Recording(backend=backend, record=tape)
+    with (
+        mock.patch.object(rank, "backend_of", return_value=backend),
+        mock.patch.object(rank, "recording_of", return_value=recording),
+        ThreadLLM(str(folder), skip_tokenizer_init=True, block_size=16, enforce_eager=enforce_eager) as llm,
+    ):
+        prompts = [[5, 6, 7], [8] * 40, list(range(30))]
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        return [one.outputs[0].token_ids for one in llm.generate(prompts, params)], tape
+
+
+def test_an_engine_decodes_by_replays_unless_it_is_eager(tiny: Path) -> None:
+    (graphs, tape), (eager, unused) = (decode(tiny, Recordable(), enforce_eager=flag) for flag in (False, True))
+    assert graphs == eager and unused.num_recorded == 0
+    assert tape.num_replayed >= 23 > tape.num_recorded > 0
+
+
+def test_a_share_of_a_model_is_not_recorded(tiny: Path) -> None:
+    tape = Tape()
+    recording = Recording(backend=Recordable(), record=tape)
+    files = prepare(str(tiny), dtype="float32")
+    for split in ({"tp": 2}, {"layers": range(2)}):
+        assert Model(files, torch.device("cpu"), recording=recording, **split)._whole_step is None  # type: ignore[arg-type]
+
+
+def test_only_kernels_that_follow_from_shapes_are_recorded(tiny: Path) -> None:
+    recording = Recording(backend=TorchCpu(), record=Tape())
+    model = Model(prepare(str(tiny), dtype="float32"), torch.device("cpu"), recording=recording)
+    assert model._whole_step is None
+    assert rank.recording_of(TorchCpu(), torch.device("cpu")) is None
+    assert rank.recording_of(TorchCpu(), torch.device("cuda")) is not None
+
+
+# ---------------------------------------------------------------- with Triton's kernels
+
+
+def compare_steps(folder: Path, record: Record, device: str = "cpu") -> None:
+    decodes = Decodes(folder, record, triton_backend(), device)
+    with mock.patch.object(paged, "_SPLIT_TOKENS", 2 * BLOCK_SIZE):
+        decodes.step(70, 3, 17)
+        decodes.step(40, 64, 65, 1, seed=1)
+
+
+def compare_neighbours(folder: Path) -> None:
+    """Three tokens beside padding, and beside one of a longer request: it is the same graph, or a larger one."""
+    tape = Tape()
+    decodes = Decodes(folder, tape, triton_backend())
+    alone = decodes.step(9, 30, 17)
+    for num_recorded, other in ((1, 1), (2, 200)):
+        assert torch.equal(decodes.step(9, 30, 17, other)[:3], alone)
+        assert tape.num_recorded == num_recorded
+    compare_steps(folder, tape)
+    assert tape.num_replayed == 5
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_padding_changes_no_bit(assert_interpreted: Run, tmp_path: Path) -> None:
+    """Of a model with a window in one of two layers, and softcaps."""
+    config = TINY["gemma2"]()
+    config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 2, 1
+    config.layer_types = config.layer_types[:2]
+    assert_interpreted(compare_neighbours, write_checkpoint(config, tmp_path))
+
+
+# ---------------------------------------------------------------- how steps are recorded
+
+
+def assign(numbers: Tensor) -> None:
+    numbers[numbers > 1] = 3
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda numbers: numbers.sum().item(),
+        lambda numbers: bool((numbers > 1).any()),
+        lambda numbers: numbers.nonzero(),
+        lambda numbers: numbers[numbers > 1],
+        assign,
+    ],
+    ids=["item", "if", "nonzero", "mask", "assign"],
+)
+def test_what_the_host_reads_is_found(read: Callable[[Tensor], object]) -> None:
+    numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
+    with graph_step._WithoutHostReads():
+        numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does
+        with pytest.raises(graph_step._HostReadError, match="needs numbers of the device on the host"):
+            read(numbers)
+
+
+def test_a_buffer_is_filled_and_padded() -> None:
+    buffer = NumberBuffer([3, 1, 4], torch.device("cpu"))
+    buffer.fill([torch.tensor(one).numpy() for one in ([7, 8], [9], [5])], [-1, 0, 6])
+    assert [one.tolist() for one in buffer.arrays] == [[7, 8, -1], [9], [5, 6, 6, 6]]
+    assert [one.storage_offset() for one in buffer.arrays] == [0, 4, 6], "multiples of 16 bytes"
+    with pytest.raises(AssertionError, match="there is room"):
+        buffer.fill([torch.arange(4).numpy()])
+
+
+def test_arrays_go_to_a_device_in_one_copy() -> None:
+    """One without memory; those that are there already stay."""
+    here = torch.arange(3), torch.arange(5)
+    assert on_device(here, torch.device("cpu")) is here
+    there = on_device(here, torch.device("meta"))
+    assert [(len(one), one.device.type) for one in there] == [(3, "meta"), (5, "meta")]
+    assert on_device(there, torch.device("meta")) is there
+
+
+class FakeCuda:
+    """Stands for PyTorch's CUDA graphs; a capture changes the stream, and leaves it so when it fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream, self.pools, self.replayed = "main", list[Any](), list[Any]()
+        fake = self
+
+        class Graph:
+            def pool(self) -> object:
+                return self
+
+            def replay(self) -> None:
+                fake.replayed.append(self)
+
+        class Capture:
+            def __init__(self, graph: object, *, pool: object, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                fake.pools.append((graph, pool))
+
+            def __enter__(self) -> None:
+                fake.stream = "side"
+
+            def __exit__(self, kind: object, *_: object) -> None:
+                if kind is None:
+                    fake.stream = "main"
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", Capture)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+
+
+def test_cuda_graphs_share_their_memory_and_leave_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, results = FakeCuda(monkeypatch), [torch.zeros(1), torch.zeros(1)]
+    record = CudaRecorder()
+
+    def fail() -> Tensor:
+        assert cuda.stream == "side"
+        raise RuntimeError("capture")
+
+    replays = [record(lambda: results[0]), record(lambda: results[1])]
+    with pytest.raises(RuntimeError, match="capture"):
+        record(fail)
+    assert cuda.stream == "main"
+    (first, no_pool), *others = cuda.pools
+    assert no_pool is None and [pool for _, pool in others] == [first, first]
+    assert [replay() for replay in replays] == results
+    assert cuda.replayed == [graph for graph, _ in cuda.pools[:2]]

@@ -1,0 +1,81 @@
+"""What CUDA graphs are, on a CPU: operators and kernels that a function called are repeated, the function is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from longspan.model.graph_step import Replay
+
+
+class Tape:
+    """Records in place of `CudaRecorder`, and counts. Kernels of Triton are recorded if they are interpreted."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_replayed = 0
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
+        self.num_recorded += 1
+        calls: list[Callable[[], object]] = []
+        with _recorded_kernels(calls), _Operators(calls):
+            found = compute()
+
+        def replay() -> Tensor:
+            self.num_replayed += 1
+            for call in calls:
+                call()
+            return found
+
+        return replay
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, calls: list[Callable[[], object]]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        outputs = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+        inputs = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        storages = {one.untyped_storage().data_ptr() for one in inputs.values()}
+        if func._schema.is_mutable:
+            self._calls.append(lambda: func(*args, **kwargs))
+        elif not any(one.untyped_storage().data_ptr() in storages for one in outputs):  # no views
+
+            def again() -> None:
+                new = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]
+                for one, other in zip(outputs, new, strict=True):
+                    one.copy_(other)
+
+            self._calls.append(again)
+        return found
+
+
+class _recorded_kernels:  # noqa: N801 - a context
+    """Records launches of Triton's kernels, of which the mode above sees nothing but what the interpreter does."""
+
+    def __init__(self, calls: list[Callable[[], object]]) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        from triton.runtime.interpreter import GridExecutor
+
+        self._launch = launch = GridExecutor.__call__
+
+        def recorded(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            self._calls.append(lambda: launch(kernel, *args, **kwargs))
+            with _disable_current_modes():
+                launch(kernel, *args, **kwargs)
+
+        GridExecutor.__call__ = recorded
+
+    def __exit__(self, *_: object) -> None:
+        from triton.runtime.interpreter import GridExecutor
+
+        GridExecutor.__call__ = self._launch
