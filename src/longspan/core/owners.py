@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -125,6 +126,8 @@ class Owners:
     Entry b of the `table` is the block of tokens `[b * block_size, (b + 1) * block_size)`. With a `rotation` that holds
     up to its start only: later entries are the blocks that members begin after it, in that order. Either way a
     member's tokens lie in its own blocks one after the other, in order of position.
+
+    The `group` are the pools that are asked about; what lies in others, such as that of a host, is left out.
     """
 
     table: Sequence[BlockRef]
@@ -144,10 +147,11 @@ class Owners:
             return tuple(sum(len(run) for run in runs) for runs in self.held(num_tokens))
         held, size = dict.fromkeys(self.group, 0), self.block_size
         num_full, rest = divmod(num_tokens, size)
-        for instance, _ in self.table[:num_full]:
-            held[instance] += size
+        for pool, number in Counter([pool for pool, _ in self.table[:num_full]]).items():
+            if pool in held:
+                held[pool] += number * size
         if rest:
-            held[self.table[num_full].pool] += rest
+            held[self.table[num_full].pool] += rest  # what is not full is on a device
         return tuple([held[instance] for instance in self.group])
 
     def blocks(self, instance: int) -> tuple[int, ...]:
@@ -163,7 +167,8 @@ class Owners:
     def _by_blocks(self, num_tokens: int) -> SpanShards:
         held: dict[int, list[Run]] = {instance: [] for instance in self.group}
         for index, ref in enumerate(self.table[: -(-num_tokens // self.block_size)]):
-            runs = held[ref.pool]
+            if (runs := held.get(ref.pool)) is None:
+                continue
             start, stop = index * self.block_size, min(num_tokens, (index + 1) * self.block_size)
             if runs and runs[-1].stop == start:
                 runs[-1] = Run(runs[-1].start, stop)

@@ -44,6 +44,7 @@ class Rank:
         self._transports: Transports | None = None
         self._num_connected = 0
         self._backend = backend_of(device, compiled=config.kernels is not None)
+        self._host_backend = self._backend if device.type == "cpu" else backend_of(torch.device("cpu"))
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
@@ -108,7 +109,7 @@ class Rank:
         )
         host = None
         if config.host_memory:
-            host = HostPool(self._map_host_blocks(cluster), pool, model.info.specs, cluster, rank)
+            host = HostPool(self._map_host_blocks(cluster), pool, model.info.specs, cluster, rank, self._host_backend)
         worker = Worker(
             rank,
             cluster,
