@@ -109,7 +109,9 @@ class Service:
             _log.info(self.hint)
         self.max_model_len = config.max_model_len
         if given.max_model_len is None and self.max_model_len < self.info.context_length:
-            where = "on devices, or on the host (host_kv_gib)" if config.turns else "on devices"
+            where = "on devices"
+            if cluster.host_blocks and (config.turns or self._policy.reads_hosts):
+                where += f", {'or' if config.turns else 'and'} on the host (host_kv_gib),"
             words = "the KV pools %s hold %d tokens, less than the model's context of %d"
             _log.info(words, where, self.max_model_len, self.info.context_length)
         self.input_processor = InputProcessor(

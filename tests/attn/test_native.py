@@ -311,6 +311,21 @@ def test_what_the_paged_kernel_cannot_compute_is_left_to_pytorch(monkeypatch: py
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-6)
 
 
+def test_some_heads_of_a_pool_are_left_to_pytorch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paged kernel takes blocks for dense; a rank reads its share of the heads that a host's pool has."""
+    monkeypatch.setattr(native, "_library", None)
+    spec = AttnSpec(num_heads=2, num_kv_heads=1, head_dim=32, scale=0.1, window=None, softcap=None)
+    q, k, v = random_qkv(spec, 1, 48, torch.bfloat16, seed=1)
+    pool = torch.randn(2, 3, 4, 16, 32).bfloat16()
+    kv = PagedKv(keys=pool[0], values=pool[1]).heads(range(2, 3))
+    for own, tokens in ((kv.keys, k), (kv.values, v)):
+        own[:, 0] = tokens[0].unflatten(0, (3, 16))
+    out, lse = NativeCpu().attend_paged(q, kv, NativeCpu().plan([Reads(blocks=[0, 1, 2], start=5, stop=40)], kv), spec)
+    wanted, wanted_lse = reference(q, [10**6], k[:, 5:40], v[:, 5:40], range(35), spec)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-2, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

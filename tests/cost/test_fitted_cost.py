@@ -186,6 +186,28 @@ def test_kv_moves_as_quickly_as_ranks_sent_messages() -> None:
         alone_s(fitted(profile()).flows(move))
 
 
+def test_keys_on_a_host_come_to_a_device_beside_attention_and_to_a_cpu_not_at_all() -> None:
+    """Blocks have 12,800 bytes, and come at 1 MB/s: 100 of them in 1.28 s."""
+    on_cpu = profile()
+    for size in (2**12, 2**16, 2**20):
+        transfer = Transfer(kind="host_copy", members=1, num_bytes=size, seconds=(1e-9 + size / 1e6,))
+        on_cpu = on_cpu.with_transfer(transfer)
+    on_device = structs.replace(on_cpu, profile_key=structs.replace(SUBJECT, device="cuda"))
+
+    def more_s(measured: Profile, own: Part) -> float:
+        parts = [replace(own, num_hosted=number) for number in (0, 100)]
+        without, with_some = (fitted(measured).seconds(Forward(number=1, parts=(one,)))[0] for one in parts)
+        return with_some - without
+
+    decode, prompt = part(0, 20_000, 20_001, 0), part(0, 20_000, 22_000, 0)
+    block_s = 100 * 2 * 2 * 16 * 2 * 10 / 1e6
+    assert more_s(on_device, decode) == pytest.approx(100 * block_s, rel=1e-3)
+    hidden_s = prefill_s(1, 2000, 20_000) - prefill_s(1, 2000, 0)
+    assert 0.5 < hidden_s < 1.0
+    assert more_s(on_device, prompt) == pytest.approx(100 * block_s - hidden_s, rel=0.05)
+    assert more_s(on_cpu, decode) == more_s(on_cpu, prompt) == 0.0
+
+
 def test_links_are_those_of_any_profile() -> None:
     """Instances that are split otherwise may be too few to send each other anything."""
     split = structs.replace(profile(), profile_key=structs.replace(SUBJECT, tp=2))

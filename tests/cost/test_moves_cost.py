@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_part import part_of
 
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_KV
@@ -75,6 +76,30 @@ def test_all_ranks_of_an_instance_copy_to_and_from_its_host_at_once(way: MoveWay
     assert alone_s(flows) == pytest.approx(bus.latency_s + 100 * BLOCK * TOKEN_BYTES / 8 / bus.bytes_per_s)
     other = found.flows(move((0, 16)))
     assert alone_s([*flows, *other]) == max(alone_s(flows), alone_s(other))
+
+
+@pytest.mark.parametrize("spec", ["1", "tp8", "pp2"])
+def test_keys_on_a_host_come_over_the_bus(spec: str) -> None:
+    """To a decode with nothing beside, to a prompt beside its attention; each rank gets its own heads."""
+    found, tp = cost(spec, None), 8 if spec == "tp8" else 1
+
+    def more_s(tokens: int, cached: int) -> float:
+        own = part_of((0,), start=cached, stop=cached + tokens, runs=((Run(cached, cached + tokens),),))
+        steps = [Forward(number=1, parts=(replace(own, num_hosted=number),)) for number in (0, cached // BLOCK)]
+        without, with_some = (found.seconds(step)[0] for step in steps)
+        return with_some - without
+
+    bus = catalog.link(catalog.device(HOSTS.hardware).bus)
+    assert more_s(1, 512 * BLOCK) == pytest.approx(512 * BLOCK * TOKEN_BYTES / bus.bytes_per_s / tp, rel=1e-6)
+    assert more_s(8192, 512 * BLOCK) == 0.0, "attention takes longer"
+    assert 0.0 < more_s(2, 512 * BLOCK) < more_s(1, 512 * BLOCK)
+
+
+def test_on_a_cpu_they_are_there() -> None:
+    found = cost("1", None, Devices(hardware="cpu-epyc-9654", gpus_per_host=1))
+    own = part_of((0,), start=4096, stop=4097, runs=((Run(4096, 4097),),))
+    steps = [Forward(number=1, parts=(replace(own, num_hosted=number),)) for number in (0, 16)]
+    assert found.seconds(steps[0]) == found.seconds(steps[1])
 
 
 def test_sixteen_sources_are_too_many_for_eight_receivers() -> None:

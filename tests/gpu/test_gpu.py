@@ -20,6 +20,7 @@ from longspan import LLM, SamplingParams
 from longspan.attn.backends import AttentionBackend, CudaKernel, backend_of
 from longspan.attn.backends.pytorch import TorchCuda
 from longspan.attn.check import random_qkv, reference
+from longspan.attn.hosted import PinnedStaging
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
 from longspan.model.graph_step import CudaRecorder, Replay
@@ -118,6 +119,36 @@ def test_tokens_are_the_same_with_graphs_and_without(tiny: Path) -> None:
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_tokens_are_those_of_hugging_face(tiny: Path, oracle: Oracle, parallel: str) -> None:
     check(tiny, oracle, **PARALLEL[parallel])
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}], ids=str)
+def test_most_of_a_context_lies_on_the_host(tiny: Path, oracle: Oracle, options: dict[str, Any]) -> None:
+    """Prompts of up to 150 tokens, of which a device holds 48."""
+    check(tiny, oracle, num_gpu_blocks_override=3, host_kv_gib=0.02, policy="chunked", **options)
+
+
+@pytest.mark.parametrize("sizes", [[64] * 7, [512, 100, 512, 512, 3]], ids=str)
+def test_pieces_come_whole_while_others_are_read(sizes: list[int]) -> None:
+    staging, shape = PinnedStaging(torch.device("cuda")), (4, 64)
+    pieces = [torch.randn(2, shape[0], size, shape[1]) for size in sizes]
+    sums = []
+
+    def begin(number: int) -> None:
+        def fill(rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
+            for room, source in zip(rooms, pieces[number], strict=True):
+                room.copy_(source)
+
+        if number < len(pieces):
+            staging.begin(number % 2, (shape[0], sizes[number], shape[1]), torch.float32, fill)
+
+    begin(0)
+    for number in range(len(pieces)):
+        begin(number + 1)
+        k, v = staging.end(number % 2)
+        torch.cuda._sleep(10_000_000)  # what reads it begins late
+        sums.append((k.double().sum() - v.double().sum()).reshape(1))
+    wanted = torch.stack([piece[0].double().sum() - piece[1].double().sum() for piece in pieces])
+    torch.testing.assert_close(torch.cat(sums).cpu(), wanted)
 
 
 @pytest.mark.parametrize("parallel", ["one", "two", "tp2", "pp2", "roles"])

@@ -92,7 +92,7 @@ def crowds(draw: st.DrawFn, policy: str, **changes: object) -> Setup:
         max_steps_in_flight=draw(st.sampled_from([1, 2])),
         uneven=draw(st.integers(0, 3)),
         pp=draw(st.integers(1, 3)),
-        host_blocks=draw(st.sampled_from([(), (80,)])),
+        host_blocks=draw(st.sampled_from([(), (80,)])) if changes.get("prefix_caching", True) else (),
     )
     return replace(setup, **changes)  # type: ignore[arg-type]
 

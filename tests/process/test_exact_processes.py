@@ -67,6 +67,27 @@ def test_a_long_request_is_decoded_by_several_others(tiny: Path, oracle: Oracle)
         assert [set(output.metrics.exchanges["decode"]) for output in outputs] == [{"ring_q"}, {"local"}]
 
 
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.full)])
+def test_a_context_that_no_device_holds(model: str, request: pytest.FixtureRequest) -> None:
+    """Two thirds of it lie on the host; ranks of two shards read their heads of that."""
+    folder = str(request.getfixturevalue("tiny")) if model == "tiny" else "smollm2-135m"
+    oracle: Oracle = request.getfixturevalue("oracle" if model == "tiny" else "smollm2_oracle")
+    size, block_size = (300, 16) if model == "tiny" else (4000, 64)
+    prompt = [5 + token % 190 for token in topic_tokens()[:size]]
+    with LLM(
+        folder,
+        parallel="tp2",
+        block_size=block_size,
+        num_gpu_blocks_override=size // block_size // 3,
+        max_num_batched_tokens=size // 10,
+        host_kv_gib=0.02 if model == "tiny" else 0.5,
+        skip_tokenizer_init=True,
+    ) as llm:
+        [output] = llm.generate([prompt], LONG)
+        assert llm.bytes_exchanged["host_copy"] > 0
+    assert_exact(output, oracle.complete(prompt, 32))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"])
 def test_every_exchange(smollm2_oracle: Oracle, exchange: str) -> None:

@@ -76,6 +76,24 @@ def test_a_host_spares_further_turns_their_prefill() -> None:
     assert found[0] < found[1] < found[2] == found[3]  # type: ignore[operator]
 
 
+def test_prompts_that_no_device_holds_come_from_the_host() -> None:
+    """60,000 tokens and more, of which a device holds 25,600: served with a host, and more slowly than by a larger
+    device.
+    """
+    cluster = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=1)
+    asked = WorkloadSpec(prefix_len=60_000, num_prefixes=3, num_requests=3, rate=0.01, output_len=20)
+    found = []
+    for blocks, host in ((100, 0.0), (100, 16.0), (400, 0.0)):
+        scheduling = SchedulingArgs(num_gpu_blocks_override=blocks, host_kv_gib=host, policy="chunked")
+        found.append(simulate("llama-3-8b", cluster, asked, scheduling=scheduling).summary())
+    refused, hosted, large = found
+    assert (refused["num_refused"], hosted["num_completed"], large["num_completed"]) == (3, 3, 3)
+    assert hosted["num_preemptions"] == 0
+    host_s = (60_000 - 25_600) * 2 * 8 * 128 * 2 * 32 / 25e9
+    assert hosted["tbt_p50_s"] > large["tbt_p50_s"] + host_s  # type: ignore[operator]
+    assert hosted["ttft_p50_s"] < 1.5 * large["ttft_p50_s"], "attention hides most of what comes"  # type: ignore[operator]
+
+
 def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", *HOST, *REQUESTS, "--policy", "chunked, context") == 0
     lines = re.findall(r"^[│┃](.*)[│┃]$", capsys.readouterr().out, re.MULTILINE)

@@ -83,6 +83,7 @@ class CheckedExecutor:
         self._ranks = [rank_requests() for _ in range(setup.num_instances)]
         self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
         self._owners: dict[BlockRef, set[int]] = defaultdict(set)
+        self._reads: dict[int, set[BlockRef]] = defaultdict(set)
         self.moving: dict[int, Moving] = {}
         self.damaged: Callable[[MoveKV], tuple[int, ...]] = lambda _: ()
 
@@ -172,14 +173,36 @@ class CheckedExecutor:
         live.group, live.targets = part.group, self.requests[part.request_id].targets
         for ref in live.table[part.first_block :]:
             self._owners[ref].remove(part.request_id)
-        assert tables[0][: len(live.table)] == live.table, "what is told again has not changed"
+        for old, new in zip(live.table, tables[0], strict=False):
+            assert old == new or self._is_spilled(part, old, new), "what is told again has not changed"
+            if old != new:
+                for number, forward in self.in_flight.items():
+                    if any(other.request_id == part.request_id for other in forward.parts):
+                        self._reads[number].add(old)
         live.table = list(tables[0])
+        if len(live.slots.of) > 0 and part.num_hosted:
+            live.slots.move(live.table)
         for ref in part.blocks:
             self._owners[ref].add(part.request_id)
         assert len(set(live.table)) == len(live.table)
         assert live.rotation in (None, part.rotation), "once homes rotate by token they go on"
         live.rotation = part.rotation
         live.slots.follow(part, live.table)
+
+    def _users(self, ref: BlockRef) -> set[int]:
+        """Who owns a block, but for requests that have it on the host by now; and steps in flight that read it."""
+        readers = {-number for number, refs in self._reads.items() if ref in refs and number in self.in_flight}
+        return {one for one in self._owners[ref] if one < 0 or ref in self._told(self.requests[one])} | readers
+
+    @staticmethod
+    def _told(request: Request) -> list[BlockRef]:
+        """The table that its next step is told, if that is told all."""
+        return [request.spilling.get(ref, ref) for ref in request.table]
+
+    def _is_spilled(self, part: Part, old: BlockRef, new: BlockRef) -> bool:
+        """Tells whether a block has gone to the host, and is there by now."""
+        coming = {target for moving in self.moving.values() for _, target in moving.move.copies}
+        return old.pool in part.group and new.pool == self._setup.cluster.host_pool(old.pool) and new not in coming
 
     def _check_span(self, part: Part) -> None:
         request, live = self.requests[part.request_id], self.live[part.request_id]
@@ -194,7 +217,7 @@ class CheckedExecutor:
             assert all(len(run) and run.step == 1 for run in runs)
             assert all(a.stop < b.start for a, b in pairwise(runs)), "runs ascend and are joined"
         assert len(part.group) == len(part.runs) == len(set(part.group))
-        assert all(0 <= ref.block < self._setup.blocks_of(ref.instance) for ref in part.blocks)
+        assert all(0 <= ref.block < self._setup.cluster.pool_blocks[ref.pool] for ref in part.blocks)
         assert (part.exchange == LOCAL) == (len(part.group) == 1)
         by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts.profile is None
         assert not by_default or part.exchange != RING_Q or part.stop == part.start + 1
@@ -213,12 +236,15 @@ class CheckedExecutor:
         live, names = self.live[part.request_id], self._names(part.request_id)
         slots = live.slots.of
         assert {ref for ref, _ in slots} == set(live.table), "blocks for all tokens and no more"
-        assert {ref.instance for ref in live.table} <= set(part.group)
+        hosted = [ref for ref in live.table if self._setup.cluster.tier(ref.pool) == "host"]
+        assert len(hosted) == part.num_hosted and (not hosted or part.exchange.traits.reads_hosts)
+        assert {ref.pool for ref in hosted} <= {self._setup.cluster.host_pool(part.group[0])}
+        assert {ref.instance for ref in live.table if ref not in hosted} <= set(part.group)
         for member, runs in enumerate(part.runs):
             block_owners = {slots[position][0].instance for run in runs for position in run.positions}
             assert block_owners <= set(part.group[member:] if part.exchange == CHAIN else [part.group[member]])
         for ref, _ in slots[part.start :]:
-            assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"
+            assert self._users(ref) == {part.request_id}, "a block that is written belongs to one request"
             assert ref not in self._named, "nobody writes what moves, or where it goes"
         stored = [self._slots[ref][offset] for ref, offset in slots[: part.start]]
         assert stored == names[: part.start], f"the blocks of request {part.request_id} hold other tokens"
@@ -286,7 +312,7 @@ class CheckedExecutor:
                 assert cluster.tier(here.pool) == "host" and there.pool == cluster.disk_pool(here.pool)
                 assert len(move.contents) == len(move.copies)
             assert self._slots[source][0] and source not in written, "what is copied was computed"
-            assert not self._owners[target] and target not in self._named, "nobody else touches a target"
+            assert not self._users(target) and target not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
         held = [list(self._slots[source]) for source, _ in move.copies]
         live = self.live.get(move.request_id) or _Live(group=(), next_start=0, slots=Slots(size=1))
@@ -365,7 +391,7 @@ class CheckedExecutor:
         for index, ((source, target), held) in enumerate(zip(moving.move.copies, moving.held, strict=True)):
             assert self._slots[source] == held, "nobody writes what moves"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
-            assert not self._owners[target], "nobody else touches a target"
+            assert not self._users(target), "nobody else touches a target"
             self._slots[target] = [0] * self._setup.block_size if index in failed else held
 
     def _copy(self, forward: Forward, move: MoveKV) -> None:

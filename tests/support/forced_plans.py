@@ -109,6 +109,11 @@ class Wandering:
     def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> None:
         """Drops nothing."""
 
+    @property
+    def reads_hosts(self) -> bool:
+        """It does not."""
+        return False
+
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         return len(self._everyone) * num_blocks * block_size
 

@@ -106,13 +106,14 @@ class MemberParts(Sequence[MemberPart]):
             reads = []
             for part in (self[index] for index in indices):
                 position, runs = part.q_runs[asker][0].start, part.kv_runs[holder]
-                start, stop = _num_before(runs, _first_seen(position, window)), _num_before(runs, position + 1)
+                start, stop = num_before(runs, _first_seen(position, window)), num_before(runs, position + 1)
                 reads.append(Reads(blocks=part.blocks, start=start, stop=stop))
             self._plans[key] = self.backend.plan(reads, kv)
         return self._plans[key]
 
 
-def _num_before(runs: Sequence[Run], position: int) -> int:
+def num_before(runs: Sequence[Run], position: int) -> int:
+    """Counts the tokens of ascending runs before a position."""
     return num_tokens(runs) - num_tokens(clip(runs, position))
 
 
@@ -139,7 +140,7 @@ def gather_runs(
 ) -> None:
     """Copies keys and values of neighbouring `runs` out of the pool of `member`."""
     if runs:
-        start = _num_before(part.kv_runs[member], runs[0].start)
+        start = num_before(part.kv_runs[member], runs[0].start)
         backend.gather(kv, part.blocks, start, start + num_tokens(runs), rooms)
 
 

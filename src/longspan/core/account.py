@@ -54,6 +54,9 @@ class KvAccount:
     def num_allocated(self, instance: int) -> int:
         return self._pools[instance].num_allocated
 
+    def outgrows(self, request: RequestView, instance: int) -> bool:
+        return request.blocks_for(request.num_tokens) > self._pools[instance].num_blocks
+
     def changes(self, instances: Iterable[int]) -> int:
         pools = self._pools
         return sum([pools[instance].changes for instance in instances])
@@ -67,13 +70,35 @@ class KvAccount:
         """
         if not self.prefix_caching or request.scores_prompt:
             return _NO_HIT  # logprobs of a prompt need all of it computed
-        limit = request.num_tokens - 1
+        return self._with_begun(request, group, self._full_blocks(request, group))
+
+    def match_beside(self, request: RequestView, instance: int, host: int, most: int) -> PrefixHit:
+        if not self.prefix_caching or request.scores_prompt:
+            return _NO_HIT
+        refs = self._full_blocks(request, (instance, host))
+        own = self._pools[instance]
+        free = [index for index, ref in enumerate(refs) if ref.pool == instance and not own.references(ref.block)]
+        for index in free[: max(0, len(free) - most)]:
+            there = self.find(request.parent_key(index + 1), (host,))
+            if there is None:
+                refs = refs[:index]
+                break
+            refs[index] = there
+        return self._with_begun(request, (instance,), refs)
+
+    def _full_blocks(self, request: RequestView, pools: Sequence[int]) -> list[BlockRef]:
+        """Finds the full blocks that a request begins with, each in the first of some pools that has it."""
         refs: list[BlockRef] = []
-        while (len(refs) + 1) * self.block_size <= limit:
-            ref = self.find(request.parent_key(len(refs) + 1), group)
+        while (len(refs) + 1) * self.block_size < request.num_tokens:
+            ref = self.find(request.parent_key(len(refs) + 1), pools)
             if ref is None:
                 break
             refs.append(ref)
+        return refs
+
+    def _with_begun(self, request: RequestView, group: Sequence[int], refs: list[BlockRef]) -> PrefixHit:
+        """Adds the block on `group` that begins most like what follows these full ones, if it is of use."""
+        limit = request.num_tokens - 1
         start = len(refs) * self.block_size
         rest = tuple(request.tokens(start, min(limit, start + self.block_size)))
         (instance, block), length = self.find_begun(request.parent_key(len(refs)), rest, group)
@@ -108,10 +133,17 @@ class KvAccount:
 
     def contents(self, request: Request) -> Iterator[tuple[BlockRef, Content]]:
         """Yields the blocks of a request that others can be offered, and what they hold."""
-        num_tokens, size = _num_namable(request), self.block_size
-        for index, start in enumerate(range(0, num_tokens, size)):
-            tokens = request.tokens(start, min(num_tokens, start + size))
-            yield request.table[index], Content(request.parent_key(index), tokens)
+        for index in range(-(-_num_namable(request) // self.block_size)):
+            yield request.table[index], self.content(request, index)
+
+    def content(self, request: Request, index: int) -> Content:
+        """Returns the content of a block of a request, as far as others can be offered it."""
+        stop = min(_num_namable(request), (index + 1) * self.block_size)
+        return Content(request.parent_key(index), request.tokens(index * self.block_size, stop))
+
+    def num_full(self, request: Request) -> int:
+        """Counts the blocks of a request that nobody writes any more and others can be offered."""
+        return _num_namable(request) // self.block_size
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
         cached = (r for r in hit.refs if self.pool(r.pool).references(r.block) == 0)
@@ -248,12 +280,11 @@ class KvAccount:
         return [tuple.__new__(BlockRef, (instance, block)) for block in self._pools[instance].allocate(number)]
 
     def _publish(self, request: Request, index: int) -> None:
-        stop = min(_num_namable(request), (index + 1) * self.block_size)
-        tokens = request.tokens(index * self.block_size, stop)
         ref = request.table[index]
+        ref = request.spilling.get(ref, ref)
         while ref in request.copying:
             ref = request.copying[ref]
-        self.pool(ref.pool).publish(ref.block, Content(request.parent_key(index), tokens))
+        self.pool(ref.pool).publish(ref.block, self.content(request, index))
 
 
 def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:

@@ -77,6 +77,8 @@ class EngineConfig:
             raise ParameterError("max_model_len", problem, wanted)
         if wanted is not None and wanted > capacity:
             problem = f"{wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory"
+            if cluster.host_blocks and not policy.reads_hosts:
+                problem += f", or choose a policy that reads KV on hosts, which {scheduling.policy} does not"
             raise ParameterError("max_model_len", problem, wanted)
         return cls(
             cluster=cluster,
@@ -120,6 +122,10 @@ class EnginePolicy(Policy, Protocol):
         """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
 
     @property
+    def reads_hosts(self) -> bool:
+        """Whether requests that outgrow an instance may run there, with what it lacks room for on its host."""
+
+    @property
     def shards_decodes(self) -> bool:
         """Whether the KV of a request may lie on several of the instances that only decode."""
 
@@ -127,11 +133,14 @@ class EnginePolicy(Policy, Protocol):
 def capacity_tokens(policy: EnginePolicy, clusters: Sequence[Cluster], block_size: int) -> int:
     """Returns the length of the longest request that is sure to fit when it is alone.
 
-    Where clusters take turns it must fit all of them, and the memory of a host, too, where KV lies in between.
+    What devices have no room for may lie on a host, if the policy reads it there. Where clusters take turns it must fit
+    all of them, and the memory of a host, too, where KV lies in between.
     """
     found = []
     for cluster in clusters:
-        found.append(policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size))
+        on_host = min(cluster.host_blocks) if cluster.host_blocks and policy.reads_hosts else 0
+        on_devices = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
+        found.append(on_devices + on_host * block_size)
         decode = [cluster.num_blocks[instance] for instance in cluster.decode]
         others = [sum(decode)] if decode and policy.shards_decodes else decode
         others += cluster.host_blocks if len(clusters) > 1 else ()

@@ -13,6 +13,7 @@ from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, EnginePolicy, capacity_tokens
 from longspan.core.exchange import shown_names
+from longspan.core.owners import BlockRef
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
@@ -274,6 +275,7 @@ class Engine:
         for forward in self._steps.clear():
             self._end(forward)
         for request in list(self._requests.values()):
+            self.account.give_back([ref for ref in reversed(request.table) if self._is_hosted(ref)])
             if request.finish_reason is None:
                 self._leave(request)
                 request.lose_kv()
@@ -464,9 +466,10 @@ class Engine:
         may_fetch = True
         while True:
             self._transfers.make_room(self._occupancy.full)
-            self._submit(
-                self.tiers.arrange(self._waiting.able(self._policy.admits(self.config.cluster)), may_fetch=may_fetch)
-            )
+            waiting = self._waiting.able(self._policy.admits(self.config.cluster))
+            reads_hosts = self._policy.reads_hosts
+            self._submit(self.tiers.spill(waiting) if reads_hosts else [])
+            self._submit(self.tiers.arrange(waiting, may_fetch=may_fetch, reads_hosts=reads_hosts))
             plan = self._policy.plan(self._view())
             for parked in plan.parked:
                 self._retract(self._requests[parked.id])
@@ -523,7 +526,11 @@ class Engine:
             num_new=len(waiting) - waiting.num_started,
             num_started=waiting.num_started,
             next_new=waiting.first_new() if admits == "started" and not waiting.num_started else None,
+            reads_hosts=self._policy.reads_hosts and bool(self.config.cluster.host_blocks),
         )
+
+    def _is_hosted(self, ref: BlockRef) -> bool:
+        return self.config.cluster.tier(ref.pool) == "host"
 
     def _admit(self, scheduled: ScheduledPart) -> None:
         request, hit = self._requests[scheduled.request.id], scheduled.hit
@@ -532,6 +539,7 @@ class Engine:
         self.account.take(request, hit)
         self.tiers.release(request)
         self.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
+        request.num_hosted = sum(map(self._is_hosted, hit.refs))
         request.group = scheduled.group
         request.admission = next(self._admissions)
         self._running.join(request)
@@ -601,6 +609,7 @@ class Engine:
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
         self._transfers.computed(forward)
+        self.tiers.computed(forward.number)
         for move in forward.rebalances:
             self.account.complete_copies(self._requests[move.request_id], move.copies)
         for part in forward.parts:

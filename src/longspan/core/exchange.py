@@ -31,6 +31,7 @@ class Traits:
         decodes: whether policies may decode single tokens with it.
         keeps: the KV of a token stays with the member that `computed` it, or with that one or any `later` member.
         skewed: whether its members may be in different layers at the same time, so that nobody waits for a later one.
+        reads_hosts: whether some keys of a member may lie in the pool of its host.
         parameters: the fields of `Exchange` that it takes.
     """
 
@@ -40,6 +41,7 @@ class Traits:
     decodes: bool = True
     keeps: Literal["computed", "later"] = "computed"
     skewed: bool = False
+    reads_hosts: bool = False
     parameters: tuple[Parameter, ...] = ()
 
     @property
@@ -97,7 +99,7 @@ def register_traits(kind: str, traits: Traits) -> Exchange:
     return Exchange(kind)
 
 
-LOCAL = register_traits("local", Traits(layouts=("single",)))
+LOCAL = register_traits("local", Traits(layouts=("single",), reads_hosts=True))
 """One member holds all keys, and nothing travels."""
 RING_KV = register_traits("ring_kv", Traits())
 """Keys and values travel around the ring (pass-KV)."""

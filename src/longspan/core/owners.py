@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -126,6 +127,8 @@ class Owners:
     Entry b of the `table` is the block of tokens `[b * block_size, (b + 1) * block_size)`. With a `rotation` that holds
     up to its start only: later entries are the blocks that members begin after it, in that order. Either way a
     member's tokens lie in its own blocks one after the other, in order of position.
+
+    The `group` are the pools that are asked about; what lies in others, such as that of a host, is left out.
     """
 
     table: Sequence[BlockRef]
@@ -145,10 +148,11 @@ class Owners:
             return tuple(sum(len(run) for run in runs) for runs in self.held(num_tokens))
         held, size = dict.fromkeys(self.group, 0), self.block_size
         num_full, rest = divmod(num_tokens, size)
-        for instance, _ in self.table[:num_full]:
-            held[instance] += size
+        for pool, number in Counter([pool for pool, _ in self.table[:num_full]]).items():
+            if pool in held:
+                held[pool] += number * size
         if rest:
-            held[self.table[num_full].pool] += rest
+            held[self.table[num_full].pool] += rest  # what is not full is on a device
         return tuple([held[instance] for instance in self.group])
 
     def blocks(self, instance: int) -> tuple[int, ...]:
@@ -174,7 +178,8 @@ class Owners:
         firsts = [index for index, pool in enumerate(pools) if not index or pool != pools[index - 1]]
         edges = [*(first * self.block_size for first in firsts), num_tokens]
         for first, (start, stop) in zip(firsts, pairwise(edges), strict=True):
-            held[pools[first]].append(Run(start, stop))
+            if pools[first] in held:
+                held[pools[first]].append(Run(start, stop))
         return tuple(tuple(held[instance]) for instance in self.group)
 
 

@@ -64,6 +64,8 @@ class Request:
         group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
             everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
+        spilling: blocks of its table on hosts that moves under way fill, and those on devices that are read meanwhile.
+        num_hosted: how many blocks ranks read from the pools of hosts.
         targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
@@ -96,6 +98,8 @@ class Request:
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)
     copying: dict[BlockRef, BlockRef] = field(default_factory=dict)
+    spilling: dict[BlockRef, BlockRef] = field(default_factory=dict)
+    num_hosted: int = 0
     rotation: Rotation | None = None
     kv_owner: int | None = None
     sampler: int = 0
@@ -192,7 +196,8 @@ class Request:
         self.move_to()
         self.table.clear()
         self.copying.clear()
-        self.num_computed = self.num_scheduled = 0
+        self.spilling.clear()
+        self.num_computed = self.num_scheduled = self.num_hosted = 0
         self.num_tokens = self.num_known
 
     def move_to(self, *group: int) -> None:
@@ -246,7 +251,8 @@ class Request:
             runs=scheduled.runs,
             exchange=scheduled.exchange,
             first_block=first_block,
-            blocks=tuple(self.table[first_block:]),
+            blocks=tuple([self.spilling.get(ref, ref) for ref in self.table[first_block:]]),
+            num_hosted=self.num_hosted,
             sample=self._sample(scheduled) if stop == self.num_tokens else None,
             unknown_on=unknown_on,
             sampling=self.sampling(eos_token_ids) if first_block == 0 else None,

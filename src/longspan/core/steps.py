@@ -121,6 +121,7 @@ class Part:
         sample: None when the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
         rotation: the rule that assigns single new tokens to owners; None while owners take whole blocks.
+        num_hosted: how many blocks of the table lie in the pool of the host, and are read there.
     """
 
     request_id: int
@@ -140,6 +141,7 @@ class Part:
     targets: Sequence[int] = ()
     rope_length: int = 0
     rotation: Rotation | None = None
+    num_hosted: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 What a request gives up is copied to its host, whether it ends or loses its KV to others, and is found there by the same
 names as on devices. So preemption is a copy out and in again where that is quicker than to compute anew. Disks are a
 third level: what has come to a host is saved there at once, and comes back by way of the host.
+
+Of a request that outgrows its device the oldest blocks are spilled: they go to the host and stay in use there.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ class _Copy:
         contents: what its targets will hold.
         held: blocks that others have, too, and which are not free before it is done.
         kept: blocks that are not evicted meanwhile, in order of position.
+        spilled: the request whose table names the targets, where ranks read them from then on; None for other copies.
     """
 
     move: MoveKV
     contents: Sequence[Content]
     held: Sequence[BlockRef]
     kept: Sequence[BlockRef]
+    spilled: Request | None = None
 
 
 @dataclass(kw_only=True)
@@ -103,6 +107,7 @@ class Tiers:
         self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
         self._fetches: dict[int, _Fetch] = {}
         self._groups: dict[int, tuple[int, ...]] = {}  # of several, that requests had when they gave up their KV
+        self._still_read: dict[int, list[BlockRef]] = {}  # by step, what it reads of blocks that were spilled meanwhile
         self._asked: dict[int, int] = {}  # free blocks without which a request was not fetched, and waits
         self._hidden, self._first_hidden = set[int](), math.inf
         self.returning: dict[int, tuple[int, ...]] = {}
@@ -135,7 +140,7 @@ class Tiers:
         self.make_room()
         self._account = account
         self._lookup = self._new_lookup()
-        for kept in (self._copies, self._coming, self._fetches, self._groups, self._asked):
+        for kept in (self._copies, self._coming, self._fetches, self._groups, self._asked, self._still_read):
             kept.clear()
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
@@ -169,7 +174,12 @@ class Tiers:
         for (_, target), content in zip(move.copies, copy.contents, strict=True):
             self._coming.pop((target.pool, content.key), None)
         saves = self._save(copy) if move.way == "out" else []
-        account.let_go(reversed(copy.held))
+        if copy.spilled is None:
+            account.let_go(reversed(copy.held))
+        else:
+            owner = copy.spilled
+            owner.num_hosted += sum(owner.spilling.pop(target, None) is not None for _, target in move.copies)
+            self._read_hosted(owner, copy.held)
         if move.way == "out":
             self._keep(move.request_id, copy.kept)
         else:
@@ -192,9 +202,10 @@ class Tiers:
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
         contents: defaultdict[int, list[Content]] = defaultdict(list)
         for ref, content in self._account.contents(request):
-            number = self._cluster.host_pool(ref.instance)
+            is_hosted = self._cluster.tier(ref.pool) == "host"
+            number = ref.pool if is_hosted else self._cluster.host_pool(ref.instance)
             pool = self._account.pool(number)
-            if (block := self._on_host(number, content)) is not None:
+            if (block := ref.block if is_hosted else self._on_host(number, content)) is not None:
                 pool.share(block)
             elif pool.num_free:
                 block = pool.place(content)
@@ -282,6 +293,92 @@ class Tiers:
         self._copies[move.number] = _Copy(move=move, contents=contents, held=held, kept=kept)
         return move
 
+    # ---------------------------------------------------------------- out, and in use there
+
+    def spill(self, waiting: Sequence[Request]) -> list[MoveKV]:
+        """Makes moves of the oldest blocks of requests that outgrow their device, as far as others need their room.
+
+        These are what the next step of an instance takes, and the first that waits where that is all it lacks.
+        """
+        if not self._is_active:
+            return []
+        due, most, asked = self._running.due_blocks, dict[int, int](), 0
+        room = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
+        for i in room:
+            most[i] = -(-self._step_tokens // self._account.block_size) + len(self._running.on(i))
+        if waiting:
+            asked = waiting[0].blocks_for(waiting[0].num_tokens)
+            asked = 0 if any(room[i] - due[i] >= asked for i in room) else asked
+        moves = list[MoveKV]()
+        for i, free in room.items():
+            has_seat = due[i] <= most[i] and len(self._running.on(i)) < self._max_num_seqs
+            num_short = min(max(0, due[i]), most[i]) + (min(asked, most[i]) if has_seat else 0) - free
+            if num_short > 0:
+                for request in reversed(list(self._running.on(i))):
+                    if num_short > 0 and self._account.outgrows(request, i):
+                        num_short -= self._spill(request, i, num_short, moves)
+        self._note_peak()
+        return moves
+
+    def _spill(self, request: Request, instance: int, most: int, moves: list[MoveKV]) -> int:
+        """Lets up to so many of a request's blocks lie on its host from now on; returns how many do.
+
+        Those that others read, too, stay: an instance would gain no room.
+        """
+        account, number = self._account, self._cluster.host_pool(instance)
+        own, host = account.pool(instance), account.pool(number)
+        copies, there = list[tuple[BlockRef, BlockRef, Content]](), list[BlockRef]()
+        for index in range(account.num_full(request)):
+            ref = request.table[index]
+            if ref.pool != instance or own.references(ref.block) > 1:
+                continue
+            content = account.content(request, index)
+            if (block := host.holder(content)) is not None:
+                host.share(block)
+                there.append(ref)
+            else:
+                if not host.num_free:
+                    self._forget_given_up()
+                if not host.num_free:
+                    break
+                block = host.place(content)
+                host.share(block)  # for the copy, which goes on if the request loses its KV
+                copies.append((ref, BlockRef(number, block), content))
+            request.table[index] = BlockRef(number, block)
+            if len(copies) + len(there) == most:
+                break
+        held = [source for source, _, _ in copies]
+        account.hold([*there, *held])
+        account.give_back([*there, *held])
+        if copies:
+            request.spilling.update({target: source for source, target, _ in copies})
+            kept = [target for _, target, _ in copies]
+            moves.append(self._move("out", request.id, copies, held=held, kept=kept))
+            self._copies[moves[-1].number].spilled = request
+        if there:
+            request.num_hosted += len(there)
+            self._read_hosted(request, there)
+        return len(copies) + len(there)
+
+    def _read_hosted(self, request: Request, before: Sequence[BlockRef]) -> None:
+        """Lets ranks read what has come to a host; its blocks `before` are free once no step in flight reads them."""
+        request.sent_blocks = request.sent_output = 0
+        if request.in_flight:
+            self._still_read.setdefault(request.last_step, []).extend(before)
+        else:
+            self._account.let_go(before)
+
+    def computed(self, number: int) -> None:
+        """Takes the completion of a step: what it still read on devices is free."""
+        if self._still_read:
+            self._account.let_go(self._still_read.pop(number, ()))
+
+    def _forget_given_up(self) -> None:
+        """Leaves to the cache what requests that wait gave up."""
+        for blocks in self._given_up.values():
+            self._account.give_back(reversed(blocks))
+            blocks.clear()
+
     # ---------------------------------------------------------------- in
 
     def ready(self, waiting: Sequence[Request]) -> Sequence[Request]:
@@ -290,11 +387,12 @@ class Tiers:
             return waiting
         return [one for one in waiting if one.id < self._first_hidden and one.id not in self._hidden]
 
-    def arrange(self, waiting: Sequence[Request], *, may_fetch: bool) -> list[MoveKV]:
+    def arrange(self, waiting: Sequence[Request], *, may_fetch: bool, reads_hosts: bool = False) -> list[MoveKV]:
         """Decides which requests can be admitted, first come first, and makes moves of what others wait for.
 
         One that has no room for what a host has of it waits for that, and those behind it do, too. Of a long queue only
-        those are looked up that could begin soon.
+        those are looked up that could begin soon. Where a policy `reads_hosts`, one that outgrows the devices needs
+        nothing there, and those behind it wait until it is admitted.
         """
         if not self._is_active:
             return []
@@ -309,6 +407,9 @@ class Tiers:
         most = sum(max(0, self._max_num_seqs - len(self._running.on(i))) + _STEPS_AHEAD for i in room)
         for request in seen[:most]:
             if all(load[i] > number for i, number in most_load.items()):
+                break
+            if reads_hosts and all(self._account.outgrows(request, i) for i in room):
+                self._first_hidden = min(self._first_hidden, request.id + 1)
                 break
             if not self._arrange(request, room, load, moves, may_fetch):
                 self._first_hidden = request.id
@@ -441,9 +542,13 @@ class Tiers:
     def relent(self) -> bool:
         """Lets requests be admitted that wait although nothing runs: first one, and then all, with what devices have.
 
+        By then the first may need all of its host, too.
+
         Returns False when that has been tried.
         """
         self.make_room()
+        if self._times_relented:
+            self._forget_given_up()
         self._times_relented += 1
         return self._is_active and self._times_relented <= 2
 

@@ -156,11 +156,20 @@ class KvView(Protocol):
         next request: its pool is the emptiest, or what it caches the oldest.
         """
 
+    def outgrows(self, request: RequestView, instance: int) -> bool:
+        """Tells whether a request has more tokens than the pool of an instance holds."""
+
     def changes(self, instances: Sequence[int]) -> int:
         """Counts how often anything has changed in these pools."""
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """Finds the longest beginning of a request whose KV lies on members of `group`."""
+
+    def match_beside(self, request: RequestView, instance: int, host: int, most: int) -> PrefixHit:
+        """Finds the longest beginning of a request whose KV lies on an instance or in the pool of its `host`.
+
+        Of its full blocks on the instance at most `most` are in nobody's use, the last ones.
+        """
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
         """Counts the free blocks per instance that taking a hit uses up; `claimed` ones are taken before."""
@@ -185,6 +194,7 @@ class ClusterView:
         num_new, num_started: requests without KV on devices that have put out no token yet, and those that have.
         next_new: the first new one, while the policy admits others and none of these waits.
         returning: where waiting requests that gave up their KV go on, by their ids: devices there have it again.
+        reads_hosts: requests that outgrow an instance may run there, with what it lacks room for on its host.
     """
 
     cluster: Cluster
@@ -203,6 +213,7 @@ class ClusterView:
     num_new: int = 0
     num_started: int = 0
     next_new: RequestView | None = None
+    reads_hosts: bool = False
 
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who

@@ -124,6 +124,11 @@ class Device:
     bus: str
     network: str
 
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is that of its host."""
+        return self.bus == "shared-memory"
+
     def peak(self, bytes_per_weight: float) -> float:
         """Returns operations per second with weights of `bytes_per_weight`: those of 16 bits where narrower ones cannot
         be used.

@@ -27,7 +27,8 @@ class FittedCost:
     there is no prefill. The first decode of each group costs its messages: what it takes to start beyond one
     instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
     prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
-    two ranks sent to each other.
+    two ranks sent to each other. Keys on a host come to a device beside the attention to cached tokens, and for decodes
+    with nothing beside.
 
     Pipeline stages share what was measured of an instance without stages, beside as many busy others as there are
     stages: by their layers, and the output head by its weights.
@@ -144,12 +145,16 @@ class FittedCost:
                 for instance in part.group:
                     starts[instance] = max(starts[instance], fixed_s)
                     rest[instance] += max(0.0, whole_s - fixed_s)
+                if part.num_hosted:
+                    alone_s = self._of_prefill(part).seconds(part.stop - part.start)
+                    rest[part.group[0]] += max(0.0, self._hosted_s(part) - (whole_s - alone_s))
         decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums have the same last bits
         for part in forward.parts:
             if self._decodes_in(part):
                 is_first = (part.group, part.exchange) not in decoding
                 decoding[part.group, part.exchange] = None
                 self._add_decode(part, starts, rest, prefilling, is_first=is_first)
+                rest[part.group[0]] += self._hosted_s(part)
         computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
         for group, exchange in decoding:
             if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
@@ -174,6 +179,13 @@ class FittedCost:
             else:
                 starts[instance] = max(starts[instance], start_s)
                 rest[instance] += fit.request_s + context_s
+
+    def _hosted_s(self, part: Part) -> float:
+        """Times keys on the host as if they came from there; on a CPU they are where its pool is, too."""
+        if not part.num_hosted or self._profile.profile_key.device == "cpu":
+            return 0.0
+        link = self._host_link or self._known_link()
+        return part.num_hosted * self._block_bytes / (link.bytes_per_s * self._tp)
 
     def _decodes_in(self, part: Part) -> bool:
         """Tells whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""

@@ -138,7 +138,8 @@ class RooflineCost:
         self.lines = rooflines(model, devices, cluster, kernels)
         self.num_layers = model.attention.num_layers
         self._block_size, self._num_prefill = block_size, cluster.spec.instances
-        self._cluster, self._bus = cluster, catalog.link(catalog.device(devices.hardware).bus)
+        device = catalog.device(devices.hardware)
+        self._cluster, self._bus, self._is_host = cluster, catalog.link(device.bus), device.is_host
         self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
 
@@ -256,7 +257,25 @@ class RooflineCost:
             channels.append(channel)
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
-        return self._line(forward.parts[0].group[0]).times(channels, tokens, sampled), channels
+        times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
+        self._wait_for_hosts(forward, times)
+        return times, channels
+
+    def _wait_for_hosts(self, forward: Forward, times: dict[int, Breakdown]) -> None:
+        """Adds what keys on hosts take: each rank of an instance gets those of its heads over its own bus.
+
+        Those of prompts come beside attention. Those of decodes are priced as if they came, too, with nothing beside:
+        the host attends to them in less time, as its memory is faster, but no data sheet of a device says how fast.
+        """
+        hosted = Counter[tuple[int, bool]]()
+        for part in forward.parts:
+            if part.num_hosted and not self._is_host:
+                hosted[part.group[0], part.stop - part.start == 1] += part.num_hosted
+        for (instance, is_decode), number in hosted.items():
+            tp = self._line(instance).layer.tp
+            seconds = number * self._block_bytes(instance) / (self._bus.bytes_per_s * tp)
+            hidden_s = 0.0 if is_decode else times[instance].attention_s
+            times[instance] += Breakdown(exchange_s=max(0.0, seconds - hidden_s))
 
 
 def computed_tokens(forward: Forward) -> Counter[int]:
@@ -301,7 +320,7 @@ def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
         return None
     num_keys = num_sampled = 0
     for part in forward.parts:
-        if part.stop - part.start > 1 or part.exchange != LOCAL:
+        if part.stop - part.start > 1 or part.exchange != LOCAL or part.num_hosted:
             return None
         num_keys += part.stop
         num_sampled += part.sample is not None

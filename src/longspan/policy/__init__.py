@@ -41,6 +41,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
         whole_prompts: tells whether steps should hold whole prompts where memory allows.
         changeable: the options that may change while it serves.
         change: changes such options, and returns all options that are then in force.
+        reads_hosts: tells whether requests that outgrow an instance run there, with what it lacks room for on its host.
         knows_roles: tells whether some instances may only prefill, or only decode.
         shards_decodes: tells whether the KV of a request may lie on several of those that only decode.
         takes_turns: tells whether instances of both roles take turns on the same devices; `admits`, who gets on which.
@@ -57,6 +58,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     whole_prompts: Callable[[PolicyT], bool] = lambda _: False
     changeable: tuple[str, ...] = ()
     change: Callable[[PolicyT, OptionsT, Mapping[str, str]], OptionsT] | None = None
+    reads_hosts: bool = False
     knows_roles: bool = False
     shards_decodes: bool = False
     takes_turns: bool = False
@@ -98,6 +100,10 @@ class ChosenPolicy:
     def admits(self, cluster: Cluster) -> Admitted:
         """Asks the policy; most admit all."""
         return "all" if self.spec.admits is None else self.spec.admits(self.policy, cluster)
+
+    @property
+    def reads_hosts(self) -> bool:
+        return self.spec.reads_hosts
 
     @property
     def shards_decodes(self) -> bool:

@@ -87,10 +87,12 @@ PREFILL_FIRST = PolicySpec(
     options=BatchOrderOptions,
     make=lambda instances, _options, _facts: BatchOrder(instances, is_static=False),
     capacity=lambda _policy: 1,
+    reads_hosts=True,
 )
 DECODE_FIRST = PolicySpec(
     name="decode-first",
     options=BatchOrderOptions,
     make=lambda instances, _options, _facts: BatchOrder(instances, is_static=True),
     capacity=lambda _policy: 1,
+    reads_hosts=True,
 )

@@ -39,6 +39,7 @@ class Growing(NamedTuple):
 
 
 _NONE_GROWS = Growing({}, {})
+_FREE: Mapping[int, int] = {}
 
 
 class Batch:
@@ -259,6 +260,19 @@ class Budget:
         due, more = self.view.running.due_blocks, self._growing.more
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
+    def host_of(self, request: RequestView, instance: int) -> int | None:
+        """Returns the pool where a request has what an instance lacks room for; None unless it outgrows that."""
+        if not (self.view.reads_hosts and self.view.kv.outgrows(request, instance)):
+            return None
+        return self.view.cluster.host_pool(instance)
+
+    def room(self, request: RequestView, instance: int, cost: Mapping[int, int] = _FREE) -> int:
+        """Counts the blocks that there are for a request beside what running ones need, on an instance or its host, and
+        beside what it `cost`s to use a hit.
+        """
+        host, room = self.host_of(request, instance), self.blocks[instance] - self.reserved[instance]
+        return room - cost.get(instance, 0) + (0 if host is None else self.blocks[host] - cost.get(host, 0))
+
     def fits(self, blocks: Mapping[int, int]) -> bool:
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
@@ -286,7 +300,7 @@ class Budget:
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
         owners = self._growing.groups.get(request.id, part.group) if part.kv_owner is None else (part.kv_owner,)
-        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in owners])
+        room = sum([self.room(request, i, cost) for i in owners])
         if missing > room or not self.fits(Counter(part.block_owners) + cost):
             return False
         evenly = -(-(request.num_tokens - part.start) // len(part.group))
@@ -343,9 +357,11 @@ def single_part(
     """
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)
+    num_held = len(hit.refs) if hit is not None else len(request.table)
+    if budget.host_of(request, instance) is not None:
+        stop = min(stop, (num_held + _num_now(request, instance, budget, hit)) * request.block_size)
     if stop <= start:
         return None
-    num_held = len(hit.refs) if hit is not None else len(request.table)
     return ScheduledPart(
         request=request,
         group=(instance,),
@@ -356,3 +372,15 @@ def single_part(
         exchange=LOCAL,
         hit=hit,
     )
+
+
+def _num_now(request: RequestView, instance: int, budget: Budget, hit: PrefixHit | None) -> int:
+    """Counts the blocks that a request which outgrows an instance can have there now, beside what others need.
+
+    More are free when others have gone to the host. One that runs asks for one at least, so that others give way.
+    """
+    free, others = budget.blocks[instance], budget.reserved[instance]
+    if hit is not None:
+        return max(0, free - others - budget.view.kv.hit_cost(hit, budget.claimed)[instance])
+    others -= request.blocks_for(request.num_tokens) - len(request.table)
+    return max(1, free - max(0, others))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from longspan.core.owners import PrefixHit
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, single_part
@@ -46,14 +47,23 @@ def admit_alone(request: RequestView, budget: Budget, instances: Sequence[int]) 
     kv = budget.view.kv
     if any(budget.seqs[i] > 0 for i in budget.view.returning.get(request.id, ())):
         instances = budget.view.returning[request.id]
-    hits = {i: kv.match(request, (i,)) for i in instances}
+    hits = {i: _hit(request, i, budget) for i in instances}
     for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, kv.num_allocated(i), i)):
         missing = request.blocks_for(request.num_tokens) - len(hits[instance].refs)
-        if budget.seqs[instance] > 0 and missing <= budget.blocks[instance] - budget.reserved[instance]:
+        if budget.seqs[instance] > 0 and missing <= budget.room(request, instance):
             if instance not in budget.tokens:
                 return None
             return single_part(request, instance, hits[instance].num_tokens, budget, hits[instance])
     return None
+
+
+def _hit(request: RequestView, instance: int, budget: Budget) -> PrefixHit:
+    """Finds what there is of a request; one that outgrows the instance leaves room for a step there."""
+    view, host = budget.view, budget.host_of(request, instance)
+    if host is None:
+        return view.kv.match(request, (instance,))
+    step_blocks = -(-view.max_num_batched_tokens // request.block_size) + 1
+    return view.kv.match_beside(request, instance, host, max(0, budget.blocks[instance] - step_blocks))
 
 
 CHUNKED = PolicySpec(
@@ -61,4 +71,5 @@ CHUNKED = PolicySpec(
     options=ChunkedOptions,
     make=lambda instances, _options, _facts: Chunked(instances),
     capacity=lambda _policy: 1,
+    reads_hosts=True,
 )

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from longspan.attn.exchanges import Call, attention_exchange
+from longspan.attn.hosted import HostSource
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import LOCAL
 from longspan.model.whole_step import SingleTokens
-from longspan.runtime.batch import Packed
+from longspan.runtime.batch import Channel, Packed
+from longspan.runtime.host_pool import HostPool
 from longspan.runtime.layerwise import Layerwise, LayerwiseStep
 from longspan.runtime.moves import StepMoves
 from longspan.runtime.pool import KvPool
@@ -37,10 +39,11 @@ class StepAttention:
         watch: Stopwatch,
         layerwise: Layerwise | None = None,
         moves: StepMoves | None = None,
+        host: HostPool | None = None,
     ) -> None:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
         self._first_kv_heads = first_kv_heads
-        self._moves = moves
+        self._moves, self._host = moves, host
         self._stores_late = any(channel.exchange.stores_after for channel in packed.channels)
         self.num_alone = packed.num_alone
         self._channels = [(c, attention_exchange(c.exchange)) for c in packed.channels if not c.exchange.is_layerwise]
@@ -76,6 +79,7 @@ class StepAttention:
                     layers=self._pool.layers,
                     first_kv_head=self._first_kv_heads[layer] if self._first_kv_heads else 0,
                     started=self._started.pop(channel.number, None) if exchange.start else None,
+                    host=self._host_source(channel, layer),
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
@@ -93,7 +97,9 @@ class StepAttention:
             return None
         (channel,) = packed.channels
         num_tokens, parts = len(packed.tokens), channel.parts
-        if channel.exchange != LOCAL or not len(parts) == len(packed.slots.rows) == len(packed.keep) == num_tokens:
+        if channel.exchange != LOCAL or channel.hosted is not None:
+            return None
+        if not len(parts) == len(packed.slots.rows) == len(packed.keep) == num_tokens:
             return None
         kv, rows = self._pool.kv, tuple(range(num_tokens))
         plans = [parts.plan(rows, 0, 0, one, spec.window) for one, spec in zip(kv, self._specs, strict=True)]
@@ -122,6 +128,12 @@ class StepAttention:
         q = torch.empty(spec.num_heads, 0, spec.head_dim, dtype=dtype, device=device)
         kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
         self(layer, q, kv, kv)
+
+    def _host_source(self, channel: Channel, layer: int) -> HostSource | None:
+        if channel.hosted is None:
+            return None
+        assert self._host is not None, "what lies on a host is read there"
+        return HostSource(parts=channel.hosted, kv=self._host.layer(layer), staging=self._host.staging)
 
     def _start(self, layer: int) -> None:
         """Starts what channels can send and receive of a layer before anything of it is computed."""

@@ -24,6 +24,7 @@ from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
+from longspan.runtime.host_pool import HostPool
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
 
@@ -64,6 +65,7 @@ class Channel:
         slots: of an exchange that stores after it, for each part: what this member stores of the new tokens that it has
             or gets.
         rope_lengths: of each part.
+        hosted: the parts of which the host has keys, as `HostSource` takes them; None when there are none.
     """
 
     number: int
@@ -73,6 +75,7 @@ class Channel:
     parts: MemberParts
     slots: tuple[Slots, ...]
     rope_lengths: tuple[int, ...]
+    hosted: MemberParts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +134,7 @@ def pack(
     block_size: int,
     device: torch.device,
     backend: AttentionBackend,
+    host: HostPool | None = None,
 ) -> Packed:
     """Packs the parts in which `instance` is a member, and brings `requests` up to date."""
     parts = sorted(forward.parts, key=_layerwise_last)
@@ -138,7 +142,7 @@ def pack(
     for part in parts:
         if instance in part.group:
             first_row = own[-1].rows.stop if own else 0
-            own.append(_own_part(part, requests.apply(part).table, instance, block_size, first_row))
+            own.append(_own_part(part, requests.apply(part).table, instance, block_size, first_row, host))
     last_rows = {one.part.request_id: one.rows.stop - 1 for one in own}
     sampled = [(one.part, one.part.sample) for one in own if one.part.sample and one.part.sample.instance == instance]
     before = [one for one in own if not one.part.exchange.stores_after]
@@ -152,7 +156,7 @@ def pack(
         rope_lengths=tensor(np.repeat([one.part.rope_length for one in own], [one.num_tokens for one in own])),
         num_alone=next((one.rows.start for one in own if one.part.exchange.is_layerwise), None),
         slots=_slots(before, instance, block_size, device),
-        channels=_channels(forward, own, instance, block_size, device, backend),
+        channels=_channels(forward, own, instance, block_size=block_size, device=device, backend=backend, host=host),
         keep=tensor([last_rows[part.request_id] for part, _ in sampled]),
         samples=tuple(sample for _, sample in sampled),
         request_ids=tuple(part.request_id for part, _ in sampled),
@@ -173,6 +177,7 @@ class OwnPart(NamedTuple):
         runs: of its tokens, in their order in the packed row.
         stored: where those of its new tokens lie that some member stores, from row `first_stored` on: of the packed
             row, or of what this member has after an exchange that stores after it.
+        hosted: the same with the keys that the host has, if any.
     """
 
     part: Part
@@ -180,6 +185,7 @@ class OwnPart(NamedTuple):
     runs: Sequence[Run]
     stored: Sequence[tuple[range, Sequence[BlockRef]]]
     first_stored: int
+    hosted: MemberPart | None
 
     @property
     def rows(self) -> slice:
@@ -196,12 +202,20 @@ class OwnPart(NamedTuple):
         return [token for some in own for token in some]
 
 
-def _own_part(part: Part, table: list[BlockRef], instance: int, block_size: int, first_row: int) -> OwnPart:
+def _own_part(
+    part: Part, table: list[BlockRef], instance: int, block_size: int, first_row: int, host: HostPool | None
+) -> OwnPart:
     owners = Owners(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
     me = part.group.index(instance)
     own = part.runs[me]
     rows = slice(first_row, first_row + num_tokens(own))
     member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=owners.held(part.stop), blocks=owners.blocks(instance))
+    hosted = None
+    if part.num_hosted:
+        assert host is not None and part.exchange.traits.reads_hosts, f"{part.exchange} reads no host"
+        there = Owners(table=table, group=(host.number,), block_size=block_size)
+        blocks = there.blocks(host.number)
+        hosted = MemberPart(rows=rows, q_runs=part.runs, kv_runs=there.held(part.stop), blocks=blocks)
     stored: Sequence[Run] = own
     if part.exchange.traits.keeps == "later":  # after the exchange it has all new tokens up to its own
         ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
@@ -212,6 +226,7 @@ def _own_part(part: Part, table: list[BlockRef], instance: int, block_size: int,
         runs=own,
         stored=[slots for run in stored for slots in owners.slots(run)],
         first_stored=0 if part.exchange.stores_after else first_row,
+        hosted=hosted,
     )
 
 
@@ -269,9 +284,11 @@ def _channels(
     forward: Forward,
     own: Sequence[OwnPart],
     instance: int,
+    *,
     block_size: int,
     device: torch.device,
     backend: AttentionBackend,
+    host: HostPool | None,
 ) -> tuple[Channel, ...]:
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
     numbers = {kind: number for number, kind in enumerate(exchanging)}
@@ -287,9 +304,15 @@ def _channels(
             parts=MemberParts([one.member for one in parts], backend),
             slots=tuple(_slots([one], instance, block_size, device) for one in parts if exchange.stores_after),
             rope_lengths=tuple(one.part.rope_length for one in parts),
+            hosted=_hosted(parts, host),
         )
         for (exchange, group), parts in by_kind.items()
     )
+
+
+def _hosted(parts: Sequence[OwnPart], host: HostPool | None) -> MemberParts | None:
+    found = [one.hosted for one in parts if one.hosted is not None]
+    return MemberParts(found, host.backend) if found and host is not None else None
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import AttentionBackend
+from longspan.attn.hosted import HostStaging, PinnedStaging, Staging
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster, split_heads
@@ -64,22 +66,45 @@ class HostPool:
     Args:
         layers: of the host, see `map_blocks`.
         specs: of the whole model.
+        backend: of the host's processor.
+
+    Attributes:
+        number: of the pool in the cluster.
+        staging: what queries on the rank's device meet the host's keys by.
     """
 
     def __init__(
-        self, layers: Sequence[PagedKv], pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int
+        self,
+        layers: Sequence[PagedKv],
+        pool: KvPool,
+        specs: Sequence[AttnSpec],
+        cluster: Cluster,
+        rank: int,
+        backend: AttentionBackend,
     ) -> None:
+        self.backend = backend
         self._layers, self._own, self._specs = layers, pool, specs
         self._instance, _, self._shard = cluster.at(rank)
         self._tp = cluster.tp(self._instance)
+        device = pool.kv[0].keys.device
+        self.number = cluster.host_pool(self._instance)
+        self.staging: Staging = HostStaging() if device.type == "cpu" else PinnedStaging(device)
+
+    def layer(self, layer: int) -> PagedKv:
+        """Returns a layer of the host with the KV heads of this rank."""
+        return self._layers[layer].heads(self._heads(layer)[self._shard])
+
+    def _heads(self, layer: int) -> list[range]:
+        """Returns the KV heads of each shard."""
+        spec = self._specs[layer]
+        return [share.kv_heads for share in split_heads(spec.num_heads, spec.num_kv_heads, self._tp)]
 
     def copies(self, move: MoveKV, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields what this rank copies of a layer, each `[kv_heads, token, head_dim]`: to where, and from where.
 
         Of ranks with the same heads only the first writes them out.
         """
-        spec, is_out = self._specs[layer], move.way == "out"
-        shares = [share.kv_heads for share in split_heads(spec.num_heads, spec.num_kv_heads, self._tp)]
+        shares, is_out = self._heads(layer), move.way == "out"
         heads = shares[self._shard]
         if is_out and heads in shares[: self._shard]:
             return

@@ -50,6 +50,7 @@ class Rank:
         self._num_connected = 0
         self._backend = backend_of(device, compiled=config.kernels is not None, kernel=config.cuda_kernel)
         self._recording = recording_of(self._backend, device)
+        self._host_backend = self._backend if device.type == "cpu" else backend_of(torch.device("cpu"))
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
@@ -126,7 +127,7 @@ class Rank:
         )
         host = None
         if config.host_memory:
-            host = HostPool(self._map_host_blocks(cluster), pool, model.info.specs, cluster, rank)
+            host = HostPool(self._map_host_blocks(cluster), pool, model.info.specs, cluster, rank, self._host_backend)
         worker = Worker(
             rank,
             cluster,

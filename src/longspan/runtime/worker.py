@@ -92,7 +92,7 @@ class Worker:
         self._hidden = TimedTransport(transports.hidden, self._watch)
         self._samples = TimedTransport(transports.samples, self._watch)
         self._messages = BlockMessages(pool, model.info.specs, cluster, rank)
-        self._moves = Moves(self._messages, transports.moves, host)
+        self._host, self._moves = host, Moves(self._messages, transports.moves, host)
 
     @property
     def wakeup(self) -> int:
@@ -150,6 +150,7 @@ class Worker:
             block_size=self._pool.block_size,
             device=self._device,
             backend=self._backend,
+            host=self._host,
         )
         comm = StepComm(
             self._lanes,
@@ -173,6 +174,7 @@ class Worker:
             watch=self._watch,
             layerwise=self._layerwise,
             moves=moves,
+            host=self._host,
         )
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()

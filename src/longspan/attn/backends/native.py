@@ -107,7 +107,7 @@ class NativeCpu(TorchCpu):
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         """Uses our own kernel for a dense pool, and PyTorch's otherwise."""
-        if not _applies(q, spec):
+        if not (_applies(q, spec) and kv.keys.is_contiguous()):
             return super().attend_paged(q, kv, plan, spec)
         assert q.shape[1] == plan.num_queries, "the plan is for these queries"
         q = q if q.stride(-1) == 1 else q.contiguous()

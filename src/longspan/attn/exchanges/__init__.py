@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longspan.attn.comm import Group
+from longspan.attn.hosted import HostSource
 from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -35,6 +36,7 @@ class Call:
         layer, num_layers: which one of the model it is, and of how many.
         layers: those that this member computes one after the other.
         first_kv_head: the number in the whole layer of the first KV head that this member's rank has.
+        host: keys and values that a host has of some parts; None when it has none.
     """
 
     exchange: Exchange
@@ -51,6 +53,7 @@ class Call:
     num_layers: int = 1
     layers: range = range(1)
     first_kv_head: int = 0
+    host: HostSource | None = None
 
 
 Attend = Callable[[Call], Sequence[KeysAndValues] | None]

@@ -1,7 +1,13 @@
-"""No exchange: one member holds all keys of the request."""
+"""No exchange: one member holds all keys of the request, some of them perhaps on its host."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from longspan.attn.backends import Partial, merge_each
 from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_held, attend_runs
 from longspan.core.exchange import LOCAL
@@ -9,26 +15,40 @@ from longspan.core.runs import num_tokens
 
 
 def local(call: Call) -> None:
-    """Computes attention of parts whose group is this member alone.
+    """Computes attention of parts whose group is this member alone, and merges what it finds on the host."""
+    host, q, out, spec = call.host, call.q, call.out, call.spec
+    if host is None:
+        for rows, (found, _) in _attend_own(call):
+            out[:, rows] = found
+        return
+    asked, lse = host.ask(q, spec), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for rows, partial in _attend_own(call):
+        out[:, rows], lse[:, rows] = partial
+    for rows, partial in host.attend(call.parts.backend, q, asked, spec):
+        out[:, rows] = merge_each([(out[:, rows], lse[:, rows]), partial])[0].to(q.dtype)
+
+
+def _attend_own(call: Call) -> Iterator[tuple[slice | Tensor, Partial]]:
+    """Yields partial results over the keys in the member's own pool, and their rows.
 
     Single queries read their keys where they lie, all in one call; more queries of a request read the new keys, if
     there are no others, or a contiguous copy, which costs little beside them.
     """
-    parts, q, kv, spec, out = call.parts, call.q, call.kv, call.spec, call.out
+    parts, q, kv, spec = call.parts, call.q, call.kv, call.spec
     single = tuple(index for index, part in enumerate(parts) if num_tokens(part.q_runs[0]) == 1)
     if single:
         rows = parts.rows(single, q.device)
         plan = parts.plan(single, 0, 0, kv, spec.window)
-        out[:, rows] = parts.backend.attend_paged(q[:, rows], kv, plan, spec)[0]
+        yield rows, parts.backend.attend_paged(q[:, rows], kv, plan, spec)
     for part in parts:
-        rows, runs = part.rows, part.q_runs[0]
+        runs = part.q_runs[0]
         if num_tokens(runs) == 1 or part.span_start is None:
             continue
         if part.span_start == 0:
-            k, v = call.k[:, rows], call.v[:, rows]
-            out[:, rows] = attend_runs(parts.backend, q[:, rows], runs, k, v, runs, spec)[0]
+            k, v = call.k[:, part.rows], call.v[:, part.rows]
+            yield part.rows, attend_runs(parts.backend, q[:, part.rows], runs, k, v, runs, spec)
         else:
-            out[:, rows] = attend_held(parts.backend, part, q[:, rows], 0, 0, kv, spec)[0]
+            yield part.rows, attend_held(parts.backend, part, q[:, part.rows], 0, 0, kv, spec)
 
 
 register_attention(LOCAL, local)

@@ -1,0 +1,218 @@
+"""Requests that outgrow their device: their oldest blocks go to the host, and are read there."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from cluster import Cluster, Setup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
+
+from longspan.core.request import ContextLengthError
+from longspan.core.steps import MoveKV, Step
+
+SMALL = Setup(num_blocks=6, block_size=4, policy="chunked", max_num_batched_tokens=8, host_blocks=(60,))
+"""Room for 24 tokens on the device, and 240 on the host."""
+
+
+def test_a_request_longer_than_its_device() -> None:
+    cluster = Cluster(SMALL)
+    request = cluster.add(range(200), max_tokens=30)
+    cluster.run()
+    assert request.output == cluster.expected_output(request)
+    assert request.metrics.num_preemptions == 0
+    assert request.metrics.num_computed_tokens == 229
+    assert max(part.num_hosted for part in cluster.parts_of(request)) >= 229 // 4 - 6
+
+
+def test_no_more_goes_to_the_host_than_the_device_lacks_room_for() -> None:
+    cluster = Cluster(replace(SMALL, num_blocks=40))
+    request = cluster.add(range(180), max_tokens=1)
+    cluster.run()
+    assert sum(len(swap.copies) for swap in cluster.swaps if swap.number < cluster.forwards[-1].number) <= 45 - 40 + 3
+    assert request.metrics.num_computed_tokens == 180
+
+
+def test_all_there_is_room_for() -> None:
+    cluster = Cluster(SMALL)
+    capacity = (6 + 60) * 4
+    with pytest.raises(ContextLengthError, match=f"maximum context length is {capacity} tokens"):
+        cluster.add(range(capacity))
+    request = cluster.add(range(capacity - 1))
+    cluster.run()
+    assert request.output == cluster.expected_output(request)
+
+
+@pytest.mark.parametrize("policy", ["context", "runahead", "tetris"])
+def test_other_policies_refuse_it(policy: str) -> None:
+    cluster = Cluster(replace(SMALL, num_instances=2, policy=policy))
+    with pytest.raises(ContextLengthError, match="maximum context length is 48 tokens"):
+        cluster.add(range(60))
+
+
+def test_short_requests_go_on_beside_the_answer_of_a_long_one() -> None:
+    """It gives them room on the device, and nobody loses KV."""
+    cluster = Cluster(replace(SMALL, num_blocks=16))
+    long = cluster.add(range(100), max_tokens=60)
+    while not long.output:
+        cluster.step()
+    short = [cluster.add([number] * 8, max_tokens=3) for number in range(4)]
+    cluster.run()
+    assert_lawful(cluster)
+    assert max(one.metrics.last_token_s or 0.0 for one in short) < (long.metrics.last_token_s or 0.0)
+    assert not any(one.metrics.num_preemptions for one in (long, *short))
+
+
+def test_the_next_turn_finds_what_the_host_has_and_moves_nothing() -> None:
+    cluster = Cluster(SMALL)
+    first = cluster.add(range(120), max_tokens=9)
+    cluster.run()
+    num_swaps = len(cluster.swaps)
+    turn = cluster.add([*first.prompt, *first.output, 5, 6, 7], max_tokens=5)
+    cluster.run()
+    assert_lawful(cluster)
+    assert turn.metrics.num_cached_tokens >= 124
+    assert not any(swap.way == "in" for swap in cluster.swaps[num_swaps:])
+
+
+def test_it_waits_for_nobody_who_runs() -> None:
+    """Since it needs little room on the device for what the host has."""
+    cluster = Cluster(replace(SMALL, num_blocks=20))
+    first = cluster.add(range(120), max_tokens=9)
+    cluster.run()
+    others = cluster.add([1, 2, 3], max_tokens=40)
+    while not others.output:
+        cluster.step()
+    turn = cluster.add([*first.prompt, *first.output, 5, 6, 7], max_tokens=5)
+    cluster.run()
+    assert_lawful(cluster)
+    assert (turn.metrics.last_token_s or 0.0) < (others.metrics.last_token_s or 0.0)
+
+
+def test_a_device_of_one_block() -> None:
+    """The end of the turn before is in it, and is written on in."""
+    cluster = Cluster(replace(SMALL, num_blocks=1, block_size=16, max_num_batched_tokens=64))
+    first = cluster.add(range(60), max_tokens=9)
+    cluster.run()
+    turn = cluster.add([*first.prompt, *first.output, *range(30)], max_tokens=5)
+    cluster.run()
+    assert_lawful(cluster)
+    assert turn.metrics.num_cached_tokens == 68
+
+
+def test_who_runs_does_not_give_way_to_what_others_gave_up() -> None:
+    """The first request outgrows the device while the host is full of what those behind it had."""
+    cluster = Cluster(replace(SMALL, num_blocks=12, host_blocks=(8,), max_num_batched_tokens=64))
+    first = cluster.add(range(8), max_tokens=60)
+    others = [cluster.add([number] * 8, max_tokens=20) for number in range(3)]
+    cluster.run()
+    assert all(one.output == cluster.expected_output(one) for one in (first, *others))
+    assert sum(one.metrics.num_preemptions for one in others) > 0
+    assert first.metrics.num_preemptions == 0
+
+
+def test_others_go_ahead_while_it_waits_for_room() -> None:
+    """The device has no room for two of its chunks beside them."""
+    cluster = Cluster(replace(SMALL, num_blocks=5))
+    short = cluster.add([1, 2], max_tokens=6)
+    long = cluster.add(range(100), max_tokens=2)
+    ahead = False
+    while cluster.engine.has_unfinished:
+        cluster.step()
+        named = [{part.request_id for part in step.parts} for step in cluster.executor.in_flight.values()]
+        ahead = ahead or (long.num_scheduled < 80 and named == [{short.id, long.id}, {short.id}])
+    assert ahead
+
+
+def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
+    """As far as it leaves room for a step."""
+    cluster = Cluster(replace(SMALL, num_blocks=20))
+    first = cluster.add(range(120), max_tokens=9)
+    cluster.run()
+    turn = cluster.add([*first.prompt, *first.output, 5, 6, 7], max_tokens=1)
+    cluster.run()
+    assert cluster.parts_of(turn)[0].num_hosted == 128 // 4 - (20 - 3)
+
+
+def test_what_waits_on_the_host_gives_way_to_who_runs() -> None:
+    """A crowd that is preempted fills the host; the long request that came first needs the room."""
+    cluster = Cluster(replace(SMALL, num_blocks=30, host_blocks=(40,), max_num_batched_tokens=64))
+    others = [cluster.add([number] * 30, max_tokens=60) for number in range(3)]
+    long = cluster.add(range(200), max_tokens=20)
+    more = [cluster.add([9, number] * 15, max_tokens=60) for number in range(3)]
+    cluster.run()
+    assert all(one.output == cluster.expected_output(one) for one in (long, *others, *more))
+
+
+def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(replace(SMALL, num_blocks=12))
+    params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 20}
+    first = cluster.add(range(100), **params)
+    others = [cluster.follow(first, choice) for choice in (1, 2)]
+    submit, num_spilled = cluster.executor.submit, 0
+
+    def check(step: Step) -> None:
+        nonlocal num_spilled
+        submit(step)
+        if isinstance(step, MoveKV) and (copy := cluster.engine.tiers._copies[step.number]).spilled is not None:
+            pool = cluster.engine.account.pool(0)
+            assert all(pool.references(ref.block) == 1 for ref in copy.held), "what others read stays"
+            num_spilled += len(copy.held)
+
+    monkeypatch.setattr(cluster.executor, "submit", check)
+    cluster.run()
+    assert num_spilled > 0
+    assert all(one.output == cluster.expected_output(one) for one in (first, *others))
+    assert all(one.metrics.num_cached_tokens >= 80 for one in others)
+
+
+def test_workers_lost_while_blocks_lie_on_the_host() -> None:
+    cluster = Cluster(SMALL)
+    request = cluster.add(range(150), max_tokens=20)
+    while request.num_hosted < 20:
+        cluster.step()
+    cluster.restart()
+    cluster.run()
+    assert request.output == cluster.expected_output(request)
+    assert request.metrics.num_computed_tokens < 2 * 150 - 40, "what had come to the host is not computed anew"
+
+
+POLICIES = [("chunked", 1), ("chunked", 2), ("prefill-first", 2), ("decode-first", 1)]
+
+
+@st.composite
+def tight(draw: st.DrawFn, policy: str, num_instances: int) -> Setup:
+    """Few blocks on devices, more on the host, and requests of up to all of them."""
+    setup, host_blocks = draw(setups_of(policy, num_instances, {})), draw(st.integers(1, 60))
+    num_blocks, disk_blocks = draw(st.integers(1, 8)), draw(st.sampled_from([(), (), (30,)]))
+    most = max(2, min(150, (num_blocks + host_blocks) * setup.block_size))
+    changes = {"num_blocks": num_blocks, "disk_blocks": disk_blocks, "prefix_caching": True, "max_model_len": most}
+    return replace(setup, host_blocks=(host_blocks,), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("policy", "num_instances"), POLICIES)
+@settings(RANDOM_RUNS, max_examples=60)
+@given(st.data())
+def test_any_workload_ends_as_it_should(policy: str, num_instances: int, data: st.DataObject) -> None:
+    setup, work = data.draw(tight(policy, num_instances)), data.draw(st.lists(jobs(), min_size=1, max_size=8))
+    assert_lawful(play(setup, work, random.Random(data.draw(st.integers(0, 99)))))
+
+
+@pytest.mark.parametrize(("policy", "num_instances"), POLICIES)
+@settings(RANDOM_RUNS, max_examples=30)
+@given(st.data())
+def test_workers_are_lost_at_any_time(policy: str, num_instances: int, data: st.DataObject) -> None:
+    cluster = Cluster(data.draw(tight(policy, num_instances)))
+    requests = [add(cluster, job) for job in data.draw(st.lists(jobs(), min_size=1, max_size=8))]
+    randoms = random.Random(data.draw(st.integers(0, 99)))
+    for _ in range(20_000):
+        if not cluster.engine.has_unfinished:
+            break
+        cluster.step(0.0 if randoms.random() < 0.3 else None)
+        if randoms.random() < 0.03:
+            cluster.restart()
+    cluster.assert_at_rest()
+    assert all(request.output == cluster.expected_output(request) for request in requests)

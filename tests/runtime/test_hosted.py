@@ -1,0 +1,114 @@
+"""Contexts of which a device holds a part, and the host the rest: the same tokens as Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import Engines, ThreadLLM
+from oracle import Oracle
+from test_exact import COUNTING, assert_all_exact, prompts_of
+from tiny_models import make_tiny
+
+from longspan import SamplingParams
+from longspan.core.request import ContextLengthError, Request
+from longspan.core.steps import MoveKV, Step
+from longspan.runtime.executor.control_plane import WorkerExecutor
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
+HOST = {"host_kv_gib": 0.02, "num_gpu_blocks_override": 6, "policy": "chunked"}
+"""96 tokens on a device."""
+
+
+def follow(llm: ThreadLLM, prompts: list[list[int]]) -> tuple[list[Request], list[int]]:
+    """Returns the finished requests, and the most blocks that each has read from the host."""
+    requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
+    most = [0] * len(requests)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        most = [max(before, request.num_hosted) for before, request in zip(most, requests, strict=True)]
+    return requests, most
+
+
+@pytest.mark.parametrize("spec", ["1", "2", "tp2", "pp2"])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_most_of_a_context_lies_on_the_host(
+    engines: Engines, tiny: Path, oracle: Oracle, spec: str, is_async: bool
+) -> None:
+    """Of single requests in several chunks, and of requests at once, long and short."""
+    llm = engines(tiny, parallel=spec, async_scheduling=is_async, **HOST)
+    prompts = prompts_of(300, 90, 20, 180)
+    assert_all_exact(llm, oracle, [prompts[0]], GREEDY)
+    llm.reset_prefix_cache()
+    _, most = follow(llm, [prompts[0]])
+    assert most[0] * 16 > 340 / 2
+    llm.reset_prefix_cache()
+    assert_all_exact(llm, oracle, prompts, GREEDY)
+
+
+def test_without_a_host_it_is_refused(engines: Engines, tiny: Path) -> None:
+    llm = engines(tiny, num_gpu_blocks_override=6, policy="chunked")
+    with pytest.raises(ContextLengthError, match="maximum context length is 96 tokens"):
+        llm.generate(prompts_of(300), GREEDY)
+
+
+def test_other_policies_refuse_it(engines: Engines, tiny: Path) -> None:
+    llm = engines(tiny, instances=2, **(HOST | {"policy": "context"}))
+    with pytest.raises(ContextLengthError, match="maximum context length is 192 tokens"):
+        llm.generate(prompts_of(300), GREEDY)
+    with pytest.raises(ValueError, match="or choose a policy that reads KV on hosts, which context does not"):
+        ThreadLLM(str(tiny), instances=2, max_model_len=300, block_size=16, **(HOST | {"policy": "context"}))
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])
+def test_windows_and_softcaps(tmp_path: Path, name: str) -> None:
+    """Layers with a window see less of the host, or nothing."""
+    folder = make_tiny(name, tmp_path / name)
+    with ThreadLLM(str(folder), skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48, **HOST) as llm:
+        assert_all_exact(llm, Oracle(folder), prompts_of(200, 30), GREEDY)
+
+
+def test_turns_go_on_behind_what_the_host_has(
+    engines: Engines, tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, submit, ways = engines(tiny, **HOST), WorkerExecutor.submit, set[str]()
+
+    def noting(executor: WorkerExecutor, step: Step) -> None:
+        submit(executor, step)
+        if isinstance(step, MoveKV):
+            ways.add(step.way)
+
+    monkeypatch.setattr(WorkerExecutor, "submit", noting)
+    turn = prompts_of(200)[0]
+    for _ in range(3):
+        [output] = assert_all_exact(llm, oracle, [turn], GREEDY)
+        [again] = assert_all_exact(llm, oracle, [[*turn, 7]], GREEDY)
+        assert again.metrics.num_cached_tokens >= len(turn) - 16
+        turn = [*turn, *output.outputs[0].token_ids, *prompts_of(20)[0]]
+    assert ways == {"out"}, "it is read where it is"
+
+
+def test_answers_of_one_long_prompt(engines: Engines, tiny: Path, oracle: Oracle) -> None:
+    llm = engines(tiny, **HOST)
+    prompt, params = prompts_of(200)[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, n=3)
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    expected = oracle.complete(prompt, 40).token_ids
+    assert [one.token_ids for one in output.outputs] == [expected] * 3
+
+
+def test_penalties_know_all_of_an_answer(engines: Engines, tiny: Path) -> None:
+    """Ranks are told the output again with each new table."""
+    prompts, found = prompts_of(90, 200), []
+    for given in ({"policy": "chunked"}, HOST):
+        outputs = engines(tiny, **given).generate(prompts, COUNTING, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_requests_that_give_way(engines: Engines, tiny: Path, oracle: Oracle) -> None:
+    """A host with room for one and a half of them."""
+    llm = engines(tiny, **(HOST | {"host_kv_gib": 0.0003}))
+    prompts = prompts_of(150, 140, 30)
+    assert llm.max_model_len < sum(len(prompt) + 40 for prompt in prompts)
+    outputs = assert_all_exact(llm, oracle, prompts, GREEDY)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
