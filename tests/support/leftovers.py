@@ -9,11 +9,14 @@ from pathlib import Path
 
 import psutil
 
+_OTHERS = ("__KMP_", "sem.mp-")
+"""Of foreign OpenMPs, and of process pools of other tests: engines have no such semaphores."""
+
 
 def left_names() -> set[str]:
-    """Lists run folders and shared-memory segments of this machine (but those of foreign OpenMPs)."""
+    """Lists run folders and shared-memory segments of this machine, but those of `_OTHERS`."""
     folders = {path.name for path in Path(tempfile.gettempdir()).glob("longspan-*")}
-    return folders | {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("__KMP_")}
+    return folders | {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(_OTHERS)}
 
 
 def wait_until_gone(pids: Iterable[int], before: set[str]) -> None:
