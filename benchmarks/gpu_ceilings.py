@@ -21,6 +21,8 @@ _SIZE = 8192
 """Rows and columns of the matrices."""
 _COPIED_BYTES = 1 << 30
 _REPEATS = 10
+_SLEEP_CYCLES = 2_000_000
+"""A millisecond or so: longer than a few launches take."""
 PRODUCT, COPY = "product_bfloat16_tflops", "read_and_written_gb_per_s"
 """Names of numbers: of the products that weights take part in, and of copies on the device."""
 
@@ -77,6 +79,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
         work()
         return time.perf_counter() - started_s
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_SLEEP_CYCLES)  # noqa: SLF001 - launches are made meanwhile, and take no time of the device
     begin.record()
     work()
     end.record()

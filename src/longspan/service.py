@@ -88,6 +88,7 @@ class Service:
             most_threads=given.threads_per_rank,
             block_size=given.block_size,
             kernels=setup.model.kernels,
+            host_kernels=_host_kernels(given, cluster),
             enforce_eager=given.enforce_eager,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
@@ -519,6 +520,13 @@ def _check_windows(info: ModelInfo, csa: str) -> None:
     if csa != "off" and any(spec.window is not None for spec in info.specs):
         problem = "is for models without sliding windows, which drop all that is far themselves: leave it out"
         raise ParameterError("csa", problem, csa[:60])
+
+
+def _host_kernels(given: EngineArgs, cluster: Cluster) -> Path | None:
+    """Returns the compiled kernels by which hosts of other devices compute, if they have KV."""
+    if given.device == "cpu" or not cluster.host_blocks:
+        return None
+    return _kernels("auto", "cpu", given.precision)
 
 
 def _kernels(backend: str, device: str, dtype: str) -> Path | None:

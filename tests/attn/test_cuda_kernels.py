@@ -23,23 +23,24 @@ AMPERE, HOPPER, TURING = (8, 6), (9, 0), (7, 5)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "masked", "wanted"),
+    ("dtype", "head_dim", "capability", "case", "wanted"),
     [
-        (torch.bfloat16, 128, HOPPER, False, "cudnn"),
-        (torch.bfloat16, 256, HOPPER, False, "flash"),
-        (torch.bfloat16, 128, AMPERE, False, "flash"),
-        (torch.float16, 64, TURING, False, "efficient"),
-        (torch.bfloat16, 320, HOPPER, False, "efficient"),
-        (torch.bfloat16, 100, HOPPER, False, "eager"),
-        (torch.float32, 100, HOPPER, False, "efficient"),
-        (torch.float32, 50, AMPERE, False, "eager"),
-        (torch.bfloat16, 128, HOPPER, True, "eager"),
+        (torch.bfloat16, 128, HOPPER, {}, "cudnn"),
+        (torch.bfloat16, 128, HOPPER, {"even": False}, "flash"),
+        (torch.bfloat16, 256, HOPPER, {}, "flash"),
+        (torch.bfloat16, 128, AMPERE, {}, "flash"),
+        (torch.float16, 64, TURING, {}, "efficient"),
+        (torch.bfloat16, 320, HOPPER, {}, "efficient"),
+        (torch.bfloat16, 100, HOPPER, {}, "eager"),
+        (torch.float32, 100, HOPPER, {}, "efficient"),
+        (torch.float32, 50, AMPERE, {}, "eager"),
+        (torch.bfloat16, 128, HOPPER, {"masked": True}, "eager"),
     ],
 )
 def test_the_quickest_kernel_that_computes_it(
-    dtype: torch.dtype, head_dim: int, *, capability: tuple[int, int], masked: bool, wanted: CudaKernel
+    dtype: torch.dtype, head_dim: int, *, capability: tuple[int, int], case: dict[str, bool], wanted: CudaKernel
 ) -> None:
-    assert cuda_kernel(dtype, head_dim, capability, masked=masked) == wanted
+    assert cuda_kernel(dtype, head_dim, capability, **case) == wanted
 
 
 @pytest.mark.parametrize(
@@ -70,13 +71,14 @@ def test_kernels_take_and_give_what_we_think(
     """By PyTorch's own rules for tensors without numbers."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     spec = AttnSpec(num_heads=8, num_kv_heads=kv_heads, head_dim=64, scale=0.125, window=None, softcap=None)
-    q = torch.empty(3, 8, 70, 64, dtype=dtype, device="meta")
-    k, v = torch.empty(2, 3, kv_heads, 70 if causal else 90, 64, dtype=dtype, device="meta")
+    num_queries, num_keys = (1024, 2048) if capability == HOPPER else (70, 90)
+    q = torch.empty(3, 8, num_queries, 64, dtype=dtype, device="meta")
+    k, v = torch.empty(2, 3, kv_heads, num_queries if causal else num_keys, 64, dtype=dtype, device="meta")
     out, lse = TorchCuda()._kernel(q, k, v, spec, causal=causal, mask=None)
     assert out.shape == q.shape and out.dtype == dtype
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
     if dtype == torch.bfloat16:
-        out, lse = TorchCuda()._band(q[0], k[0], v[0], -10, k.shape[2] - 70, spec)
+        out, lse = TorchCuda()._band(q[0], k[0], v[0], -10, k.shape[2] - num_queries, spec)
         assert out.shape == q.shape[1:] and out.dtype == dtype
         assert lse.shape == q.shape[1:3] and lse.dtype == torch.float32
 

@@ -46,6 +46,30 @@ def test_what_is_kept_is_what_is_there(data: st.DataObject, options: dict[str, s
     check(cluster)
 
 
+def test_output_that_is_computed_anew_is_due_until_it_is() -> None:
+    """In parts that end in the middle of a block."""
+    setup = Setup(
+        num_instances=3,
+        num_blocks=12,
+        block_size=16,
+        max_num_batched_tokens=5,
+        max_steps_in_flight=1,
+        prefix_caching=False,
+    )
+    cluster = Cluster(setup)
+    request = cluster.add([1] * 16, max_tokens=40)
+    while len(request.output) < 30:
+        cluster.step(None)
+    cluster.engine._retract(request)
+    num_scheduled = []
+    while len(request.output) < 31:
+        cluster.step(None)
+        num_scheduled.append(request.num_scheduled)
+        check(cluster)
+    assert num_scheduled == [*range(5, 46, 5), 46]
+    cluster.run()
+
+
 def check(cluster: Cluster) -> None:
     engine: Any = cluster.engine
     live = [request for request in engine._requests.values() if request.finish_reason is None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from interpreted import Run
 from tape import Tape
 from tiny_models import TINY, write_checkpoint
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longspan import SamplingParams
 from longspan.attn import paged
@@ -169,6 +171,7 @@ def test_graphs_are_few_and_small(tiny: Path) -> None:
         for stops in ((1,), (1, 2), (3,), (1, 2, 3), (4,), (2, 1)):  # that of one token is used again: it is kept
             decodes.step(*stops)
     assert (tape.num_recorded, tape.num_replayed) == (4, 6)
+    assert sorted(decodes.model._whole_step._logits) == [1, 2, 4], "graphs of as many tokens write to the same"
     with mock.patch.object(graph_step, "_MOST_ROWS", 2):
         decodes.step(1, 2, 3)
         assert tape.num_replayed == 6
@@ -302,6 +305,16 @@ def test_what_the_host_reads_is_found(read: Callable[[Tensor], object]) -> None:
             read(numbers)
 
 
+def test_copies_to_the_host_are_found() -> None:
+    """By tensors that only say that they are on a device."""
+    with FakeTensorMode(), graph_step._WithoutHostReads():
+        there = torch.ones(3, device="cuda") * torch.tensor(2.0)
+        with pytest.raises(graph_step._HostReadError, match="copies numbers of the device to the host"):
+            there.cpu()
+        with pytest.raises(graph_step._HostReadError, match="copies numbers of the device to the host"):
+            torch.empty(3).copy_(there)
+
+
 def test_a_buffer_is_filled_and_padded() -> None:
     buffer = NumberBuffer([3, 1, 4], torch.device("cpu"))
     buffer.fill([torch.tensor(one).numpy() for one in ([7, 8], [9], [5])], [-1, 0, 6])
@@ -321,35 +334,43 @@ def test_arrays_go_to_a_device_in_one_copy() -> None:
 
 
 class FakeCuda:
-    """Stands for PyTorch's CUDA graphs; a capture changes the stream, and leaves it so when it fails."""
+    """Stands for PyTorch's CUDA graphs and streams; the whole device must not be waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream, self.pools, self.replayed = "main", list[Any](), list[Any]()
-        fake = self
+        self.pools, self.replayed = list[Any](), list[Any]()
+        self.main, self.side, self.capturing = mock.Mock(), mock.Mock(), None
+        self.stream: Any = self.main
+        fake: Any = self
 
         class Graph:
             def pool(self) -> object:
                 return self
 
+            def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local" and fake.capturing is None
+                fake.pools.append((self, pool))
+                fake.capturing = fake.stream
+
+            def capture_end(self) -> None:
+                assert fake.capturing is fake.stream
+                fake.capturing = None
+
             def replay(self) -> None:
                 fake.replayed.append(self)
 
-        class Capture:
-            def __init__(self, graph: object, *, pool: object, capture_error_mode: str) -> None:
-                assert capture_error_mode == "thread_local"
-                fake.pools.append((graph, pool))
-
-            def __enter__(self) -> None:
-                fake.stream = "side"
-
-            def __exit__(self, kind: object, *_: object) -> None:
-                if kind is None:
-                    fake.stream = "main"
+        @contextmanager
+        def stream(chosen: Any) -> Iterator[None]:
+            before, fake.stream = fake.stream, chosen
+            try:
+                yield
+            finally:
+                fake.stream = before
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph", Capture)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: self.side)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
-        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=AssertionError("peers may wait for us")))
 
 
 def test_cuda_graphs_share_their_memory_and_leave_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,13 +378,15 @@ def test_cuda_graphs_share_their_memory_and_leave_the_stream(monkeypatch: pytest
     record = CudaRecorder()
 
     def fail() -> Tensor:
-        assert cuda.stream == "side"
+        assert cuda.capturing is cuda.side
         raise RuntimeError("capture")
 
     replays = [record(lambda: results[0]), record(lambda: results[1])]
     with pytest.raises(RuntimeError, match="capture"):
         record(fail)
-    assert cuda.stream == "main"
+    assert cuda.stream is cuda.main and cuda.capturing is None
+    assert cuda.side.mock_calls == [mock.call.wait_stream(cuda.main)] * 3
+    assert cuda.main.mock_calls == [mock.call.wait_stream(cuda.side)] * 2
     (first, no_pool), *others = cuda.pools
     assert no_pool is None and [pool for _, pool in others] == [first, first]
     assert [replay() for replay in replays] == results

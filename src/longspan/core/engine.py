@@ -586,9 +586,9 @@ class Engine:
             request = self._requests[part.request_id]
             request.num_steps += change
             request.last_step = max(request.last_step, number)
-            # A token in the middle of a block leaves what the request still asks for as it is.
-            is_output = part.start >= request.num_prompt and part.rotation is None
-            if not is_output or part.stop % request.block_size < 2:
+            # A decode in the middle of a block leaves what the request still asks for as it is.
+            is_decode = part.start >= request.num_prompt and part.stop == part.start + 1
+            if not is_decode or part.rotation is not None or part.stop % request.block_size < 2:
                 changed.append(request.id)
         self._running.changed(forward.instances, changed)
 

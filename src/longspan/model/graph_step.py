@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from longspan.attn.backends import NOWHERE, AttentionBackend
 from longspan.attn.paged import NumberBuffer, PagedKv, PagedPlan, PagedSplits
@@ -63,6 +64,7 @@ class GraphStep:
         self._forward, self._specs, self._recording, self._device = forward, specs, recording, device
         self._kv: Sequence[PagedKv] = ()
         self._graphs: dict[object, _Graph] = {}  # the one used last comes last
+        self._logits: dict[int, Tensor] = {}  # of graphs of so many tokens, float32
         self._is_possible = True
 
     def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor | None:
@@ -105,7 +107,8 @@ class GraphStep:
         """Records a step, once it was computed to warm up; tells whether that was possible, and logs why not."""
         backend, kv, specs = self._recording.backend, self._kv, self._specs
         tokens, positions, rope_lengths, blocks, offsets, *others = graph.inputs.arrays
-        plans = [_StaticPlan(PagedSplits(*others[start : start + 7])) for start in range(0, len(others), 7)]
+        size = len(PagedSplits._fields)
+        plans = [_StaticPlan(PagedSplits(*others[start : start + size])) for start in range(0, len(others), size)]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             backend.store(kv[layer], blocks, offsets, k, v)
@@ -116,13 +119,24 @@ class GraphStep:
 
         try:
             with _WithoutHostReads():  # type: ignore[no-untyped-call]  # PyTorch's
-                compute()
-            graph.replay = self._recording.record(compute)
-        except (_HostReadError, RuntimeError) as error:
-            _log.warning("decode steps are computed layer by layer, not as CUDA graphs: %s", error)
-            self._is_possible = False
-            self.forget_pool()
-        return self._is_possible
+                found = compute()
+        except _HostReadError as error:
+            return self._give_up(error)
+        logits = self._logits.setdefault(len(tokens), torch.empty_like(found))
+        del found
+        try:
+            graph.replay = self._recording.record(lambda: logits.copy_(compute()))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return self._give_up(error)
+        return True
+
+    def _give_up(self, error: Exception) -> bool:
+        _log.warning("decode steps are computed layer by layer, as with enforce_eager, not as CUDA graphs: %s", error)
+        self._is_possible = False
+        self.forget_pool()
+        return False
 
 
 class CudaRecorder:
@@ -130,19 +144,24 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None  # stays: without any graph its pool could not be named again
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
         """Captures launches on a stream of their own; raises RuntimeError for what cannot be captured.
 
-        Other threads may use the device meanwhile.
+        Other threads may use the device meanwhile. Nothing waits for all of it, as `torch.cuda.graph` would: what
+        receives KV may be waiting for other ranks, and these for this one.
         """
         graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
-        stream = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
                 found = compute()
-        finally:
-            torch.cuda.set_stream(stream)  # which PyTorch forgets where a capture fails
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
         self._first = self._first or graph
 
         def replay() -> Tensor:
@@ -175,14 +194,23 @@ class _WithoutHostReads(TorchDispatchMode):
     """Lets nothing run that takes numbers of the device to the host: a replay would not look at them again."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Runs an operator, and raises _HostReadError where its result, or the shape of that, is up to numbers."""
+        """Runs an operator, and raises _HostReadError where its result, or the shape of that, is up to numbers of the
+        device, or where it copies these to the host.
+        """
         if func.overloadpacket in _INDEXING:  # by whole numbers, mostly
             reads = any(one is not None and one.dtype in {torch.bool, torch.uint8} for one in args[1])
         else:
             reads = not _HOST_READS.isdisjoint(func.tags)
         if reads:
             raise _HostReadError(f"{func} needs numbers of the device on the host")
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if "cuda" in _devices((args, kwargs)) and "cpu" in _devices(found):
+            raise _HostReadError(f"{func} copies numbers of the device to the host")
+        return found
+
+
+def _devices(values: object) -> set[str]:
+    return {one.device.type for one in tree_leaves(values) if isinstance(one, Tensor)}
 
 
 def _size(number: int, least: int, factor: int) -> int:

@@ -17,6 +17,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kernels: those of our own, compiled; None to compute with PyTorch's.
+        host_kernels: likewise, for KV on the hosts of CUDA devices.
         cuda_kernel: the only one of PyTorch's kernels for attention on CUDA; None for the best of each case.
         enforce_eager: compute decode steps layer by layer.
         record_times: measure where the time goes, see `runtime.timing`.
@@ -30,6 +31,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     block_size: int
     kernels: Path | None = None
+    host_kernels: Path | None = None
     cuda_kernel: Literal["cudnn", "flash", "efficient", "eager"] | None = None
     enforce_eager: bool = False
     record_times: bool = False

@@ -50,7 +50,9 @@ class Rank:
         self._num_connected = 0
         self._backend = backend_of(device, compiled=config.kernels is not None, kernel=config.cuda_kernel)
         self._recording = recording_of(self._backend, device)
-        self._host_backend = self._backend if device.type == "cpu" else backend_of(torch.device("cpu"))
+        self._host_backend = self._backend
+        if device.type != "cpu":
+            self._host_backend = backend_of(torch.device("cpu"), compiled=config.host_kernels is not None)
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.

@@ -62,8 +62,8 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
 
 def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
     device, cores = open_device(config.device, rank), own_cores()
-    if config.kernels is not None:
-        native.load(config.kernels)
+    if (kernels := config.kernels or config.host_kernels) is not None:
+        native.load(kernels)
 
     def connect(hosts: Sequence[int]) -> Transports:
         torch.set_num_threads(config.threads_among(len(hosts)))

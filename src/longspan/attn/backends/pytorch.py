@@ -30,6 +30,7 @@ _FEW_QUERIES = 16
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 """Compute capabilities."""
 _MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
+_CUDNN_TOKENS = 1024
 _PIECE = 512
 """Keys per such piece."""
 
@@ -222,22 +223,24 @@ def cuda_kernel(
     head_dim: int,
     capability: tuple[int, int],
     *,
+    even: bool = True,
     masked: bool = False,
     windowed: bool = False,
 ) -> CudaKernel:
     """Chooses the quickest of PyTorch's kernels on CUDA devices that computes such attention.
 
-    cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. Of sliding windows only FlashAttention
-    knows both edges.
+    cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. It makes a plan for every shape, which
+    takes longer than many a call: so there should be few. Of sliding windows only FlashAttention knows both edges.
 
     Args:
         capability: of the device.
+        even: queries and keys come in multiples of `_CUDNN_TOKENS`.
     """
     is_half = dtype in {torch.bfloat16, torch.float16}
     if masked:
         return "eager"
     if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
-        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM
+        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM and even
         return "cudnn" if has_cudnn and not windowed else "flash"
     return "efficient" if head_dim % (8 if is_half else 4) == 0 and not windowed else "eager"
 
@@ -277,11 +280,12 @@ class TorchCuda(TorchBackend):
         kernel = self._forced if mask is None else None
         if kernel is None:
             capability = torch.cuda.get_device_capability(q.device)
-            kernel = cuda_kernel(q.dtype, q.shape[3], capability, masked=mask is not None)
+            even = q.shape[2] % _CUDNN_TOKENS == k.shape[2] % _CUDNN_TOKENS == 0
+            kernel = cuda_kernel(q.dtype, q.shape[3], capability, even=even, masked=mask is not None)
         match kernel:
             case "cudnn":
                 out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
-                    q, k, v, None, True, 0.0, causal, False, scale=spec.scale
+                    q.contiguous(), k, v, None, True, 0.0, causal, False, scale=spec.scale
                 )
                 return out, lse.reshape(q.shape[:3])
             case "flash":
