@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, nothing_seen, triton_paged
 from longspan.attn.backends.pytorch import TorchCuda
-from longspan.attn.backends.triton_paged import MAX_DIM, add_tile, must_widen, padded, scores_of
+from longspan.attn.backends.triton_paged import MAX_DIM, add_tile, of_scores, padded, scores_of
 from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 
@@ -61,12 +61,7 @@ class TritonCuda(TorchCuda):
                 *(q, k, v, out, lse),
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
                 *(num_queries, num_keys, lower, upper, num_heads // num_kv_heads),
-                spec.scale,
-                spec.softcap or 1.0,
-                has_softcap=spec.softcap is not None,
-                widen=must_widen(q),
-                dim=dim,
-                width=padded(dim),
+                **of_scores(q, spec),
                 tile_rows=tile_rows,
                 tile_keys=tile_keys,
                 num_warps=NUM_WARPS,
@@ -93,12 +88,7 @@ class TritonCuda(TorchCuda):
                 *(q, k, v, indices, out, lse),
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), indices.stride(0)),
                 *(num_queries, num_kept, readers),
-                spec.scale,
-                spec.softcap or 1.0,
-                has_softcap=spec.softcap is not None,
-                widen=must_widen(q),
-                dim=dim,
-                width=padded(dim),
+                **of_scores(q, spec),
                 tile_rows=tile_rows,
                 tile_keys=tile_keys,
                 num_warps=NUM_WARPS,
@@ -152,12 +142,7 @@ class TritonCuda(TorchCuda):
                 *(q, lse, seen, k, found),
                 *(q.stride(0), q.stride(1), lse.stride(0), k.stride(0), k.stride(1)),
                 *(num_queries, num_keys, len(q) // num_kv_heads),
-                spec.scale,
-                spec.softcap or 1.0,
-                has_softcap=spec.softcap is not None,
-                widen=must_widen(q),
-                dim=dim,
-                width=padded(dim),
+                **of_scores(q, spec),
                 tile_rows=tile_rows,
                 tile_keys=tile_keys,
                 num_warps=NUM_WARPS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -48,12 +49,7 @@ def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Par
             *(q, kv.keys, kv.values, splits.blocks, splits.low, splits.high),
             *(splits.owner, splits.first, splits.last, outs, lses),
             *(q.stride(0), q.stride(1), *kv.keys.stride()[:3], readers, num_heads),
-            spec.scale,
-            spec.softcap or 1.0,
-            has_softcap=spec.softcap is not None,
-            widen=must_widen(q),
-            dim=dim,
-            width=padded(dim),
+            **of_scores(q, spec),
             tile_rows=TILE_ROWS,
             tile_keys=min(tile_keys(dim, q.dtype), padded(kv.block_size)),
             num_warps=NUM_WARPS,
@@ -110,6 +106,18 @@ def tile_keys(dim: int, dtype: torch.dtype) -> int:
 def padded(dim: int) -> int:
     """Returns the power of two, at least 16, that rows of a tile have for `dim` elements."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def of_scores(q: Tensor, spec: AttnSpec) -> dict[str, Any]:
+    """Returns what every kernel that computes scores of queries `[H, T, D]` is told of them."""
+    return {
+        "scale": spec.scale,
+        "softcap": spec.softcap or 1.0,
+        "has_softcap": spec.softcap is not None,
+        "widen": must_widen(q),
+        "dim": q.shape[2],
+        "width": padded(q.shape[2]),
+    }
 
 
 def must_widen(tensor: Tensor) -> bool:
