@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from unseen_slots import with_nan_in_unseen_slots
 
 from longspan.attn.backends import merge, pytorch
 from longspan.attn.backends.pytorch import TorchCpu
@@ -117,8 +118,8 @@ def test_every_pair_of_small_runs() -> None:
 
 @SHORT
 @given(st.data(), st.integers(1, 9), st.integers(0, 9))
-def test_single_queries_read_blocks_in_place(data: st.DataObject, block_size: int, seed: int) -> None:
-    """Queries share blocks, and some see nothing."""
+def test_single_queries_depend_on_no_slot_out_of_sight(data: st.DataObject, block_size: int, seed: int) -> None:
+    """Queries share blocks, and some see no token. All other slots are NaN."""
     spec = replace(data.draw(specs()), window=None)
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, 12, spec.num_kv_heads, block_size, spec.head_dim, generator=generator)
@@ -127,7 +128,7 @@ def test_single_queries_read_blocks_in_place(data: st.DataObject, block_size: in
         start, stop = sorted(data.draw(st.integers(0, len(blocks) * block_size)) for _ in range(2))
         reads.append(Reads(blocks=blocks, start=start, stop=stop))
     q = torch.randn(len(reads), spec.num_heads, spec.head_dim, generator=generator).transpose(0, 1)
-    kv = PagedKv(keys=keys, values=values)
+    kv = with_nan_in_unseen_slots(PagedKv(keys=keys, values=values), reads)
     out, lse = BACKEND.attend_paged(q, kv, BACKEND.plan(reads, kv), spec)
     for row, read in enumerate(reads):
         seen = slice(read.start, read.stop)

@@ -17,6 +17,7 @@ from kernels import loaded_kernels
 from oracle import Oracle
 from test_kept import kept_by
 from texts import topic_tokens
+from unseen_slots import with_nan_in_unseen_slots
 
 from longspan import LLM, SamplingParams, native
 from longspan.attn.backends.native import NativeCpu
@@ -100,7 +101,7 @@ def test_the_paged_kernel_is_attention(data: st.DataObject, dim: int, block_size
     keys, values = torch.randn(2, 9, kv_heads, block_size, dim, generator=generator).bfloat16()
     wanted = data.draw(st.lists(reads(9, block_size), min_size=1, max_size=5))
     q = torch.randn(len(wanted), heads, dim, generator=generator).bfloat16().transpose(0, 1)
-    kv = PagedKv(keys=keys, values=values)
+    kv = with_nan_in_unseen_slots(PagedKv(keys=keys, values=values), wanted)
     out, lse = NativeCpu().attend_paged(q, kv, NativeCpu().plan(wanted, kv), spec)
     for t, read in enumerate(wanted):
         seen = slice(read.start, read.stop)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from interpreted import Run
 from test_kept import TOLERANCE, kept_by, rating_case, specs
 from torch import Tensor
+from unseen_slots import with_nan_in_unseen_slots
 
 from longspan.attn import backends
 from longspan.attn.backends import NOWHERE, backend_of, nothing_seen
@@ -238,7 +239,7 @@ def compare_paged(
     spec: AttnSpec, all_reads: list[Reads], block_size: int, dtype: torch.dtype, seed: int, device: str = "cpu"
 ) -> None:
     """Compares with the definition in float64, and each query with itself alone, to the bit."""
-    kv = random_pool(spec, 12, block_size, dtype, seed, device)
+    kv = with_nan_in_unseen_slots(random_pool(spec, 12, block_size, dtype, seed, device), all_reads)
     shape = (len(all_reads), spec.num_heads, spec.head_dim)
     generator = torch.Generator().manual_seed(seed + 1)
     q = torch.randn(shape, generator=generator).to(device, dtype).transpose(0, 1)

@@ -22,7 +22,10 @@ _MAX_VIEWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PagedKv:
-    """Keys and values of one layer, `[blocks, kv_heads, block_size, head_dim]`; all of it finite numbers."""
+    """Keys and values of one layer, `[blocks, kv_heads, block_size, head_dim]`.
+
+    Slots that no query of a call sees may hold any bits, NaN included: no result depends on them.
+    """
 
     keys: Tensor
     values: Tensor
@@ -119,32 +122,54 @@ class PagedSplits(NamedTuple):
 
 
 class PagedBatch:
-    """The items as a batch of kernel calls, in an order that reads adjacent blocks as one view.
+    """The items as a batch of kernel calls: whole blocks first, which are read in place, then blocks that a query sees
+    in part, which are copied.
+
+    A kernel that masks a slot still multiplies its value by a weight of 0. Slots out of sight may hold anything, and
+    0 times NaN is NaN. So the copies hold zeros there.
 
     Attributes:
-        owner: `[items]`, the query of each block that is read.
-        views: slices of the pool, or one index of it, that give the items in order.
-        mask: `[items, 1, 1, block_size]`, 0 where a slot is seen and -inf elsewhere; None when all are.
+        owner: `[items]`, the query of each block that is read; items are in the order of `views`, then of `edges`.
+        views: slices of the pool, or one index of it, that give the whole blocks in order; adjacent blocks are one view.
+        edges: the blocks seen in part; None when there are none.
         items_of: `[queries, most items of a query]`, the items of each query, padded with the number of items.
     """
 
     def __init__(self, items: PagedItems, kv: PagedKv) -> None:
         num_queries, device = len(items.first) - 1, kv.keys.device
         owner = np.repeat(np.arange(num_queries, dtype=np.int64), np.diff(items.first))
-        order = np.lexsort((items.blocks, _nth_use(items.blocks)))
-        owner, blocks, low, high = owner[order], items.blocks[order], items.low[order], items.high[order]
+        is_edge = (items.low > 0) | (items.high < kv.block_size)
+        order = np.lexsort((items.blocks, _nth_use(items.blocks), is_edge))
+        owner, blocks = owner[order], items.blocks[order]
+        num_whole = len(blocks) - int(is_edge.sum())
         self.owner = torch.from_numpy(owner).to(device)
-        self.views = _views(blocks, device)
-        self.mask = None
-        if (low > 0).any() or (high < kv.block_size).any():
-            slots = np.arange(kv.block_size)
-            seen = (slots >= low[:, None]) & (slots < high[:, None])
-            mask = torch.zeros(seen.shape, dtype=kv.keys.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
-            self.mask = mask[:, None, None].to(device)
+        self.views = _views(blocks[:num_whole], device)
+        self.edges = None
+        if num_whole < len(blocks):
+            slots, (low, high) = np.arange(kv.block_size), (ends[order][num_whole:, None] for ends in items[2:])
+            hidden = torch.from_numpy((slots < low) | (slots >= high))
+            self.edges = PagedEdges(blocks=torch.from_numpy(blocks[num_whole:]).to(device), hidden=hidden.to(device))
         nth = _nth_use(owner)
         items_of = np.full((num_queries, nth.max(initial=0) + 1), len(owner), dtype=np.int64)
         items_of[owner, nth] = np.arange(len(owner))
         self.items_of = torch.from_numpy(items_of).to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedEdges:
+    """Blocks of which a query sees some slots: `blocks [items]` and `hidden [items, block_size]`, on the pool's device."""
+
+    blocks: Tensor
+    hidden: Tensor
+
+    def copy(self, pool: Tensor) -> Tensor:
+        """Copies the blocks of keys or values, `[items, kv_heads, block_size, head_dim]`, with zeros in hidden slots."""
+        return pool[self.blocks].masked_fill_(self.hidden[:, None, :, None], 0.0)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """Returns `[items, 1, 1, block_size]`: 0 where a slot is seen, -inf where it is hidden."""
+        zeros = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+        return zeros.masked_fill_(self.hidden, -torch.inf)[:, None, None]
 
 
 class NumberBuffer:

@@ -141,10 +141,11 @@ class TorchBackend(ABC):
         found, start = [], 0
         for view in batch.views:
             k, v = kv.keys[view], kv.values[view]
-            items = slice(start, start + len(k))
-            mask = None if batch.mask is None else batch.mask[items]
-            found.append(self._fused(rows[items], k, v, spec, mask=mask))
+            found.append(self._fused(rows[start : start + len(k)], k, v, spec))
             start += len(k)
+        if (edges := batch.edges) is not None:
+            k, v = edges.copy(kv.keys), edges.copy(kv.values)
+            found.append(self._fused(rows[start:], k, v, spec, mask=edges.mask(rows.dtype)))
         if len(found) == 1:
             return found[0]
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
