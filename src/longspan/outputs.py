@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from longspan.core.request import FinishReason, RequestMetrics
+from longspan.core.request import ErrorKind, FinishReason, RequestMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,10 @@ class CompletionOutput:
         cumulative_logprob: the sum over its tokens, if logprobs were asked for.
         logprobs: per output token, if asked for.
         finish_reason: `stop` (end-of-sequence or stop token, or stop string), `length`, `abort`,
-            `error` (`stop_reason` says which); None while it runs.
+            `error` (`stop_reason` explains it); None while it runs.
         stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None for an end-of-sequence token.
+        error: with `error`, its kind: `structured_outputs` (no token fits the grammar), `non_finite` (the model
+            computed NaN or infinity), or `capacity` (a worker was lost, and the devices that remain are too small).
         logits: float32 `[vocab]` per output token, if asked for with `output_logits`.
     """
 
@@ -50,6 +52,7 @@ class CompletionOutput:
     logprobs: list[LogprobsOfToken] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: ErrorKind | None = None
     logits: list[npt.NDArray[np.float32]] | None = None
 
 

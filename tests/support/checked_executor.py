@@ -17,6 +17,9 @@ from longspan.core.request import Request
 from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Step
 from longspan.sim.executor import SimExecutor
 
+NON_FINITE = -1
+"""The name of a slot that holds NaN."""
+
 
 @dataclass(kw_only=True)
 class Moving:
@@ -69,6 +72,7 @@ class CheckedExecutor:
         reservation: of a request whose KV is on its way, and a target: another object when the blocks of the one before
             were taken.
         damaged: copies of a move that a disk cannot make, by index.
+        poison: tokens for which ranks compute NaN. KV of a request is not finite from the first of them on.
     """
 
     pool: Callable[[int], BlockPool]
@@ -86,6 +90,7 @@ class CheckedExecutor:
         self._reads: dict[int, set[BlockRef]] = defaultdict(set)
         self.moving: dict[int, Moving] = {}
         self.damaged: Callable[[MoveKV], tuple[int, ...]] = lambda _: ()
+        self.poison: Collection[int] = ()
 
     def submit(self, step: Step) -> None:
         """Checks a step and passes it on."""
@@ -114,6 +119,11 @@ class CheckedExecutor:
                 self._end_move(moving, completion.failed)
                 continue
             forward = self.in_flight.pop(completion.number)
+            completion.non_finite = tuple(
+                part.request_id
+                for part in forward.parts
+                if NON_FINITE in self._names(part.request_id)[part.start : part.stop]
+            )
             for source, target in (pair for move in forward.rebalances for pair in move.copies):
                 if source.instance != target.instance:
                     self._owners[source].remove(-forward.number)
@@ -125,6 +135,11 @@ class CheckedExecutor:
             assert request_id not in named, "freed while a step in flight names it"
             for ref in self.live.pop(request_id).table:
                 self._owners[ref].remove(request_id)
+        for ref, first in step.cleared:
+            assert ref not in self._named, "no move in flight reads or writes what is cleared"
+            users = [self.live[number].slots.of for number in self._owners[ref] if number >= 0]
+            assert not any(used == ref and slot >= first for slots in users for used, slot in slots), "nobody's KV"
+            self._slots[ref][first:] = [0] * (self._setup.block_size - first)
         for rank in self._ranks:
             rank.forget(step.request_ids)
 
@@ -265,7 +280,8 @@ class CheckedExecutor:
             [token] = request.tokens(position, position + 1)
             if token == UNKNOWN:
                 token = invented_token(request, position, self._setup.eos_token_ids)
-            live.names.append(hash((before, position, token)))
+            is_finite = before != NON_FINITE and token not in self.poison
+            live.names.append(hash((before, position, token)) if is_finite else NON_FINITE)
         return live.names
 
     def _check_limits(self, forward: Forward) -> None:
@@ -312,6 +328,7 @@ class CheckedExecutor:
                 assert cluster.tier(here.pool) == "host" and there.pool == cluster.disk_pool(here.pool)
                 assert len(move.contents) == len(move.copies)
             assert self._slots[source][0] and source not in written, "what is copied was computed"
+            assert NON_FINITE not in self._slots[source], "only finite KV goes to another tier"
             assert not self._users(target) and target not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
         held = [list(self._slots[source]) for source, _ in move.copies]
@@ -325,6 +342,11 @@ class CheckedExecutor:
             slots = self.live[part.request_id].slots.of
             written.update(ref for ref, _ in slots[part.start : part.stop])
         return written
+
+    @property
+    def non_finite_blocks(self) -> list[BlockRef]:
+        """The blocks that hold KV of poison."""
+        return [ref for ref, held in self._slots.items() if NON_FINITE in held]
 
     @property
     def _named(self) -> set[BlockRef]:
@@ -403,7 +425,9 @@ class CheckedExecutor:
         assert source.instance == target.instance and source.instance in part.group
         assert self._owners[target] <= {part.request_id} and target not in self._named
         assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
-        self._slots[target] = list(self._slots[source])
+        num_used = part.start % self._setup.block_size
+        self._slots[target][:num_used] = self._slots[source][:num_used]
+        assert NON_FINITE not in self._slots[target], "a copy has the tokens that it is used for"
 
     def _balance(self, forward: Forward, move: MoveKV) -> None:
         """Full blocks go to other members, and the old ones stay until the step is done."""

@@ -142,6 +142,7 @@ class Cluster:
         assert not self.executor.in_flight
         assert not self.executor.live
         assert not self.executor.moving
+        assert not self.executor.non_finite_blocks, "NaN in a free block"
         cluster = self.setup.cluster
         for number, num_blocks in enumerate(cluster.num_blocks + cluster.host_blocks + cluster.disk_blocks):
             pool = self.engine.account.pool(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from cluster import VOCAB, Cluster, Setup
@@ -120,12 +120,13 @@ def play(
     work: list[Job],
     timeouts: random.Random | None = None,
     damaged: Callable[[MoveKV], tuple[int, ...]] = lambda _: (),
+    poison: Collection[int] = (),
 ) -> Cluster:
     """Runs a workload to its end. With `timeouts`, some polls end before anything is done; `damaged` says which copies
-    of a move a disk cannot make.
+    of a move a disk cannot make; for `poison` tokens ranks compute NaN.
     """
     cluster = Cluster(setup)
-    cluster.executor.damaged = damaged
+    cluster.executor.damaged, cluster.executor.poison = damaged, poison
     due = sorted(work, key=lambda job: job.turn)
     aborts: dict[int, list[Request]] = {}
     for turn in range(20_000):
@@ -158,10 +159,16 @@ def add(cluster: Cluster, job: Job) -> Request:
 
 def assert_lawful(cluster: Cluster) -> None:
     """Every request that nobody aborted has all its tokens, and none was computed twice without need."""
-    setup = cluster.setup
+    setup, poison = cluster.setup, cluster.executor.poison
     for request in cluster.requests:
         expected = cluster.expected_output(request)
-        if request.finish_reason == "abort":
+        tokens = [*request.prompt, *expected[:-1]]
+        non_finite = next((place for place, token in enumerate(tokens) if token in poison), None)
+        if non_finite is not None and request.finish_reason != "abort":
+            assert (request.finish_reason, request.error) == ("error", "non_finite")
+            assert request.output == expected[: max(0, non_finite + 1 - len(request.prompt))]
+            assert request.stop_reason and "NaN" in str(request.stop_reason)
+        elif request.finish_reason == "abort":
             assert request.output == expected[: len(request.output)]
         else:
             assert request.output == expected

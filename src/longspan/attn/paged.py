@@ -130,7 +130,8 @@ class PagedBatch:
 
     Attributes:
         owner: `[items]`, the query of each block that is read; items are in the order of `views`, then of `edges`.
-        views: slices of the pool, or one index of it, that give the whole blocks in order; adjacent blocks are one view.
+        views: slices of the pool, or one index of it, that give the whole blocks in order. Adjacent blocks are one
+            view.
         edges: the blocks seen in part; None when there are none.
         items_of: `[queries, most items of a query]`, the items of each query, padded with the number of items.
     """
@@ -157,13 +158,13 @@ class PagedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedEdges:
-    """Blocks of which a query sees some slots: `blocks [items]` and `hidden [items, block_size]`, on the pool's device."""
+    """Blocks of which a query sees some slots: `blocks [items]` and `hidden [items, block_size]`, where the pool is."""
 
     blocks: Tensor
     hidden: Tensor
 
     def copy(self, pool: Tensor) -> Tensor:
-        """Copies the blocks of keys or values, `[items, kv_heads, block_size, head_dim]`, with zeros in hidden slots."""
+        """Copies the blocks of keys or values to `[items, kv_heads, block_size, head_dim]`; hidden slots are zeros."""
         return pool[self.blocks].masked_fill_(self.hidden[:, None, :, None], 0.0)
 
     def mask(self, dtype: torch.dtype) -> Tensor:

@@ -197,12 +197,14 @@ class KvAccount:
         self.give_back(replaced)
         return tuple(copies)
 
-    def complete_copies(self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]) -> None:
-        """Frees the old blocks after a copy, and offers the new ones."""
+    def complete_copies(self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]) -> list[BlockRef]:
+        """Frees the old blocks after a copy, and offers the new ones; returns old blocks with KV that is not finite."""
+        sound = {*request.table[: self.num_full(request)]} if request.non_finite_from is not None else None
         self.let_go([old for old, _ in copies])
         for _, new in copies:
             del request.copying[new]
         self.publish(request, 0)
+        return [] if sound is None else [old for old, new in copies if new not in sound]
 
     def reserve(
         self, request: Request, instance: int, places: range, *, num_left: int
@@ -269,6 +271,12 @@ class KvAccount:
             if tail and start < request.num_prompt <= _num_namable(request):
                 self._publish(request, num_full)
 
+    def withdraw(self, request: Request) -> None:
+        """Offers no block any more that may hold KV which is not finite."""
+        for index in range(self.num_full(request), len(request.table)):
+            ref = _published(request, index)
+            self.pool(ref.pool).forget(ref.block)
+
     def release(self, request: Request) -> None:
         """Frees the request's blocks, last first; what they hold stays cached until they are needed."""
         if self.prefix_caching and _num_namable(request) % self.block_size:
@@ -280,10 +288,7 @@ class KvAccount:
         return [tuple.__new__(BlockRef, (instance, block)) for block in self._pools[instance].allocate(number)]
 
     def _publish(self, request: Request, index: int) -> None:
-        ref = request.table[index]
-        ref = request.spilling.get(ref, ref)
-        while ref in request.copying:
-            ref = request.copying[ref]
+        ref = _published(request, index)
         self.pool(ref.pool).publish(ref.block, self.content(request, index))
 
 
@@ -292,13 +297,27 @@ def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
         yield pool, [block for _, block in same]
 
 
+def _published(request: Request, index: int) -> BlockRef:
+    """Returns the block that holds entry `index` of a request's table now: copies in flight fill some entries."""
+    ref = request.table[index]
+    ref = request.spilling.get(ref, ref)
+    while ref in request.copying:
+        ref = request.copying[ref]
+    return ref
+
+
 def _num_namable(request: Request) -> int:
-    """Counts the tokens that others can be offered: computed ones whose ids are known.
+    """Counts the tokens that others can be offered: computed ones whose ids are known and whose KV is finite.
 
     Of an aborted request the last sampled ids are not known. Where owners rotate by token, no block holds neighbours.
+    A block with KV that is not finite is not offered at all.
     """
     num_tokens = min(request.num_computed, request.num_known)
-    return num_tokens if request.rotation is None else min(num_tokens, request.rotation.start)
+    if request.rotation is not None:
+        num_tokens = min(num_tokens, request.rotation.start)
+    if request.non_finite_from is not None:
+        num_tokens = min(num_tokens, request.non_finite_from) // request.block_size * request.block_size
+    return num_tokens
 
 
 class BlockPool:
@@ -324,6 +343,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
+        self._twins: dict[int, Content] = {}  # blocks in use with a content that another block is offered for
+        self._twins_by_key: dict[bytes, list[int]] = {}
         self._begun: dict[tuple[bytes, int], list[int]] = {}  # by parent and first token, in order of all their tokens
         self._compared: dict[int, tuple[int, ...]] = {}  # tokens of those that were compared
 
@@ -432,17 +453,25 @@ class BlockPool:
             if block in content:
                 self._cached[block] = None
             else:
+                self._drop_twin(block)
                 heappush(self._blank, block)
         self.changes += 1
 
     def publish(self, block: int, content: Content) -> None:
-        """Offers a block's content for reuse; of two with the same content the first stays offered."""
+        """Offers a block's content for reuse.
+
+        Of two full blocks with the same content the first stays offered. If that is evicted while the second is in use,
+        the second is offered in its place.
+        """
         full = len(content.tokens) == self.block_size
         key = content.key if full else None
         if key is not None and self._by_key.get(key) == block:
             return
         self._forget(block)
         if key is not None and key in self._by_key:
+            if self._references[block]:
+                self._twins[block] = content
+                self._twins_by_key.setdefault(key, []).append(block)
             return
         self._content[block] = content
         self.changes += 1
@@ -506,13 +535,30 @@ class BlockPool:
         self._compared.pop(block, None)
         content = self._content.pop(block, None)
         if content is None:
+            self._drop_twin(block)
             return
-        if len(content.tokens) == self.block_size:
-            del self._by_key[content.key]
         begun = self._begun[content.parent, content.tokens[0]]
         begun.remove(block)
         if not begun:
             del self._begun[content.parent, content.tokens[0]]
+        if len(content.tokens) == self.block_size:
+            del self._by_key[content.key]
+            if content.key in self._twins_by_key:
+                twin = self._twins_by_key[content.key][0]
+                self._drop_twin(twin)
+                self.publish(twin, content)
+
+    def _drop_twin(self, block: int) -> None:
+        """Forgets that a block in use has the content of another one; its use counts as one of that other block."""
+        if (content := self._twins.pop(block, None)) is None:
+            return
+        twins = self._twins_by_key[content.key]
+        twins.remove(block)
+        if not twins:
+            del self._twins_by_key[content.key]
+        offered = self._by_key.get(content.key)
+        if offered is not None and offered in self._cached:
+            self._cached.move_to_end(offered)
 
 
 def _num_alike(tokens: tuple[int, ...], others: tuple[int, ...]) -> int:

@@ -24,6 +24,8 @@ from longspan.core.transfers import Transfers
 from longspan.core.transitions import Transition, phase_of
 from longspan.core.view import ClusterView, ScheduledPart
 
+_NON_FINITE = "the model computed NaN or infinity for the tokens at positions [%d, %d) or for the next token"
+
 
 class Clock(Protocol):
     """Time in seconds from any origin, which never goes back."""
@@ -300,7 +302,7 @@ class Engine:
         self._regrouping = _Regrouping(cluster=cluster, asked_s=self._clock.now(), policy=policy)
 
     def step(self, timeout_s: float | None = None) -> list[Request]:
-        """Emits what the policy plans, takes the next completion, and returns the requests that got a token.
+        """Emits what the policy plans, takes the next completion, and returns the requests that got a token or failed.
 
         Waits for it at most `timeout_s`; None waits as long as it takes.
         """
@@ -375,10 +377,8 @@ class Engine:
     def _bound(self, request: Request) -> None:
         """Ends a request that has grown too long for other devices; else its output has room there."""
         if request.num_known >= self._max_len:
-            request.stop_reason = (
-                f"it has {request.num_known} tokens, and the devices that are left hold {self._max_len}"
-            )
-            self.finish(request, "error")
+            words = f"it has {request.num_known} tokens, and the devices that remain hold {self._max_len}"
+            self.finish(request, request.fail("capacity", words))
         request.max_tokens = min(request.max_tokens, self._max_len - request.num_prompt)
 
     def _relents(self) -> bool:
@@ -596,6 +596,7 @@ class Engine:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
         if self._transfers.moved(done.number):
+            self._clear()
             return
         if self._regrouping is not None and self._regrouping.number == done.number:
             self._regrouped(self._regrouping, done)
@@ -611,19 +612,27 @@ class Engine:
         self._transfers.computed(forward)
         self.tiers.computed(forward.number)
         for move in forward.rebalances:
-            self.account.complete_copies(self._requests[move.request_id], move.copies)
+            replaced = self.account.complete_copies(self._requests[move.request_id], move.copies)
+            self._clear([(ref, 0) for ref in replaced])
+        failed: list[Request] = []
         for part in forward.parts:
             request = self._requests[part.request_id]
             request.take_part(part)
+            if request.id in done.non_finite and request.non_finite_from is None:
+                request.non_finite_from = part.start
+                self.account.withdraw(request)
+                if request.finish_reason is None:
+                    self.finish(request, request.fail("non_finite", _NON_FINITE % (part.start, part.stop)))
+                    failed.append(request)
             self.account.publish(request, part.start)
-            if request.finish_reason is not None and not request.in_flight:
+            if request.finish_reason is not None and not request.in_flight and request.id in self._requests:
                 self._drop(request)
         for scored in done.scored:
             if self._is_live(scored.request_id):
                 prompt_logprobs = self._requests[scored.request_id].prompt_logprobs
                 for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
                     prompt_logprobs[position] = logprobs
-        return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
+        return [*failed, *(self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id))]
 
     def _is_live(self, request_id: int) -> bool:
         """Tells whether anybody wants its tokens; tokens sampled after its end are thrown away."""
@@ -657,14 +666,20 @@ class Engine:
         assert not request.in_flight, "a step in flight names the request"
         self._transfers.give_up(request)
         self._submit(self.tiers.leave(request))
+        cleared = self._transfers.clearable(request.non_finite_slots())
         self.account.release(request)
-        self._executor.submit(Free(number=self._number(), request_ids=(request.id,)))
+        self._executor.submit(Free(number=self._number(), request_ids=(request.id,), cleared=cleared))
         goes_on = request.finish_reason is None
         if goes_on:
             self._leave(request)
         request.lose_kv()
         if goes_on:
             self._waiting.add(request)
+
+    def _clear(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> None:
+        """Lets ranks set slots to zero whose KV is not finite, see `Transfers.clearable`."""
+        if cleared := self._transfers.clearable(slots):
+            self._executor.submit(Free(number=self._number(), request_ids=(), cleared=cleared))
 
     def _drop(self, request: Request) -> None:
         if request.group:

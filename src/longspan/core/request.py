@@ -8,13 +8,18 @@ from itertools import chain, compress
 from typing import Literal
 
 from longspan.core.owners import BlockRef, Owners, Rotation, chain_key
-from longspan.core.runs import SpanShards, coalesce
+from longspan.core.runs import Run, SpanShards, coalesce
 from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
 from longspan.core.view import ScheduledPart
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+ErrorKind = Literal["structured_outputs", "non_finite", "capacity"]
+"""Why a request ended with `error`: no token fits its grammar, the model computed NaN or infinity for it, or the
+devices that remain are too small for it.
+"""
 
 ROOT = b""
 """Parent key of a request's first block."""
@@ -73,6 +78,9 @@ class Request:
         grammar: what the output must follow, see `Sampling`.
         sparse: what its prefill may drop; part of the prefix keys.
         stop_reason: the stop token that ended it, if one of `stop_token_ids` did; what went wrong, for `error`.
+        error: the kind of what went wrong; None for other ends.
+        non_finite_from: the first position of the first part with hidden states that are NaN or infinite; None while
+            all are finite. KV from its block on is neither shared nor moved to another tier.
     """
 
     id: int
@@ -109,6 +117,8 @@ class Request:
     rope_length: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: ErrorKind | None = None
+    non_finite_from: int | None = None
     num_prompt: int = field(init=False)
     num_tokens: int = field(init=False)
     keeps_history: bool = field(init=False)
@@ -205,6 +215,25 @@ class Request:
         self.group, self.rotation, self.kv_owner, self.targets = group, None, None, ()
         self.sent_blocks = self.sent_output = 0
 
+    def fail(self, kind: ErrorKind, words: str) -> FinishReason:
+        """Records what went wrong; returns the reason to finish the request with."""
+        self.error, self.stop_reason = kind, words
+        return "error"
+
+    def non_finite_slots(self) -> tuple[tuple[BlockRef, int], ...]:
+        """Lists the blocks that may hold NaN or infinity, each with the first slot that may.
+
+        A block's tokens ascend, so all later slots of it are the request's own and not finite either.
+        """
+        if self.non_finite_from is None or not self.group:
+            return ()
+        first_slots: dict[BlockRef, int] = {}
+        for places, blocks in self.owners.slots(Run(self.non_finite_from, self.num_computed)):
+            for place in places:
+                block, slot = divmod(place, self.block_size)
+                first_slots.setdefault(blocks[block], slot)
+        return tuple(first_slots.items())
+
     def pin_rope_length(self, length: int) -> None:
         self.rope_length = length
         self._keys.clear()
@@ -288,8 +317,7 @@ class Request:
         """Adds a token to the output; returns why the request ends with it, if it does."""
         params, token = self.params, sampled.token
         if sampled.error:
-            self.stop_reason = sampled.error
-            return "error"
+            return self.fail("structured_outputs", sampled.error)
         self.output.append(token)
         self.num_tokens = max(self.num_tokens, self.num_known)
         if params.output_logits:

@@ -227,10 +227,16 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Free:
-    """Ranks forget these requests. Its number orders it among Forwards; nobody reports its completion."""
+    """Ranks forget these requests. Its number orders it among Forwards. It has no completion.
+
+    Attributes:
+        cleared: blocks of KV that is not finite, each with the first slot that ranks set to zero, up to its end. No
+            step in flight names these slots.
+    """
 
     number: int
     request_ids: tuple[int, ...]
+    cleared: tuple[tuple[BlockRef, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,6 +283,7 @@ class Completion:
 
     Attributes:
         failed: of a MoveKV to or from a disk, the copies that could not be made, by their index.
+        non_finite: requests for which this Forward computed hidden states or logits that are NaN or infinite.
     """
 
     number: int
@@ -284,6 +291,7 @@ class Completion:
     bytes_sent: BytesSent
     scored: tuple[Scored, ...] = ()
     failed: tuple[int, ...] = ()
+    non_finite: tuple[int, ...] = ()
 
 
 class Executor(Protocol):

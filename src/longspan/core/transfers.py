@@ -154,6 +154,7 @@ class Transfers:
         self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
         self._taken: Counter[int] = Counter()  # backends that are reserved, or used by moves of transfers given up
         self._refused: dict[int, tuple[int, int]] = {}
+        self._uncleared: dict[BlockRef, int] = {}  # blocks with KV that is not finite, from a slot on
         self.dirty = False
         self.promised: Counter[int] = Counter()
 
@@ -243,7 +244,22 @@ class Transfers:
         if (shares := self._transfers.get(request.id)) is not None:
             self._end(shares)
             for transfer in reversed(shares):
+                if request.non_finite_from is not None:
+                    received = set(transfer.blocks[transfer.num_shared :]).difference(request.table)
+                    self._uncleared.update(dict.fromkeys(received, 0))
                 self._account.give_back(reversed(transfer.blocks))
+
+    def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
+        """Takes slots with KV that is not finite, see `Free`; returns those to clear now, old ones included.
+
+        Slots of blocks that a move in flight names are cleared when the move is done: these blocks are not free before.
+        """
+        self._uncleared.update(slots)
+        if not self._uncleared:
+            return ()
+        named = {ref for move, _ in self._moves.values() for pair in move.copies for ref in pair}
+        ready = [ref for ref in self._uncleared if ref not in named]
+        return tuple([(ref, self._uncleared.pop(ref)) for ref in ready])
 
     def make_room(self, full: Collection[int]) -> None:
         """Takes blocks back from KV on its way, for those that decode on instances that are not full and came before.

@@ -144,6 +144,12 @@ class Model:
         finally:
             setattr(self.module, name, layers)
 
+    @property
+    def last_hidden(self) -> Tensor:
+        """The final hidden states `[tokens, hidden]` of the latest `forward` that did not compute a step as a whole."""
+        hidden: Tensor = self._output[0]  # type: ignore[index]  # transformers' outputs are tuples, too
+        return hidden[0]
+
     @torch.no_grad()
     def rotary(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines `[1, tokens, rotary_dim]` of tokens, see `forward` for the arguments."""

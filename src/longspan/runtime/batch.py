@@ -39,6 +39,7 @@ class Packed:
         slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
         channels: in the same order on every rank.
         keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
+        rows: the packed rows of each request that has some here.
         unknown: tokens that this rank must find out or pass on before it computes.
     """
 
@@ -51,6 +52,7 @@ class Packed:
     keep: Tensor
     samples: tuple[Sample, ...]
     request_ids: tuple[int, ...]
+    rows: tuple[tuple[int, slice], ...]
     unknown: tuple[UnknownToken, ...]
     prompts: tuple[PromptRows, ...]
 
@@ -160,6 +162,7 @@ def pack(
         keep=tensor([last_rows[part.request_id] for part, _ in sampled]),
         samples=tuple(sample for _, sample in sampled),
         request_ids=tuple(part.request_id for part, _ in sampled),
+        rows=tuple((one.part.request_id, one.rows) for one in own if one.num_tokens),
         unknown=tuple(one for part in parts for one in _unknown(part, instance, last_rows.get(part.request_id, -1))),
         prompts=tuple(_prompt_rows(one) for one in own if one.part.targets and one.num_tokens),
     )

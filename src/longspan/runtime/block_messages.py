@@ -130,11 +130,11 @@ class BlockMessages:
                 of.setdefault(source.instance, []).append(target.block)
         return RankMove(move.number, to=self._tensors(to), of=self._tensors(of))
 
-    def copy_own(self, move: MoveKV) -> None:
-        """Copies the blocks of a move that stay on this rank's instance, in every layer."""
+    def copy_own(self, move: MoveKV, start: int) -> None:
+        """Copies the block that an admitted request begins in, up to its first new token, at position `start`."""
         for source, target in move.copies:
-            if source.instance == target.instance == self._instance:
-                self._pool.copy_block(source.block, target.block)
+            if source.instance == self._instance:
+                self._pool.copy_block(source.block, target.block, start % self._pool.block_size)
 
     def leaving(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
         """Yields what this rank sends of a layer, at most one slice per peer."""

@@ -112,8 +112,11 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Reports that a rank's share of a Forward is computed. `times` are seconds per category since the start, if
-    recorded.
+    """Reports that a rank's share of a Forward is computed.
+
+    Attributes:
+        non_finite: requests for which it computed hidden states or logits that are NaN or infinite.
+        times: seconds per category since the start, if recorded.
     """
 
     rank: int
@@ -121,6 +124,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     sampled: tuple[Sampled, ...]
     scored: tuple[Scored, ...]
     bytes_sent: BytesSent
+    non_finite: tuple[int, ...] = ()
     times: dict[str, float] = {}
 
 

@@ -373,8 +373,10 @@ class StepMoves:
         sent: Counter[tuple[str, Link]],
     ) -> None:
         self._messages, self._transport, self._moves, self._sent = messages, rebalances, moves, sent
+        starts = {part.request_id: part.start for part in forward.parts}
         for move in forward.rebalances:
-            messages.copy_own(move)
+            if move.is_local:
+                messages.copy_own(move, starts[move.request_id])
         self._rebalances = [messages.of_rank(move) for move in forward.rebalances if not move.is_local]
         self._streams = [messages.of_rank(move) for move in forward.streams]
         self._num_complete = self._num_streamed = messages.layers.start

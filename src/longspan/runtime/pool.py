@@ -23,7 +23,7 @@ _CUDA_SHARE = 0.85
 
 
 class KvMemory:
-    """The memory of one rank's KV pools, of which one follows the other. All numbers in it are finite.
+    """The memory of one rank's KV pools, of which one follows the other.
 
     CPU pages take neither time nor memory until they are written.
     """
@@ -97,10 +97,23 @@ class KvPool:
         for own, copy in zip(self._heads(layer, heads), (k, v), strict=True):
             own.index_copy_(0, blocks, copy)
 
-    def copy_block(self, source: int, target: int) -> None:
-        for layer in self._layers.values():
+    def clear(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Sets slots to zero in all layers: of each block, those from a first slot on; returns when that is done.
+
+        Messages for other blocks may be written meanwhile, by other threads or streams.
+        """
+        for kv in self.kv:
+            for block, first in slots:
+                kv.keys[block, :, first:] = 0.0
+                kv.values[block, :, first:] = 0.0
+        if slots and kv.keys.device.type == "cuda":
+            torch.cuda.current_stream(kv.keys.device).synchronize()
+
+    def copy_block(self, source: int, target: int, num_slots: int) -> None:
+        """Copies the first slots of a block. Its other slots may hold tokens of another request, finite or not."""
+        for layer in self.kv:
             for own in (layer.keys, layer.values):
-                own[target] = own[source]
+                own[target, :, :num_slots] = own[source, :, :num_slots]
 
     def layer(self, layer: int) -> PagedKv:
         return self._layers[layer]
@@ -111,7 +124,7 @@ class KvPool:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Makes zeros: a masked slot must hold a finite number."""
+    """Makes zeros. On a CPU these pages take no memory until they are written."""
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

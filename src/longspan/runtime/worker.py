@@ -104,9 +104,7 @@ class Worker:
         while True:
             with self._watch.during("controller"):
                 new = inbox.receive()
-            for command in new:
-                if isinstance(command, messages.RunMoves):  # what comes or is swapped does so whatever is computed
-                    self._moves.expect(command.moves)
+            self._prepare(new)
             for report in self._moves.take_arrived():
                 send_report(reports, report)
             match inbox.next():
@@ -125,6 +123,19 @@ class Worker:
                 case messages.Stop():
                     self._read_samples(len(self._unread))
                     return None
+
+    def _prepare(self, commands: Sequence[messages.Command]) -> None:
+        """Expects blocks and clears blocks as soon as commands have come: no step in flight computes with them.
+
+        Both happen here, in the order of the commands: a move may fill a block that was cleared before.
+        """
+        for command in commands:
+            match command:
+                case messages.RunMoves(moves):
+                    self._moves.expect(moves)
+                case messages.RunFree(step):
+                    own = [(ref.block, slot) for ref, slot in step.cleared if ref.pool == self._instance]
+                    self._pool.clear(own)
 
     @property
     def is_idle(self) -> bool:
@@ -178,6 +189,7 @@ class Worker:
         )
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()
+        non_finite: tuple[int, ...] = ()
         with self._model.summed_by(comm.all_reduce):
             if len(packed.tokens):
                 row = packed.tokens, packed.positions, packed.keep
@@ -191,6 +203,7 @@ class Worker:
                     if self._shard == 0:  # every rank of a last stage knows its tokens; one reports them
                         sampled = tuple(self._sampled(packed, output, tokens))
                         scored = tuple(self._score(prompt) for prompt in packed.prompts)
+                        non_finite = self._non_finite(packed, output)
             else:
                 attention.without_tokens(self._dtype, self._device)
         attention.finish()
@@ -202,6 +215,7 @@ class Worker:
             sampled=sampled,
             scored=scored,
             bytes_sent=dict(comm.sent),
+            non_finite=non_finite,
             times=self._watch.seconds(),
         )
 
@@ -270,6 +284,22 @@ class Worker:
                 logprobs=logprobs.get(row),
                 error=request.error,
             )
+
+    def _non_finite(self, packed: Packed, logits: Tensor) -> tuple[int, ...]:
+        """Lists the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
+
+        NaN or infinity in any layer reaches the final hidden state of its token by the residual stream. A hidden state
+        that is not finite makes logits that are not. A logit of -inf alone is a token that the model rules out.
+        """
+        finite = dict(zip(packed.request_ids, logits.amax(dim=-1).isfinite().tolist(), strict=True))
+        chunks = [one for one in packed.rows if one[1].stop - one[1].start > 1 or one[0] not in finite]
+        if chunks:
+            # A sum is one pass over the numbers, and finite only if all of them are.
+            are_finite = self._model.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
+            all_finite = torch.stack([are_finite[rows].all() for _, rows in chunks]).tolist()
+            for (request_id, _), is_finite in zip(chunks, all_finite, strict=True):
+                finite[request_id] = finite.get(request_id, True) and is_finite
+        return tuple(request_id for request_id, is_finite in finite.items() if not is_finite)
 
     def _score(self, prompt: PromptRows) -> Scored:
         """Returns the logprobs of prompt tokens after `Model.forward`; makes logits a tile of tokens at a time."""

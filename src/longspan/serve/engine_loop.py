@@ -210,8 +210,8 @@ class EngineLoop:
                 touched[served.id] = served
         outputs = messages.StepOutputs()
         for served in touched.values():
-            if (reason := served.state.stuck) is not None:  # an output without an end is no answer
-                self._send(messages.Failed(served.id, reason, "structured_outputs"))
+            if (failure := served.state.failure) is not None:  # an output without an end is no answer
+                self._send(messages.failed(served.id, *failure))
                 self._drop(served, "error")
                 continue
             self._add_deltas(served, outputs)
@@ -325,9 +325,8 @@ class EngineLoop:
         for served in self._served.values():
             if served in told:
                 continue
-            reasons = [one.request.stop_reason for one in served.state.choices if one.request.finish_reason == "error"]
-            if reasons:
-                self._send(messages.Failed(served.id, str(reasons[0])))
+            if (failure := served.state.failure) is not None:
+                self._send(messages.failed(served.id, *failure))
                 found.append(served)
         return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from longspan.args import EngineArgs
-from longspan.core.request import FinishReason
+from longspan.core.request import ErrorKind, FinishReason
 from longspan.core.steps import BytesSent
 from longspan.outputs import LogprobsOfToken
 from longspan.policy import PolicySettings
@@ -178,6 +178,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
     param: str | None = None
     is_full: bool = False
+
+
+def failed(number: int, kind: ErrorKind, reason: str) -> Failed:
+    """Reports that request `number` ended with an error. Only a grammar is its sender's choice."""
+    return Failed(number, reason, kind if kind == "structured_outputs" else None)
 
 
 class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.chat_requests import ChatCompletionRequest, TextRequest
 from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request, tool_format
-from longspan.serve.errors import WireError, as_wire_errors, error_body
-from longspan.serve.messages import Delta, delta_of
+from longspan.serve.errors import RequestFailedError, ServeError, WireError, as_wire_errors, error_body
+from longspan.serve.messages import Delta, delta_of, failed
 from longspan.serve.requests import CompletionRequest
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import Choice
@@ -85,7 +85,7 @@ def answer_each(
         WorkerLostError: when a worker dies or raises.
     """
 
-    def group(tag: TagT, url: str, body: bytes) -> tuple[tuple[TagT, Assembler | WireError], Sequence[EngineRequest]]:
+    def group(tag: TagT, url: str, body: bytes) -> tuple[tuple[TagT, Assembler | ServeError], Sequence[EngineRequest]]:
         try:
             request = read_request(_BODIES[url], body, model.limits)
             model.check_name(request.model)
@@ -102,9 +102,12 @@ def answer_each(
     groups = (group(*request) for request in requests)
     finished = llm.finish_each(groups, most=most, most_waiting_tokens=most_waiting_tokens, stepped=stepped)
     for (tag, prepared_or_wrong), states in finished:
-        stuck = next((state.stuck for state in states if state.stuck is not None), None)
-        answer = prepared_or_wrong if stuck is None else WireError(stuck, "structured_outputs")
-        if isinstance(answer, WireError):
+        failure = next((state.failure for state in states if state.failure is not None), None)
+        answer = prepared_or_wrong
+        if failure is not None:
+            report = failed(0, *failure)
+            answer = RequestFailedError(report.reason, report.param)
+        if isinstance(answer, ServeError):
             yield tag, answer.status, error_body(answer.status, str(answer), param=answer.param, code=answer.code)
             continue
         for index, state in enumerate(states):

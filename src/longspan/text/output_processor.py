@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longspan.core.engine import Engine
-from longspan.core.request import Request
+from longspan.core.request import ErrorKind, Request
 from longspan.core.steps import TokenLogprobs
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
 from longspan.text.input_processor import EngineRequest
@@ -17,6 +17,14 @@ from longspan.text.tokenizer import Detokenizer, token_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_FAILURES: dict[ErrorKind, str] = {
+    "structured_outputs": "an output could not be completed in the form that structured_outputs, response_format or "
+    "tools ask for",
+    "non_finite": "an output ended since its numbers are not finite (check the weights and the dtype of the model)",
+    "capacity": "an output ended since a worker was lost",
+}
 
 
 class RequestState:
@@ -50,12 +58,12 @@ class RequestState:
         return sum(choice.num_taken for choice in self.choices)
 
     @property
-    def stuck(self) -> str | None:
-        """Why an output cannot go on, if one cannot: no token fits what its grammar demands."""
-        for choice in self.choices:
-            if choice.request.finish_reason == "error":
-                form = "the form that structured_outputs, response_format or tools ask for"
-                return f"an output could not be completed in {form}: {choice.request.stop_reason}"
+    def failure(self) -> tuple[ErrorKind, str] | None:
+        """The kind of error that the first failed choice ended with, and a sentence about it; None without one."""
+        for request in (choice.request for choice in self.choices):
+            if request.finish_reason == "error":
+                assert request.error is not None, "an error has a kind"
+                return request.error, f"{_FAILURES[request.error]}: {request.stop_reason}"
         return None
 
     def output(self) -> RequestOutput:
@@ -148,6 +156,7 @@ class Choice:
             logprobs=None if params.logprobs is None else list(self.logprobs),
             finish_reason=request.finish_reason,
             stop_reason=self.stop_reason,
+            error=request.error,
             logits=logits if params.output_logits else None,
         )
 

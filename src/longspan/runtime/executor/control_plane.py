@@ -429,13 +429,21 @@ class InFlight:
 def _completion(number: int, reports: Iterable[_StepReport]) -> Completion:
     sampled: list[Sampled] = []
     scored: list[Scored] = []
+    non_finite: set[int] = set()
     sent: Counter[tuple[str, Link]] = Counter()
     for report in reports:
         sent.update(report.bytes_sent)
         if isinstance(report, messages.Done):
             sampled += report.sampled
             scored += report.scored
-    return Completion(number=number, sampled=tuple(sampled), bytes_sent=sent, scored=tuple(scored))
+            non_finite.update(report.non_finite)
+    return Completion(
+        number=number,
+        sampled=tuple(sampled),
+        bytes_sent=sent,
+        scored=tuple(scored),
+        non_finite=tuple(sorted(non_finite)),
+    )
 
 
 def _watch(worker: WorkerHandle, rank: int, reports: zmq.Socket[bytes]) -> None:
