@@ -239,6 +239,49 @@ def test_of_two_equal_blocks_the_first_is_offered() -> None:
     assert pool.allocate(1) == [second], "the copy is blank, not cached"
 
 
+@given(st.permutations(range(4)), st.lists(st.sampled_from(["evict", "release"]), max_size=8))
+def test_a_content_is_found_while_any_block_in_use_has_it(order: list[int], actions: list[str]) -> None:
+    """Whichever of several copies is evicted, overwritten or released first."""
+    pool = new_pool(6)
+    copies, key = pool.allocate(4), chain_key(ROOT, (1, 2, 3))
+    for place in order:
+        pool.publish(copies[place], full(1, 2, 3))
+    in_use = list(copies)
+    for action in actions:
+        if action == "release" and in_use:
+            pool.release(in_use.pop(0))
+        elif pool.num_free:
+            pool.release(*pool.allocate(pool.num_free))
+        assert not in_use or pool.find(key) in copies
+    for block in in_use:
+        pool.release(block)
+    assert pool.num_free == 6 and sorted(pool.allocate(6)) == list(range(6))
+
+
+def test_use_of_a_copy_keeps_the_offered_block() -> None:
+    """A block in use that has the same content as a cached one is blank when released: the cached one was used."""
+    pool = new_pool(4)
+    first, second, other = pool.allocate(3)
+    pool.publish(first, full(1, 2, 3))
+    pool.publish(second, full(1, 2, 3))
+    pool.publish(other, full(4, 5, 6))
+    pool.release(first)
+    pool.release(other)
+    pool.release(second)
+    assert pool.allocate(3) == [second, 3, other]
+    assert pool.find(chain_key(ROOT, (1, 2, 3))) == first
+
+
+def test_a_damaged_block_is_replaced_by_its_copy() -> None:
+    pool = new_pool()
+    first, second = pool.allocate(2)
+    pool.publish(first, full(1, 2, 3))
+    pool.publish(second, full(1, 2, 3))
+    pool.forget(first)
+    assert pool.find(chain_key(ROOT, (1, 2, 3))) == second
+    assert pool.find_begun(ROOT, (1, 2)) == (second, 2)
+
+
 def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     pool = new_pool(2)
     [block] = pool.allocate(1)

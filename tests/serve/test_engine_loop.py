@@ -53,6 +53,7 @@ class Workers:
         self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
         self.stuck: set[int] = set()  # requests of the engine whose next token cannot be sampled
+        self.non_finite: set[int] = set()  # those for which the model computes NaN from now on
         self.wakeup: Any = None
 
     def submit(self, step: Step) -> None:
@@ -69,7 +70,8 @@ class Workers:
         sampled = [
             replace(one, error="no token fits") if one.request_id in self.stuck else one for one in completion.sampled
         ]
-        return replace(completion, sampled=tuple(sampled))
+        found = tuple(one.request_id for one in completion.sampled if one.request_id in self.non_finite)
+        return replace(completion, sampled=tuple(sampled), non_finite=found)
 
 
 class Cluster:
@@ -290,14 +292,18 @@ def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_n
 
 
 @pytest.mark.parametrize("num_turns", [1, 4])
-def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(num_turns: int) -> None:
+@pytest.mark.parametrize(("cause", "end"), [("stuck", "structured_outputs"), ("non_finite", "failed")])
+def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(
+    num_turns: int, cause: str, end: str
+) -> None:
+    """Only a grammar is the sender's choice: for it, the failure names the parameter."""
     server = ApiServer()
     stuck, other = server.add(8, 12, n=3), server.add(8, 12)
     for _ in range(num_turns):
         server.turn()
-    server.cluster.executor.stuck = {server.asked[stuck].request_ids[1]}
+    setattr(server.cluster.executor, cause, {server.asked[stuck].request_ids[1]})
     server.finish()
-    assert (server.asked[stuck].end, server.asked[other].end) == ("structured_outputs", "finished")
+    assert (server.asked[stuck].end, server.asked[other].end) == (end, "finished")
     assert server.num_ended == {"error": 3, "length": 1}
     server.check()
 

@@ -35,6 +35,7 @@ class ScriptedRequest:
     logits: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | None = None
+    error: None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_s=0.0))
 
 

@@ -124,7 +124,7 @@ class KvPool:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Makes zeros. On a CPU these pages take no memory until they are written."""
+    """Makes zeros: on a CPU, in pages that take no memory until they are written."""
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
