@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1 bfloat16": {"dtype": "bfloat16"},
     "1 int4": {"dtype": "bfloat16", "quantization": "int4"},
     "1 host": {"host_kv_gib": 0.003},
+    "1 on its host": {"host_kv_gib": 0.003, "num_gpu_blocks_override": 6},  # the longest prompts outgrow the device
     "2 host": {"host_kv_gib": 0.006, **_shared(), "instances": 2},
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
@@ -46,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         }
         for exchange in ("ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden")
     },
+    "2 csps": {"instances": 2, "policy": "csps", "policy_options": {"threshold": "20"}},
     "3 chain": {"instances": 3, **_shared(exchange="chain")},
 }
 PROMPTS = [[9 if token == POISON else token for token in prompt] for prompt in prompts_of(5, 17, 40, 100, 33)]
@@ -95,13 +97,17 @@ def _kernels() -> Iterator[None]:
 
 def engine(folder: Path, **options: Any) -> ThreadLLM:
     given = {"dtype": "float32", "block_size": 16, "max_num_batched_tokens": 48, "max_model_len": 200} | options
-    return ThreadLLM(str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=24, **given)
+    return ThreadLLM(str(folder), skip_tokenizer_init=True, **{"num_gpu_blocks_override": 24} | given)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nan_ends_its_request_alone(poisoned: Path, alone: dict[str, list[Expected]], layout: str) -> None:
+def test_nan_ends_its_request_alone(
+    poisoned: Path, alone: dict[str, list[Expected]], layout: str, tmp_path: Path
+) -> None:
     """Clean prompts run after dirty ones in the same few blocks, alongside them, and share prefixes with them."""
     options = LAYOUTS[layout]
+    if "host_kv_gib" in options:
+        options = options | {"disk_kv_dir": str(tmp_path), "disk_kv_gib": 0.003}
     kind = options.get("quantization", options.get("dtype", "float32"))
     with engine(poisoned, **options) as llm:
         for prompts in (DIRTY, PROMPTS + DIRTY, DIRTY + PROMPTS):

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isnan
 
 import msgspec
 import torch
@@ -203,7 +204,8 @@ class Worker:
                     if self._shard == 0:  # every rank of a last stage knows its tokens; one reports them
                         sampled = tuple(self._sampled(packed, output, tokens))
                         scored = tuple(self._score(prompt) for prompt in packed.prompts)
-                        non_finite = self._non_finite(packed, output)
+                        no_numbers = (one.request_id for one in scored if any(isnan(n.logprob) for n in one.logprobs))
+                        non_finite = (*self._non_finite(packed, output, tokens), *no_numbers)
             else:
                 attention.without_tokens(self._dtype, self._device)
         attention.finish()
@@ -285,13 +287,17 @@ class Worker:
                 error=request.error,
             )
 
-    def _non_finite(self, packed: Packed, logits: Tensor) -> tuple[int, ...]:
+    def _non_finite(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> tuple[int, ...]:
         """Lists the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
 
-        NaN or infinity in any layer reaches the final hidden state of its token by the residual stream. A hidden state
-        that is not finite makes logits that are not. A logit of -inf alone is a token that the model rules out.
+        NaN or infinity in any layer reaches the final hidden state of its token by the residual stream, and then all
+        its logits. NaN and infinity are chosen first, see `sample`, so of a row the chosen token's logit is looked at.
+        A logit of -inf is a token that the model rules out: it is chosen only if there is no other.
         """
-        finite = dict(zip(packed.request_ids, logits.amax(dim=-1).isfinite().tolist(), strict=True))
+        finite: dict[int, bool] = {}
+        if tokens:
+            chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+            finite.update(zip(packed.request_ids, chosen.isfinite().tolist(), strict=True))
         chunks = [one for one in packed.rows if one[1].stop - one[1].start > 1 or one[0] not in finite]
         if chunks:
             # A sum is one pass over the numbers, and finite only if all of them are.
