@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,16 +279,26 @@ def test_results_of_tests_are_in_the_report(tmp_path: Path, body: str, status: s
     assert tests["skipped"] == ({"no device": 6} if "skip" in body else {})
 
 
-def fails(error: type[Exception]) -> None:
-    raise error("of a case\nwith details")
+CASES = """
+import compile_kernels
+
+def fails(error):
+    raise error("of a case\\nwith details")
+
+if __name__ == "__main__":
+    from functools import partial
+
+    cases = {"right": float, "wrong": partial(fails, AssertionError), "broken": partial(fails, RuntimeError)}
+    print(compile_kernels.run(cases))
+"""
 
 
 def test_kernels_that_cannot_be_compiled_are_named_and_wrong_results_are_left_to_the_tests() -> None:
     pytest.importorskip("triton")
-    import compile_kernels
-
-    cases = {"right": time.time, "wrong": partial(fails, AssertionError), "broken": partial(fails, RuntimeError)}
-    assert compile_kernels.run(cases) == {"broken": "RuntimeError: of a case"}
+    folders = [str(ROOT / "src"), *(str(ROOT / "tests" / name) for name in ("attn", "gpu", "support"))]
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run([sys.executable, "-c", CASES], env=settings, capture_output=True, text=True, check=False)
+    assert done.stdout == "{'broken': 'RuntimeError: of a case'}\n", done.stderr
 
 
 def test_compiled_cases_include_all_kernel_tests_of_triton() -> None:
