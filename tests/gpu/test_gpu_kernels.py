@@ -1,0 +1,66 @@
+"""The attention kernels of a CUDA device against float64, and KV that is read from the host: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import BACKENDS, HEAD_DIMS, KINDS, SPEC, TOLERANCE, block_cases, compare_attention
+
+from longspan.attn.backends import CudaKernel
+from longspan.attn.backends.pytorch import TorchCuda
+from longspan.attn.check import random_qkv, reference
+from longspan.attn.hosted import PinnedStaging
+from longspan.core.runs import Run, relate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here"),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_is_its_definition(backend: str, kind: str, head_dim: int, dtype: torch.dtype) -> None:
+    compare_attention(backend, kind, head_dim, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+@pytest.mark.parametrize("cached", [0, 400])
+def test_each_kernel_takes_heads_that_share_keys(kernel: CudaKernel, cached: int) -> None:
+    q, k, v = random_qkv(SPEC, 300, cached + 300, torch.bfloat16, seed=2)
+    q_run, k_run = Run(cached, cached + 300), Run(0, cached + 300)
+    out, lse = TorchCuda(kernel).attend(q.cuda(), k.cuda(), v.cuda(), relate(q_run, k_run, None), SPEC)
+    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, SPEC)
+    torch.testing.assert_close(out.cpu().double(), wanted, atol=1e-2, rtol=0)
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=1e-2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", block_cases())
+def test_kernels_for_blocks_compute_their_definition(case: str) -> None:
+    block_cases()[case]()
+
+
+@pytest.mark.parametrize("sizes", [[64] * 7, [512, 100, 512, 512, 3]], ids=str)
+def test_pieces_come_whole_while_others_are_read(sizes: list[int]) -> None:
+    staging, shape = PinnedStaging(torch.device("cuda")), (4, 64)
+    pieces = [torch.randn(2, shape[0], size, shape[1]) for size in sizes]
+    sums = []
+
+    def begin(number: int) -> None:
+        def fill(rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
+            for room, source in zip(rooms, pieces[number], strict=True):
+                room.copy_(source)
+
+        if number < len(pieces):
+            staging.begin(number % 2, (shape[0], sizes[number], shape[1]), torch.float32, fill)
+
+    begin(0)
+    for number in range(len(pieces)):
+        begin(number + 1)
+        k, v = staging.end(number % 2)
+        torch.cuda._sleep(10_000_000)  # what reads it begins late
+        sums.append((k.double().sum() - v.double().sum()).reshape(1))
+    wanted = torch.stack([piece[0].double().sum() - piece[1].double().sum() for piece in pieces])
+    torch.testing.assert_close(torch.cat(sums).cpu(), wanted)
