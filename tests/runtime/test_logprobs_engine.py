@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from engines import Engines
+from engines import Engines, ThreadLLM
 from oracle import Oracle
+from tiny_models import write_checkpoint
+from transformers import GPT2Config, OPTConfig, PreTrainedConfig
 
 from longspan import SamplingParams
 from longspan.core.steps import TokenLogprobs
@@ -105,6 +107,30 @@ def test_equal_the_oracles(engines: Engines, tiny: Path, oracle: Oracle, instanc
     for output, wish in zip([*together, *again], [*params, params[-1]], strict=True):
         assert_scored(output, wish, oracle)
     assert (llm.bytes_exchanged["total"] > 0) == (instances > 1)
+
+
+def gpt2() -> PreTrainedConfig:
+    """Its head calls the layers with positional arguments."""
+    return GPT2Config(vocab_size=199, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
+
+
+def opt() -> PreTrainedConfig:
+    """Its head calls the decoder inside its base model."""
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return OPTConfig(vocab_size=199, word_embed_proj_dim=64, max_position_embeddings=256, pad_token_id=0, **sizes)
+
+
+@pytest.mark.parametrize("config", [gpt2, opt])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_prompts_are_scored_however_the_head_calls_its_layers(
+    tmp_path: Path, config: Callable[[], PreTrainedConfig], pp: int
+) -> None:
+    folder = write_checkpoint(config(), tmp_path / "model")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=2)
+    prompt = random.Random(9).choices(range(3, 199), k=70)
+    with ThreadLLM(str(folder), skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48, pp=pp) as llm:
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+    assert_scored(output, params, Oracle(folder))
 
 
 @pytest.mark.parametrize("instances", [1, 2])

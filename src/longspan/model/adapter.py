@@ -92,7 +92,10 @@ class Model:
             self._whole_step = GraphStep(self._all_logits, self.specs, recording, device)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
-        getattr(self.module, self.module.base_model_prefix).register_forward_hook(self._keep_output)
+        layers = getattr(self.module, self.module.base_model_prefix)
+        for module in (getattr(layers, "decoder", None), layers):  # some heads call the former alone, such as OPT's
+            if isinstance(module, nn.Module):
+                module.register_forward_hook(self._keep_output)
 
     @torch.no_grad()
     def forward(
@@ -241,7 +244,12 @@ class _Replay(nn.Module):
         super().__init__()
         self._output = output
 
-    def forward(self, **_: object) -> object:
+    @property
+    def decoder(self) -> _Replay:
+        """What some heads call in place of all of it, such as OPT's."""
+        return self
+
+    def forward(self, *_: object, **__: object) -> object:
         return self._output
 
 
