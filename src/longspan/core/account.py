@@ -271,8 +271,9 @@ class KvAccount:
             if tail and start < request.num_prompt <= _num_namable(request):
                 self._publish(request, num_full)
 
-    def withdraw(self, request: Request) -> None:
-        """Offers no block any more that may hold KV which is not finite."""
+    def withdraw(self, request: Request, position: int) -> None:
+        """Offers no block of a request any more that holds tokens from this position on: their KV is not finite."""
+        request.non_finite_from = position
         for index in range(self.num_full(request), len(request.table)):
             ref = _published(request, index)
             self.pool(ref.pool).forget(ref.block)

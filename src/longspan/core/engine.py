@@ -151,8 +151,6 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             metrics=RequestMetrics(arrival_s=self._clock.now()),
         )
-        if request.scores_prompt:
-            request.prompt_logprobs = [None] * len(prompt)
         request.pin_rope_length(self.config.rope_length(len(prompt)))
         self._requests[request.id] = request
         self._waiting.add(request)
@@ -440,10 +438,8 @@ class Engine:
             self._executor.submit(forward)
 
     def _forward(self, batch: Sequence[ScheduledPart]) -> Forward:
-        number = self._number()
-        rebalances = tuple(
-            [self._rebalance(one) for one in batch if one.moves or (one.hit is not None and one.hit.copies_last)]
-        )
+        number, moving = self._number(), (one for one in batch if one.moves or (one.hit and one.hit.copies_last))
+        rebalances = tuple([self._rebalance(one) for one in moving])
         parts = tuple([self._part(scheduled) for scheduled in batch])
         return Forward(number=number, parts=parts, rebalances=rebalances, streams=self._transfers.streams(parts))
 
@@ -596,7 +592,7 @@ class Engine:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
         if self._transfers.moved(done.number):
-            self._clear()
+            self._free()
             return
         if self._regrouping is not None and self._regrouping.number == done.number:
             self._regrouped(self._regrouping, done)
@@ -613,14 +609,13 @@ class Engine:
         self.tiers.computed(forward.number)
         for move in forward.rebalances:
             replaced = self.account.complete_copies(self._requests[move.request_id], move.copies)
-            self._clear([(ref, 0) for ref in replaced])
+            self._free(slots=[(ref, 0) for ref in replaced])
         failed: list[Request] = []
         for part in forward.parts:
             request = self._requests[part.request_id]
             request.take_part(part)
             if request.id in done.non_finite and request.non_finite_from is None:
-                request.non_finite_from = part.start
-                self.account.withdraw(request)
+                self.account.withdraw(request, part.start)
                 if request.finish_reason is None:
                     self.finish(request, request.fail("non_finite", _NON_FINITE % (part.start, part.stop)))
                     failed.append(request)
@@ -629,9 +624,7 @@ class Engine:
                 self._drop(request)
         for scored in done.scored:
             if self._is_live(scored.request_id):
-                prompt_logprobs = self._requests[scored.request_id].prompt_logprobs
-                for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
-                    prompt_logprobs[position] = logprobs
+                self._requests[scored.request_id].take_scores(scored)
         return [*failed, *(self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id))]
 
     def _is_live(self, request_id: int) -> bool:
@@ -642,7 +635,10 @@ class Engine:
     def _append(self, sampled: Sampled) -> Request:
         request = self._requests[sampled.request_id]
         if not sampled.error:
-            self._record_time(request)
+            if not request.output:
+                held = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
+                request.metrics.kv_tokens_per_instance = [held.get(i, 0) for i in self.config.cluster.instances]
+            request.metrics.record_token(self._clock.now())
         reason = request.take_token(sampled, self.config.eos_token_ids)
         if reason is not None:
             self.finish(request, reason)
@@ -651,24 +647,14 @@ class Engine:
             request.pin_rope_length(self.config.rope_length(request.num_known))
         return request
 
-    def _record_time(self, request: Request) -> None:
-        metrics, now_s = request.metrics, self._clock.now()
-        if metrics.last_token_s is None:
-            metrics.ttft_s = now_s - metrics.arrival_s
-            held = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
-            metrics.kv_tokens_per_instance = [held.get(instance, 0) for instance in self.config.cluster.instances]
-        else:
-            metrics.tbt_s.append(now_s - metrics.last_token_s)
-        metrics.last_token_s = now_s
-
     def _retract(self, request: Request) -> None:
         """Makes the request give up its KV and wait again; what it computed is found again by its prefix keys."""
         assert not request.in_flight, "a step in flight names the request"
         self._transfers.give_up(request)
         self._submit(self.tiers.leave(request))
-        cleared = self._transfers.clearable(request.non_finite_slots())
+        slots = request.non_finite_slots()
         self.account.release(request)
-        self._executor.submit(Free(number=self._number(), request_ids=(request.id,), cleared=cleared))
+        self._free(request.id, slots=slots)
         goes_on = request.finish_reason is None
         if goes_on:
             self._leave(request)
@@ -676,10 +662,11 @@ class Engine:
         if goes_on:
             self._waiting.add(request)
 
-    def _clear(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> None:
-        """Lets ranks set slots to zero whose KV is not finite, see `Transfers.clearable`."""
-        if cleared := self._transfers.clearable(slots):
-            self._executor.submit(Free(number=self._number(), request_ids=(), cleared=cleared))
+    def _free(self, *request_ids: int, slots: Iterable[tuple[BlockRef, int]] = ()) -> None:
+        """Lets ranks forget requests, and clear slots whose KV is not finite, see `Transfers.clearable`."""
+        cleared = self._transfers.clearable(slots)
+        if request_ids or cleared:
+            self._executor.submit(Free(number=self._number(), request_ids=request_ids, cleared=cleared))
 
     def _drop(self, request: Request) -> None:
         if request.group:

@@ -11,7 +11,7 @@ from longspan.core.owners import BlockRef, Owners, Rotation, chain_key
 from longspan.core.runs import Run, SpanShards, coalesce
 from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting
-from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
+from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, Scored, TokenLogprobs
 from longspan.core.view import ScheduledPart
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -53,6 +53,14 @@ class RequestMetrics:
     exchanges: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_tokens_per_instance: list[int] = field(default_factory=list)
     sparse_parts: list[tuple[SparseSetting, SpanShards, SpanShards]] = field(default_factory=list)
+
+    def record_token(self, now_s: float) -> None:
+        """Records that an output token came now."""
+        if self.last_token_s is None:
+            self.ttft_s = now_s - self.arrival_s
+        else:
+            self.tbt_s.append(now_s - self.last_token_s)
+        self.last_token_s = now_s
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,7 +105,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
     num_computed: int = 0
     num_scheduled: int = 0
     num_steps: int = 0
@@ -127,6 +135,7 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
         self.num_tokens = self.num_known
+        self.prompt_logprobs = [None] * self.num_prompt if self.scores_prompt else []
         params = self.params
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.keeps_history = penalties != (1.0, 0.0, 0.0) or bool(self.grammar)
@@ -312,6 +321,11 @@ class Request:
             if part.exchange.is_layerwise:  # every member has all tokens
                 queries, keys = ((coalesce(chain(*runs)),) for runs in (queries, keys))
             self.metrics.sparse_parts.append((part.exchange.sparse, queries, keys))
+
+    def take_scores(self, scored: Scored) -> None:
+        """Adds logprobs of prompt tokens."""
+        for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
+            self.prompt_logprobs[position] = logprobs
 
     def take_token(self, sampled: Sampled, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Adds a token to the output; returns why the request ends with it, if it does."""

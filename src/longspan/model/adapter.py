@@ -246,7 +246,7 @@ class _Replay(nn.Module):
 
     @property
     def decoder(self) -> _Replay:
-        """What some heads call in place of all of it, such as OPT's."""
+        """Itself: some heads call the decoder inside the base model, such as OPT's."""
         return self
 
     def forward(self, *_: object, **__: object) -> object:
