@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batch_files import COMPLETIONS
 from engines import ThreadLLM
 from kernels import loaded_kernels
 from oracle import Expected, assert_exact
@@ -16,6 +18,8 @@ from test_exact import prompts_of
 
 from longspan import SamplingParams
 from longspan.outputs import RequestOutput
+from longspan.serve.convert import ServedModel
+from longspan.serve.responses import answer_each
 
 POISON = 7
 """A token whose embedding is NaN, and which no clean prompt has and no request samples."""
@@ -165,3 +169,14 @@ def rule_out_last_token(patch: pytest.MonkeyPatch) -> None:
         return logits
 
     patch.setattr(Model, "forward", with_hole)
+
+
+def test_a_batch_file_gets_the_answer_of_a_server(poisoned: Path) -> None:
+    bodies = [{"prompt": prompt, "max_tokens": 2} for prompt in (DIRTY[0], PROMPTS[0])]
+    requests = ((index, COMPLETIONS, json.dumps(body).encode()) for index, body in enumerate(bodies))
+    with engine(poisoned) as llm:
+        served = ServedModel(input_processor=llm.input_processor, names=("m",))
+        answers = {tag: rest for tag, *rest in answer_each(llm, served, requests, most=2, most_waiting_tokens=999)}
+    assert {tag: status for tag, (status, _) in answers.items()} == {0: 500, 1: 200}
+    error = answers[0][1]["error"]
+    assert (error["code"], error["param"], error["type"]) == ("non_finite", None, "server_error")

@@ -24,7 +24,7 @@ from longspan.core.transfers import Transfers
 from longspan.core.transitions import Transition, phase_of
 from longspan.core.view import ClusterView, ScheduledPart
 
-_NON_FINITE = "the model computed NaN or infinity for the tokens at positions [%d, %d) or for the next token"
+_NON_FINITE = "the model computed NaN or infinity for positions %d to %d: check its weights and its dtype"
 
 
 class Clock(Protocol):
@@ -617,7 +617,7 @@ class Engine:
             if request.id in done.non_finite and request.non_finite_from is None:
                 self.account.withdraw(request, part.start)
                 if request.finish_reason is None:
-                    self.finish(request, request.fail("non_finite", _NON_FINITE % (part.start, part.stop)))
+                    self.finish(request, request.fail("non_finite", _NON_FINITE % (part.start, part.stop - 1)))
                     failed.append(request)
             self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight and request.id in self._requests:

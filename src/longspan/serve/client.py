@@ -352,7 +352,10 @@ class EngineClient:
             _log.warning("%s: %s", words, failed.reason)
         elif failed.id in self._waiting:
             reason, queue = failed.reason, self._waiting[failed.id][0]
-            self._fail(queue, QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param))
+            self._fail(
+                queue,
+                QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param, failed.code),
+            )
         elif failed.id in self._answers and not self._answers[failed.id].done():
             self._answers[failed.id].set_exception(ValueError(failed.reason))
 

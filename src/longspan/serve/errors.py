@@ -88,9 +88,9 @@ class RequestFailedError(ServeError):
     Its sender is not to blame unless there is a `param`.
     """
 
-    def __init__(self, reason: str, param: str | None = None) -> None:
+    def __init__(self, reason: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(reason)
-        self.param, self.status = param, 500 if param is None else 400
+        self.param, self.code, self.status = param, code, 500 if param is None else 400
 
 
 class ClientGoneError(ServeError):

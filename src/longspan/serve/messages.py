@@ -172,17 +172,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         param: the field of the request that is the cause; None when its sender is not to blame.
         is_full: the queue has no room for the request.
+        code: the word that clients know the error by; None for its HTTP status.
     """
 
     id: int | None
     reason: str
     param: str | None = None
     is_full: bool = False
+    code: str | None = None
 
 
 def failed(number: int, kind: ErrorKind, reason: str) -> Failed:
     """Reports that request `number` ended with an error. Only a grammar is its sender's choice."""
-    return Failed(number, reason, kind if kind == "structured_outputs" else None)
+    return Failed(number, reason, kind) if kind == "structured_outputs" else Failed(number, reason, code=kind)
 
 
 class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -106,7 +106,7 @@ def answer_each(
         answer = prepared_or_wrong
         if failure is not None:
             report = failed(0, *failure)
-            answer = RequestFailedError(report.reason, report.param)
+            answer = RequestFailedError(report.reason, report.param, report.code)
         if isinstance(answer, ServeError):
             yield tag, answer.status, error_body(answer.status, str(answer), param=answer.param, code=answer.code)
             continue

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _FAILURES: dict[ErrorKind, str] = {
     "structured_outputs": "an output could not be completed in the form that structured_outputs, response_format or "
     "tools ask for",
-    "non_finite": "an output ended since its numbers are not finite (check the weights and the dtype of the model)",
-    "capacity": "an output ended since a worker was lost",
+    "non_finite": "an output ended with an error",
+    "capacity": "an output ended after the loss of a worker",
 }
 
 
