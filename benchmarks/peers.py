@@ -37,8 +37,8 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from tables import Medians, largest_spread, medians_of, plot, shares_table, speed_table
 
 from longspan.cost.architecture import from_config
-from longspan.model.smollm2 import CONTEXT_LENGTH, smollm2_gguf
-from longspan.model.source import smollm2_folder
+from longspan.model.smollm2 import CONTEXT_LENGTH
+from longspan.model.source import smollm2_folder, smollm2_gguf
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KV_BYTES = 1 << 30

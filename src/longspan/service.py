@@ -327,7 +327,8 @@ class EngineModel:
 
     def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
         """Returns the key of what was measured of instances of `tp` ranks of so many threads."""
-        return profile_key_of(self.files, device, tp=tp, threads=threads, native=self.kernels is not None)
+        native = self.kernels is not None
+        return profile_key_of(self.files, device, tp=tp, threads=threads, native=native, sizes=self.info.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,11 @@ _MORE_TOKENS = 24
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The circumstances that all points of a journal have in common."""
+    """The circumstances that all points of a journal have in common.
+
+    Attributes:
+        weights: the key of their contents: the model's folder may hold others later.
+    """
 
     model: str
     dtype: str
@@ -58,6 +62,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = DEPTHS
     revision: int = 2
+    weights: str = ""
 
 
 class Journal:
@@ -126,6 +131,7 @@ def header_of(llm: LLM, model: str, text: evals.Text) -> Header:
         hosts=hosts_of(locations),
         text=digest(text),
         lengths=lengths_for(text, llm.max_model_len, LENGTHS),
+        weights=llm.service.files.weights.parent.name,
     )
 
 

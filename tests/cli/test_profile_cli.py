@@ -318,7 +318,7 @@ def test_times_on_a_gpu_are_kept_by_its_name_too(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some card")
 
     def machine_of(device: str) -> str:
-        return profile_key_of(files, device, tp=1, threads=1, native=False).machine
+        return profile_key_of(files, device, tp=1, threads=1, native=False, sizes="").machine
 
     assert machine_of("cuda") == "some processor, some card"
     gpu.parent.mkdir(parents=True)

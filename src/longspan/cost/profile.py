@@ -61,6 +61,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         kernel: of attention, `native` or `torch`.
         machine: the processor, and the accelerator if that computes.
         revision: of longspan, as far as it changes times or how they are measured; 0 is unknown.
+        sizes: a hash of what the model's layers compute, since another model may be found by the same name later.
     """
 
     model: str
@@ -71,6 +72,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kernel: str
     machine: str
     revision: int = 0
+    sizes: str = ""
 
 
 class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

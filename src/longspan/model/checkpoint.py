@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,15 +22,31 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
 from longspan.model.files import ModelError, one_line
+from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.quantization import GRID, NUMBERS, Quantization, is_quantised, quantise
 from longspan.model.skeleton import PROBE, gather_info, load_config, quiet_transformers
-from longspan.model.store import DTYPES, Matrices
+from longspan.model.store import DTYPES, NOTES, Matrices
 
 _MATRIX = 2
 """Parameters with so many dimensions or more are matrices, or stacks of them."""
 _DEVIATION = 0.02
 """The usual standard deviation of new weights, of models whose configuration names none."""
+_LOAD_ERRORS = (
+    *(OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError),
+    *(pickle.UnpicklingError, SafetensorError),
+)
+"""The errors that transformers and PyTorch raise for files that hold something else than weights."""
+_SCALES = re.compile(
+    r"(^|[._])(weight|input|act|activation|proj)_(scales?|scale_inv|scale_\d|scale_ub|global_scale|zero_point|packed|g_idx|blocks)$"
+    r"|(^|\.)(scale_inv|qweight|qzeros|qscales?|scales|g_idx|SCB|W_q|codebooks?|absmax|quant_map)$"
+    r"|\.(nested_absmax|nested_quant_map|quant_state)(\.|$)|(weight|input|output)_quantizer\."
+)
+"""The names of scales, and of packed weights, of the usual kinds of quantisation. Scales of KV are none of them."""
+_NUM_NAMED = 3
+_WEIGHTS = ("weight", "_proj")
+_PLAIN_TYPES = ("F16", "F32", "F64", "BF16", "F8")
+"""Types whose numbers are weights as they are; float8 is, unless there are scales."""
 
 
 def write_weights(
@@ -43,21 +64,32 @@ def write_weights(
         assert dummy_seed is not None and quantization is None, "what is drawn is made up, and not rounded"
         _write_drawn(config_dir, path, dtype, dummy_seed, trust_remote_code)
         return
+    notes: list[str] = []
     with quiet_transformers():
-        model = _load(config_dir, dtype, dummy_seed, trust_remote_code)
+        if dummy_seed is None:
+            model, notes = _load(config_dir, dtype, trust_remote_code)
+        else:
+            model = _initialise(config_dir, dtype, dummy_seed, trust_remote_code)
     levels = {} if quantization is None else _quantise(model, quantization)
-    _write(model, gather_info(model, config_dir), path, levels)
+    _write(model, gather_info(model, config_dir), path, levels, notes=notes)
 
 
-def _load(config_dir: Path, dtype: torch.dtype, dummy_seed: int | None, trust_remote_code: bool) -> PreTrainedModel:
-    if dummy_seed is not None:
-        config = load_config(config_dir, trust_remote_code)
-        with torch.random.fork_rng(devices=[]):
-            set_seed(dummy_seed)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
-            )
-        return model.eval()
+def _initialise(config_dir: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> PreTrainedModel:
+    config = load_config(config_dir, trust_remote_code)
+    with torch.random.fork_rng(devices=[]):
+        set_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
+        )
+    return model.eval()
+
+
+def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
+    """Load the weights; return the model, and sentences about what is odd."""
+    files = weight_files(config_dir)
+    if not files:
+        raise ModelError(f"{config_dir} has no weights: it needs a model.safetensors, or an index of shards")
+    types = stored_types(files)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config_dir,
@@ -65,12 +97,61 @@ def _load(config_dir: Path, dtype: torch.dtype, dummy_seed: int | None, trust_re
             attn_implementation=PROBE,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `_check_loaded` names them
         )
-    except (OSError, RuntimeError) as error:
+    except _LOAD_ERRORS as error:
         raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
+    unused = report["unexpected_keys"]
+    _check_plain(config_dir, model, types, unused)
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        raise ModelError(
+            f"{config_dir}: {len(wrong)} of its weights have other shapes than its config.json states, e.g. {name} "
+            f"{tuple(found)} and not {tuple(expected)}: use the config.json that belongs to them"
+        )
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{config_dir}: its files lack {len(missing)} of the model's weights, e.g. {missing[0]}")
-    return model
+        raise ModelError(
+            f"{config_dir}: its files lack {len(missing)} of the model's weights, e.g. {missing[0]}: fetch them again, "
+            "or use the config.json that belongs to them"
+        )
+    notes = []
+    if unused:
+        notes.append(
+            f"the model has no place for tensors of this checkpoint, which are left out: {_some(unused)}. If the "
+            "config.json lost an option, such as a bias or a number of layers, answers are wrong; extra layers that "
+            "only draft tokens do no harm"
+        )
+    if narrow := {name for name, kind in types.items() if kind.startswith("F8") and name not in unused}:
+        notes.append(f"tensors are float8 without scales, and taken as they are: {_some(narrow)}")
+    return model, notes
+
+
+def _some(names: Collection[str]) -> str:
+    """Name the first of some tensors, and say how many more there are."""
+    shown = sorted(names)[:_NUM_NAMED]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _check_plain(config_dir: Path, model: PreTrainedModel, types: dict[str, str], unused: AbstractSet[str]) -> None:
+    """Raise ModelError for quantised weights, which are not numbers without their scales.
+
+    The configuration states no quantisation, or the model would have been refused.
+    """
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ("$^",)))  # noqa: SLF001
+    own = {_leaf(name) for name in model.state_dict()}
+    names = {*unused, *(name for name in types if not ignored.search(name))}
+    scales = {name for name in names if _SCALES.search(name) and _leaf(name) not in own}
+    weights = {name for name, kind in types.items() if name.endswith(_WEIGHTS) and not kind.startswith(_PLAIN_TYPES)}
+    if quantised := scales | (weights & names):
+        raise ModelError(
+            f"{config_dir}: its weights are quantised ({_some(quantised)}), but its config.json has no "
+            "quantization_config that says how: use the unquantised checkpoint"
+        )
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> None:
@@ -133,7 +214,12 @@ def _quantise(model: PreTrainedModel, quantization: Quantization) -> dict[str, T
 
 
 def _write(
-    model: nn.Module, info: ModelInfo, path: Path, levels: dict[str, Tensor], matrices: Matrices | None = None
+    model: nn.Module,
+    info: ModelInfo,
+    path: Path,
+    levels: dict[str, Tensor],
+    matrices: Matrices | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
     """Writes a model's tensors, but for the `matrices` that are only described."""
     first_name: dict[int, str] = {}
@@ -147,7 +233,15 @@ def _write(
             aliases[name] = owner
         elif name not in described:
             tensors[name] = tensor.detach().contiguous()
-    metadata = {"info": info.to_json(), "aliases": json.dumps(aliases)}
+    try:
+        ModelInfo.from_json(info.to_json())
+    except msgspec.ValidationError as error:
+        raise ModelError(f"its config.json or generation_config.json has a wrong value ({one_line(error)})") from error
+    metadata = {"info": info.to_json(), "aliases": json.dumps(aliases), NOTES: json.dumps(notes)}
     if matrices is not None:
         metadata["matrices"] = msgspec.json.encode(matrices).decode()
+    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(path.parent).free
+    if needed > free:
+        problem = f"{path.parent} needs {needed / 1e9:.2f} GB for the converted weights, but {free / 1e9:.2f} are free"
+        raise ModelError(f"{problem}: free some space, or set LONGSPAN_CACHE to another folder")
     save_file(tensors, path, metadata=metadata)

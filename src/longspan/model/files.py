@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import stat
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+_LFS_POINTER = b"version https://git-lfs"
 
 
 class ModelError(ValueError):
@@ -15,9 +21,10 @@ class ModelError(ValueError):
 class ModelFiles:
     """A model that is ready to be mapped by workers on this host.
 
-    `config_dir` is the folder that AutoConfig reads, `weights` the module-layout safetensors file of the store,
-    `tokenizer_dir` is None when the model comes without tokenizer files, `dtype` is a key of `DTYPES`, `quantization`
-    is that of `model.quantization`, if any.
+    `config_dir` is the folder that AutoConfig reads, `weights` the module-layout safetensors file of the store. Both
+    are in the cache, so that workers that start later get the same model, whatever happens to the user's folder.
+    `tokenizer_dir` is None when the model comes without tokenizer files, and `tokenizer_hash` is of their contents.
+    `dtype` is a key of `DTYPES`, `quantization` is that of `model.quantization`, if any.
     """
 
     name: str
@@ -27,6 +34,7 @@ class ModelFiles:
     dtype: str
     quantization: str | None = None
     trust_remote_code: bool = False
+    tokenizer_hash: str | None = None
 
 
 def one_line(error: BaseException) -> str:
@@ -39,15 +47,22 @@ def cache_root() -> Path:
     if chosen := os.environ.get("LONGSPAN_CACHE"):
         return Path(chosen).expanduser().resolve()
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(user_cache).expanduser().resolve() / "longspan"
+    try:
+        return Path(user_cache).expanduser().resolve() / "longspan"
+    except RuntimeError as error:
+        raise ModelError(f"there is no home folder for the cache ({one_line(error)}): set LONGSPAN_CACHE") from error
 
 
 def write_file(path: Path, text: str) -> None:
-    """Puts a file into the cache atomically. Raises as `build_once` does."""
+    """Puts a file into the cache atomically; raises ModelError when that is not possible."""
     make_writable(path.parent)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise not_written(path, error) from error
 
 
 def make_writable(folder: Path) -> None:
@@ -60,3 +75,37 @@ def make_writable(folder: Path) -> None:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ModelError(f"the cache folder {folder} cannot be written to; set LONGSPAN_CACHE to another folder")
+
+
+def not_written(path: Path, error: Exception) -> ModelError:
+    """Make the error for a file of the cache that could not be written, say to a full disk."""
+    return ModelError(
+        f"{path} cannot be written ({one_line(error)}): free some space, or set LONGSPAN_CACHE to another folder"
+    )
+
+
+def check_whole(path: Path) -> None:
+    """Raises ModelError unless `path` is a file that can be read, not empty, and no git-lfs pointer."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelError(f"{path} is a folder or a device where a file is needed: fetch the model again")
+        with path.open("rb") as file:
+            begin = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({one_line(error)}): fetch the model again") from error
+    if not begin:
+        raise ModelError(f"{path} is empty: fetch the model again")
+    if begin == _LFS_POINTER:
+        raise ModelError(f"{path} is a git-lfs pointer and not the file itself: run git lfs pull")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object of a model's folder; raises ModelError for a file that holds none."""
+    check_whole(path)
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON ({one_line(error)}): fetch it again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds {type(found).__name__} where a JSON object is needed: fetch it again")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import msgspec
@@ -35,6 +36,12 @@ class ModelInfo:
     def head_layers(self) -> float:
         """The weights of the output head, in layers."""
         return self.vocab_size * self.hidden_size / self.layer_weights
+
+    @property
+    def sizes(self) -> str:
+        """A hash of what the layers compute, which tells models of different times apart."""
+        sizes = (self.num_layers, self.vocab_size, self.hidden_size, self.layer_weights, self.specs)
+        return hashlib.sha256(msgspec.json.encode(sizes)).hexdigest()[:12]
 
     def shape(self, bytes_per_element: int) -> ModelShape:
         """Returns its sizes, of the first layer if they differ."""

@@ -29,6 +29,8 @@ from longspan.model.info import ModelInfo
 
 PROBE = "longspan_probe"
 """The attention of a model that `gather_info` looks at."""
+_CONFIG_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
+"""The errors that transformers raises for values that a configuration must not have."""
 
 
 def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
@@ -59,7 +61,7 @@ def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         with quiet_transformers():
             return AutoConfig.from_pretrained(config_dir, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, StrictDataclassError) as error:
+    except (*_CONFIG_ERRORS, OSError, StrictDataclassError) as error:
         raise ModelError(f"{config_dir}/config.json cannot be used: {one_line(error)}") from error
 
 
@@ -73,7 +75,7 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool, **options:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code, **options
             )
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (*_CONFIG_ERRORS, AssertionError) as error:
         raise ModelError(
             f"{config.model_type} is not supported: transformers builds no causal language model from its "
             f"configuration ({one_line(error)})"
@@ -90,6 +92,8 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield "its weights are quantised; use the unquantised checkpoint"
     if odd := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         yield f"it has layers of type {', '.join(odd)}; longspan serves full and sliding-window attention"
+    if getattr(config, "num_hidden_layers", None) == 0:
+        yield "its configuration states no layers"
     if getattr(config, "kv_lora_rank", None):
         yield "it compresses keys and values (multi-head latent attention)"
     rope_types = {kind for rope in rope_dicts(config) if (kind := rope.get("rope_type"))}

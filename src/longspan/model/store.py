@@ -18,17 +18,21 @@ from pathlib import Path
 import msgspec
 import torch
 from filelock import FileLock
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longspan.model.files import cache_root, make_writable
+from longspan.model.contents import content_hash
+from longspan.model.files import ModelError, cache_root, make_writable, not_written, one_line
+from longspan.model.folder import description_files, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.quantization import GRID, NUMBERS, Levels, Quantization
 
-_FORMAT = 3
+_FORMAT = 4
 """The layout of the files, and the checks that a model has passed when its file is there."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SOURCES = ("*.json", "*.safetensors", "*.bin", "*.py")
+NOTES = "notes"
+"""The entry of a file's metadata with sentences that every start logs as warnings."""
+_FILE = "model.safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +48,23 @@ def ensure_weights(
 ) -> Path:
     """Returns the weight file of the model in `config_dir`; at first use checks the model and writes it to the cache.
 
+    The file is found by the contents of the checkpoint, wherever that is. The configuration is copied beside it.
     With `dummy_seed` the weights are random, drawn as transformers initialises a new model, and the folder needs no
     weights; if they are `drawn`, the file has no matrices, see `StoredTensors`. With a `quantization` matrices are
     those that their levels stand for, and the levels lie beside them, see `map_levels`. Raises ModelError for a model
     that cannot be served, or a checkpoint that does not match its configuration.
     """
-    key = _key(config_dir, dtype, dummy_seed, drawn, quantization, trust_remote_code)
-    folder = cache_root() / "weights" / key
+
+    def key() -> str:
+        sources = description_files(config_dir, trust_remote_code=trust_remote_code)
+        if dummy_seed is None:
+            sources |= weight_files(config_dir)
+        what = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]  # another description, another file
+        identity = [*what, content_hash(sources), dtype, dummy_seed, drawn, quantization, trust_remote_code]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+    found = key()
+    folder = cache_root() / "weights" / found
     if not folder.is_dir():
         from longspan.model.checkpoint import write_weights  # noqa: PLC0415 - imports transformers' models: seconds
         from longspan.model.skeleton import check_supported  # noqa: PLC0415
@@ -59,23 +73,37 @@ def ensure_weights(
             log.info("writing the %s weights of %s to the cache, once", quantization or dtype, config_dir)
             write_weights(
                 config_dir,
-                unfinished / "model.safetensors",
+                unfinished / _FILE,
                 dtype=DTYPES[dtype],
                 dummy_seed=dummy_seed,
                 drawn=drawn,
                 quantization=quantization,
                 trust_remote_code=trust_remote_code,
             )
+            for name, path in description_files(config_dir, trust_remote_code=trust_remote_code).items():
+                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, unfinished / name)
+            if key() != found:
+                raise ModelError(f"{config_dir} changed while it was read: start again when it is complete")
 
         check_supported(config_dir, trust_remote_code)
         build_once(folder, build)
-    return folder / "model.safetensors"
+    for note in json.loads(_metadata(folder / _FILE)[NOTES]):
+        log.warning("%s: %s", config_dir, note)
+    return folder / _FILE
+
+
+def _metadata(weights: Path) -> dict[str, str]:
+    try:
+        with safe_open(weights, framework="pt") as file:
+            return dict(file.metadata())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{weights} is damaged ({one_line(error)}): remove its folder {weights.parent}") from error
 
 
 def read_info(weights: Path) -> ModelInfo:
     """Returns the facts stored with a weight file; reads its header only."""
-    with safe_open(weights, framework="pt") as file:
-        return ModelInfo.from_json(file.metadata()["info"])
+    return ModelInfo.from_json(_metadata(weights)["info"])
 
 
 class Matrices(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,33 +178,24 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Returns `folder`, filled by `build` if it does not exist yet.
 
     `build` gets an empty folder beside it, which is renamed when complete: other processes see all of it or nothing,
-    and a lock lets one of several that start together do the work. Raises ModelError when the cache cannot be written
-    to.
+    and a lock lets one of several that start together do the work. A failure leaves nothing behind. Raises ModelError
+    when the cache cannot be written to.
     """
     if folder.is_dir():
         return folder
     make_writable(folder.parent)
-    with FileLock(folder.with_name(folder.name + ".lock")):
-        if not folder.is_dir():
-            unfinished = folder.with_name(folder.name + ".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            build(unfinished)
-            unfinished.rename(folder)
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    try:
+        with FileLock(folder.with_name(folder.name + ".lock")):
+            if not folder.is_dir():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                try:
+                    unfinished.mkdir()
+                    build(unfinished)
+                    unfinished.rename(folder)
+                except BaseException:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    raise
+    except (OSError, SafetensorError) as error:
+        raise not_written(folder, error) from error
     return folder
-
-
-def _key(
-    config_dir: Path,
-    dtype: str,
-    dummy_seed: int | None,
-    drawn: bool,
-    quantization: Quantization | None,
-    trust_remote_code: bool,
-) -> str:
-    patterns = _SOURCES if dummy_seed is None else ("config.json", "generation_config.json", "*.py")
-    sources = sorted({file.resolve() for pattern in patterns for file in config_dir.glob(pattern)})
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
-    what = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]  # another description, another file
-    identity = [*what, str(config_dir.resolve()), stats, dtype, dummy_seed, drawn, quantization, trust_remote_code]
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]

@@ -22,8 +22,8 @@ _REVISION = 4
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
 
-def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> ProfileKey:
-    """Returns the key of what is measured here; `native`: with the attention kernel of our own."""
+def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool, sizes: str) -> ProfileKey:
+    """Returns the key of what is measured here; `native`: with the attention kernel of our own; `sizes`: of layers."""
     folder = Path(files.name)
     return ProfileKey(
         model=str(folder.resolve()) if folder.is_dir() else files.name,
@@ -34,6 +34,7 @@ def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, nat
         kernel="native" if native else "torch",
         machine=f"{_cpu_name()}, {_gpu_name()}" if device == "cuda" else _cpu_name(),
         revision=_REVISION,
+        sizes=sizes,
     )
 
 

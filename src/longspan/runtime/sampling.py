@@ -15,7 +15,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from torch import Tensor
 
 from longspan.core.steps import Sampling, TokenLogprobs
-from longspan.model.files import ModelFiles
+from longspan.model.files import ModelError, ModelFiles
 from longspan.text.grammar_check import LIMITS, first_line
 from longspan.text.tokenizer import grammar_vocabulary, load_tokenizer
 
@@ -371,7 +371,11 @@ class GrammarMatcher:
 
         Without those in `banned`, unless nothing else is left. None when there is an `error`.
         """
-        self._take_new()
+        try:
+            self._take_new()
+        except ModelError as error:  # the vocabulary is read when it is first needed
+            self.error = str(error)
+            return None
         bits = self._vocabulary.ends.copy()
         if not self._ended:
             fill_next_token_bitmask(self._matcher, bits.view(np.int32))

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from llguidance import LLTokenizer
 
 from longspan.core.exports import uncollected
-from longspan.model.files import ModelError, ModelFiles, one_line
+from longspan.model.contents import content_hash
+from longspan.model.files import ModelError, ModelFiles, check_whole, one_line
+from longspan.model.folder import tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -26,6 +28,7 @@ _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 """The form in which SentencePiece's vocabularies write bytes."""
+_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError)
 _MAX_UNFINISHED = 3  # bytes, so tokens, of an unfinished character
 
 # A window grows to the second length and is then cut to the first; it exceeds the third for lasting garbage only.
@@ -33,12 +36,15 @@ _MIN_WINDOW, _FULL_WINDOW, _MAX_WINDOW = 12, 32, 256
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a prepared model; ModelError when it comes without tokenizer files."""
+    """Loads the tokenizer of a prepared model; ModelError when it has no tokenizer files, or other ones by now."""
     if files.tokenizer_dir is None:
         raise ModelError(
             f"model {files.name!r} has no tokenizer files: add them, or use skip_tokenizer_init and token ids"
         )
-    return tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
+    tokenizer = tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
+    if files.tokenizer_hash not in {None, content_hash(tokenizer_files(files.tokenizer_dir))}:
+        raise ModelError(f"the tokenizer files of {files.name!r} changed after the model was loaded: start again")
+    return tokenizer
 
 
 def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -46,9 +52,13 @@ def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrai
     import_tokenizers()
     from transformers import AutoTokenizer  # noqa: PLC0415 - see `import_tokenizers`
 
+    for path in tokenizer_files(folder).values():
+        check_whole(path)
     try:
         return AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, _LOAD_ERRORS):  # the tokenizers library raises that
+            raise
         raise ModelError(f"the tokenizer of {name!r} cannot be loaded ({one_line(error)})") from error
 
 

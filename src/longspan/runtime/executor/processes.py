@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, sta
 from longspan.runtime.messages import WorkerConfig
 
 _NUM_LOGS_KEPT = 20
+_log = logging.getLogger("longspan")
 
 
 class ProcessLauncher:
@@ -25,7 +27,11 @@ class ProcessLauncher:
         self._run_dir = make_run_dir()
         self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"
         self._log_dir = _log_dir(self._run_dir)
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _log.info("logs of workers are removed when they end, since %s cannot be made (%s)", self._log_dir, error)
+            self._log_dir = Path(self._run_dir)
 
     def start(self, rank: int) -> WorkerProcess:
         return start_server().start(StartWorker(self._config, rank, self._run_dir, self._log(rank)))

@@ -1,0 +1,178 @@
+"""Content hashes of files, remembered for as long as a file stays the same.
+
+A path, a size and a modification time do not identify a file: copies keep times, and some systems set all of them to
+1. A hash is therefore remembered by device, inode, size and ctime, which no program can set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Event
+from typing import IO, Annotated, NamedTuple
+
+import msgspec
+
+from longspan.model.files import ModelError, cache_root, one_line, write_file
+
+_SMALL_BYTES = 2**20
+"""Smaller files are hashed at each start. That takes a millisecond per file, and keeps no record."""
+_SETTLED_NS = 60 * 10**9
+"""Files that changed less than this before they were read are hashed again at the next start.
+
+A second change in the same tick of the clock keeps the ctime. So does a change through a memory map, for as long as a
+page is dirty, which is 30 s by default.
+"""
+_SECOND_NS = 10**9
+_NUM_THREADS = 4
+_CHUNK_BYTES = 2**22
+_BAR_BYTES = 2**30
+"""Less than this takes about a second, and needs no progress bar."""
+_POLL_S = 0.5
+_LOG_EVERY_S = 10.0
+
+_log = logging.getLogger("longspan")
+
+
+class _Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    device: int
+    inode: int
+    size: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, file: IO[bytes]) -> _Stamp:
+        """Read the stamp of an open file: network file systems only then ask their server."""
+        stat = os.fstat(file.fileno())
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns)
+
+    def is_settled(self, now_ns: int) -> bool:
+        """Return whether any later change will be seen in the ctime.
+
+        Whole seconds come from file systems that keep no finer times, and from images whose times are all the same.
+        """
+        return now_ns - self.ctime_ns > _SETTLED_NS and self.ctime_ns % _SECOND_NS != 0
+
+
+class _Hashed(NamedTuple):
+    """A hash of a file.
+
+    Attributes:
+        is_final: whether the file has the same content for as long as it has this stamp.
+    """
+
+    stamp: _Stamp
+    sha256: str
+    is_final: bool
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    stamp: _Stamp
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+def content_hash(files: Mapping[str, Path]) -> str:
+    """Return the hash of some files: of their contents, and of the names that they have here.
+
+    Files that were hashed before are not read again unless they changed. Progress is logged, and shown on terminals.
+
+    Raises:
+        ModelError: for a file that cannot be read, or changes meanwhile.
+    """
+    paths = list(files.values())
+    stamps = [_stamp(path) for path in paths]
+    hashes = [_recall(stamp) for stamp in stamps]
+    unknown = [index for index, known in enumerate(hashes) if known is None]
+    new = _hash_all([paths[index] for index in unknown], sum(stamps[index].size for index in unknown))
+    for index, found in zip(unknown, new, strict=True):
+        hashes[index] = found
+    return hashlib.sha256(json.dumps([*zip(files, hashes, strict=True)]).encode()).hexdigest()
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        with path.open("rb") as file:
+            return _Stamp.of(file)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({one_line(error)})") from error
+
+
+def _record_file(stamp: _Stamp) -> Path:
+    return cache_root() / "hashes" / f"{stamp.device:x}-{stamp.inode:x}.json"
+
+
+def _recall(stamp: _Stamp) -> str | None:
+    if stamp.size < _SMALL_BYTES:
+        return None
+    try:
+        record = msgspec.json.decode(_record_file(stamp).read_bytes(), type=_Record)
+    except (OSError, ValueError):  # none, or a damaged one, which is written anew
+        return None
+    return record.sha256 if record.stamp == stamp else None
+
+
+def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[str]:
+    stop, read = Event(), [[0] for _ in paths]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        jobs = [pool.submit(_hash, path, count, stop) for path, count in zip(paths, read, strict=True)]
+        try:
+            if num_bytes >= _SMALL_BYTES:
+                _log.info("reading %.1f GB of %s, to tell which weights these are", num_bytes / 1e9, paths[0].parent)
+                _show_progress(jobs, read, num_bytes)
+            hashed = [job.result() for job in jobs]
+        except BaseException:
+            stop.set()
+            raise
+    _remember([_Record(one.stamp, one.sha256) for one in hashed if one.is_final and one.stamp.size >= _SMALL_BYTES])
+    return [one.sha256 for one in hashed]
+
+
+def _show_progress(jobs: Sequence[Future[_Hashed]], read: Sequence[list[int]], num_bytes: int) -> None:
+    """Wait until all jobs are done or one has failed; show what is `read` of all bytes in a bar, or else the log."""
+    from tqdm import tqdm  # noqa: PLC0415 - most starts need none
+
+    logged_s, is_small = time.monotonic(), num_bytes < _BAR_BYTES
+    with tqdm(total=num_bytes, desc="hashing", unit="B", unit_scale=True, disable=is_small or None) as bar:
+        while wait(jobs, timeout=_POLL_S, return_when=FIRST_EXCEPTION).not_done:
+            if any(job.done() and job.exception() for job in jobs):
+                return
+            num_read = sum(count for (count,) in read)
+            bar.update(num_read - bar.n)
+            if bar.disable and time.monotonic() - logged_s >= _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                _log.info("%.1f of %.1f GB are read", num_read / 1e9, num_bytes / 1e9)
+        bar.update(num_bytes - bar.n)
+
+
+def _hash(path: Path, num_read: list[int], stop: Event) -> _Hashed:
+    """Read one file, and count its bytes in `num_read[0]`. After `stop` the result means nothing."""
+    began_ns = time.time_ns()
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            stamp = _Stamp.of(file)
+            while not stop.is_set() and (size := file.readinto(buffer)):
+                digest.update(buffer[:size])
+                num_read[0] += size
+            is_same = _Stamp.of(file) == stamp
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({one_line(error)})") from error
+    if not is_same:
+        raise ModelError(f"{path} changed while it was read: start again when it is complete")
+    return _Hashed(stamp, digest.hexdigest(), is_final=stamp.is_settled(began_ns))
+
+
+def _remember(records: Sequence[_Record]) -> None:
+    for record in records:
+        try:
+            write_file(_record_file(record.stamp), msgspec.json.encode(record).decode())
+        except ModelError as error:
+            num_bytes = sum(one.stamp.size for one in records)
+            _log.info("the next start will read %.1f GB again: %s", num_bytes / 1e9, error)
+            return

@@ -1,0 +1,102 @@
+"""The files of a model's folder that decide about its weights, found as transformers finds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from longspan.model.files import ModelError, check_whole, one_line, read_json
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+_ADAPTER = "adapter_config.json"
+_INDEX = ".index.json"
+_WEIGHTS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
+"""In the order in which transformers looks for them."""
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""A folder without any of these has no tokenizer."""
+_MORE_OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+
+
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """Return the files that decide which token has which text, by their names; none if there is no tokenizer."""
+    found = {name: folder / name for name in _TOKENIZERS + _MORE_OF_TOKENIZERS if (folder / name).is_file()}
+    return found if any(name in found for name in _TOKENIZERS) else {}
+
+
+def description_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Path]:
+    """Return the files that describe the model, by their names: configurations, and code if that is trusted.
+
+    Raises:
+        ModelError: for a configuration that is no JSON object.
+    """
+    found = {CONFIG: folder / CONFIG}
+    if (folder / GENERATION_CONFIG).exists():
+        found[GENERATION_CONFIG] = folder / GENERATION_CONFIG
+    for path in found.values():
+        read_json(path)
+    code = sorted(folder.rglob("*.py")) if trust_remote_code else ()
+    return found | {str(path.relative_to(folder)): path for path in code}
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return the files that weights are loaded from and their index, by their names; none if there are no weights.
+
+    Raises:
+        ModelError: for an index that cannot be used or names a file that is not there, or an adapter, which
+            transformers would apply if the package peft is installed, and leave out if not.
+    """
+    if (folder / _ADAPTER).exists():
+        problem = f"{folder} has an adapter ({_ADAPTER}), which longspan does not apply"
+        raise ModelError(f"{problem}: merge it into the weights (merge_and_unload of peft), or remove that file")
+    explicit = read_json(folder / CONFIG).get("transformers_weights")
+    names = _WEIGHTS if explicit is None else (str(explicit),)
+    first = next((name for name in names if _exists(folder / name)), None)
+    if first is None:
+        return {}
+    check_whole(folder / first)
+    files = {first: folder / first}
+    if first.endswith(_INDEX):
+        files |= {name: folder / name for name in _shards(folder / first)}
+    return files
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _shards(index: Path) -> list[str]:
+    content: dict[str, Any] = read_json(index)
+    places = content.get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ModelError(f"{index} has no weight_map from names of weights to files: fetch it again")
+    if not isinstance(content.get("metadata"), dict):
+        raise ModelError(f"{index} has no metadata, which transformers needs: fetch it again")
+    names = sorted(set(places.values()))
+    if missing := [name for name in names if not _exists(index.parent / name)]:
+        problem = f"{index} names {missing[0]}, which is not there"
+        more = f", and {len(missing) - 1} more files that are not" if missing[1:] else ""
+        raise ModelError(f"{problem}{more}: fetch the model again")
+    return names
+
+
+def stored_types(files: dict[str, Path]) -> dict[str, str]:
+    """Return the type of each tensor of safetensors files, by names; files in PyTorch's own format state none.
+
+    Raises:
+        ModelError: for a file that is empty, cut, damaged or a git-lfs pointer.
+    """
+    types: dict[str, str] = {}
+    for name, path in files.items():
+        check_whole(path)
+        if not name.endswith(".safetensors"):
+            continue
+        try:
+            with safe_open(path, framework="pt") as file:
+                types |= {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            problem = f"{path} is damaged, or was not copied whole ({one_line(error)})"
+            raise ModelError(f"{problem}: fetch it again") from error
+    return types
