@@ -133,8 +133,9 @@ def draws_of(number: int) -> list[object]:
 
 
 def test_no_minutes_take_the_points_that_there_are(
-    clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path
+    clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Unless the folder held another model by then."""
     clock(8)
     assert tune(40) == 0
     before, journal = ((tmp_path / name).read_text(encoding="utf-8") for name in ("t.json", "t.json.journal"))
@@ -142,6 +143,10 @@ def test_no_minutes_take_the_points_that_there_are(
     assert tune(0) == 0
     assert (tmp_path / "t.json").read_text(encoding="utf-8") == before
     assert (tmp_path / "t.json.journal").read_text(encoding="utf-8") == journal
+    (tmp_path / "t.json.journal").write_text(journal.replace('"weights":"', '"weights":"0', 1), encoding="utf-8")
+    clock(8)
+    assert tune(0) == 2
+    assert "has points of other measurements (weights 0" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fake_llm")

@@ -113,6 +113,18 @@ def test_another_models_files_are_ignored(
     assert [line for line in caplog.messages if "11 files" in line and "it is of another model" in line]
 
 
+def test_kv_of_a_model_that_was_replaced_is_not_taken_for_that_of_the_new_one(tmp_path: Path) -> None:
+    """Whose files have the same names, sizes and times."""
+    folder, disk = tmp_path / "m", tmp_path / "disk"
+    for seed in (0, 5):
+        make_tiny("llama", folder, seed)
+        for path in folder.iterdir():
+            os.utime(path, (1, 1))
+        oracle = Oracle(folder)
+        assert num_cached(answered(folder, disk, oracle)) == [0, 0]
+        assert num_cached(answered(folder, disk, oracle)) == [107, 41]
+
+
 def test_prompts_on_disk_are_for_their_owner_only(tiny: Path, tmp_path: Path) -> None:
     with running(tiny, tmp_path / "made"):
         [folder] = (tmp_path / "made").glob("*/host-0")

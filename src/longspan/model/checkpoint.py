@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
-from longspan.model.files import ModelError, one_line
+from longspan.model.files import ModelError, cache_root, one_line
 from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.quantization import GRID, NUMBERS, Quantization, is_quantised, quantise
@@ -71,7 +71,16 @@ def write_weights(
         else:
             model = _initialise(config_dir, dtype, dummy_seed, trust_remote_code)
     levels = {} if quantization is None else _quantise(model, quantization)
-    _write(model, gather_info(model, config_dir), path, levels, notes=notes)
+    _write(model, _info(model, config_dir), path, levels, notes=notes)
+
+
+def _info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
+    info = gather_info(model, config_dir)
+    try:
+        return ModelInfo.from_json(info.to_json())
+    except msgspec.ValidationError as error:
+        problem = f"{config_dir}: config.json or generation_config.json has a value of another type than it must have"
+        raise ModelError(f"{problem} ({one_line(error)})") from error
 
 
 def _initialise(config_dir: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> PreTrainedModel:
@@ -97,7 +106,7 @@ def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tupl
             attn_implementation=PROBE,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `_check_loaded` names them
+            ignore_mismatched_sizes=True,  # they are named below
         )
     except _LOAD_ERRORS as error:
         raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
@@ -178,7 +187,7 @@ def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, tr
         shapes=shapes,
     )
     with _NoProducts():
-        info = gather_info(model.eval(), config_dir)
+        info = _info(model.eval(), config_dir)
     _write(model, info, path, {}, matrices)
 
 
@@ -233,15 +242,11 @@ def _write(
             aliases[name] = owner
         elif name not in described:
             tensors[name] = tensor.detach().contiguous()
-    try:
-        ModelInfo.from_json(info.to_json())
-    except msgspec.ValidationError as error:
-        raise ModelError(f"its config.json or generation_config.json has a wrong value ({one_line(error)})") from error
     metadata = {"info": info.to_json(), "aliases": json.dumps(aliases), NOTES: json.dumps(notes)}
     if matrices is not None:
         metadata["matrices"] = msgspec.json.encode(matrices).decode()
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(path.parent).free
     if needed > free:
-        problem = f"{path.parent} needs {needed / 1e9:.2f} GB for the converted weights, but {free / 1e9:.2f} are free"
+        problem = f"the converted weights need {needed / 1e9:.2f} GB in {cache_root()}, but {free / 1e9:.2f} are free"
         raise ModelError(f"{problem}: free some space, or set LONGSPAN_CACHE to another folder")
     save_file(tensors, path, metadata=metadata)

@@ -32,8 +32,8 @@ page is dirty, which is 30 s by default.
 _SECOND_NS = 10**9
 _NUM_THREADS = 4
 _CHUNK_BYTES = 2**22
-_BAR_BYTES = 2**30
-"""Less than this takes about a second, and needs no progress bar."""
+_SHOWN_BYTES = 2**28
+"""Less than this takes half a second at most, and is not worth a line of the log or a progress bar."""
 _POLL_S = 0.5
 _LOG_EVERY_S = 10.0
 
@@ -122,7 +122,7 @@ def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[str]:
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         jobs = [pool.submit(_hash, path, count, stop) for path, count in zip(paths, read, strict=True)]
         try:
-            if num_bytes >= _SMALL_BYTES:
+            if num_bytes >= _SHOWN_BYTES:
                 _log.info("reading %.1f GB of %s, to tell which weights these are", num_bytes / 1e9, paths[0].parent)
                 _show_progress(jobs, read, num_bytes)
             hashed = [job.result() for job in jobs]
@@ -134,14 +134,14 @@ def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[str]:
 
 
 def _show_progress(jobs: Sequence[Future[_Hashed]], read: Sequence[list[int]], num_bytes: int) -> None:
-    """Wait until all jobs are done or one has failed; show what is `read` of all bytes in a bar, or else the log."""
+    """Wait until all jobs are done, or one has failed; show how much is `read`, in a bar on terminals or the log."""
     from tqdm import tqdm  # noqa: PLC0415 - most starts need none
 
-    logged_s, is_small = time.monotonic(), num_bytes < _BAR_BYTES
-    with tqdm(total=num_bytes, desc="hashing", unit="B", unit_scale=True, disable=is_small or None) as bar:
-        while wait(jobs, timeout=_POLL_S, return_when=FIRST_EXCEPTION).not_done:
-            if any(job.done() and job.exception() for job in jobs):
-                return
+    logged_s = time.monotonic()
+    with tqdm(total=num_bytes, desc="reading weights", unit="B", unit_scale=True, disable=None) as bar:
+        while (waited := wait(jobs, timeout=_POLL_S, return_when=FIRST_EXCEPTION)).not_done:
+            for job in waited.done:
+                job.result()  # raises what the job has raised
             num_read = sum(count for (count,) in read)
             bar.update(num_read - bar.n)
             if bar.disable and time.monotonic() - logged_s >= _LOG_EVERY_S:
@@ -173,6 +173,6 @@ def _remember(records: Sequence[_Record]) -> None:
         try:
             write_file(_record_file(record.stamp), msgspec.json.encode(record).decode())
         except ModelError as error:
-            num_bytes = sum(one.stamp.size for one in records)
-            _log.info("the next start will read %.1f GB again: %s", num_bytes / 1e9, error)
+            if (num_bytes := sum(one.stamp.size for one in records)) >= _SHOWN_BYTES:
+                _log.info("the next start will read %.1f GB again: %s", num_bytes / 1e9, error)
             return

@@ -10,6 +10,7 @@ Dummy weights for other devices than CPUs are in no file: it describes the matri
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
@@ -192,6 +193,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 try:
                     unfinished.mkdir()
                     build(unfinished)
+                    for path in unfinished.rglob("*"):
+                        _sync(path)
                     unfinished.rename(folder)
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
@@ -199,3 +202,12 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     except (OSError, SafetensorError) as error:
         raise not_written(folder, error) from error
     return folder
+
+
+def _sync(path: Path) -> None:
+    """Write a file to the disk now: after a power failure the folder may have its name, and must have its contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -41,10 +41,9 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"model {files.name!r} has no tokenizer files: add them, or use skip_tokenizer_init and token ids"
         )
-    tokenizer = tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
     if files.tokenizer_hash not in {None, content_hash(tokenizer_files(files.tokenizer_dir))}:
         raise ModelError(f"the tokenizer files of {files.name!r} changed after the model was loaded: start again")
-    return tokenizer
+    return tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
 
 
 def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
