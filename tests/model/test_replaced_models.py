@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -128,6 +129,34 @@ def test_the_same_contents_are_converted_once_wherever_they_are(tmp_path: Path, 
     assert prepared(moved).weights == first.weights
     assert prepared(Path(shutil.copytree(moved, tmp_path / "copy"))).weights == first.weights
     assert len([*cache.glob("weights/*/model.safetensors")]) == 1
+
+
+def test_code_that_comes_with_a_model_counts_and_is_kept_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = make_tiny("llama", tmp_path / "m")
+    (folder / "ours.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "ours", "auto_map": classes}))
+    first = prepare(str(folder), dtype="float32", trust_remote_code=True)
+    edit(folder / "ours.py", "number = 1", "number = 2")
+    second = prepare(str(folder), dtype="float32", trust_remote_code=True)
+    assert [Model(files, CPU).module.number for files in (first, second)] == [1, 2]
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OurConfig(LlamaConfig):
+    model_type = "ours"
+
+class OurModel(LlamaForCausalLM):
+    config_class = OurConfig
+    number = 1
+"""
 
 
 def test_workers_that_start_later_get_the_model_that_was_prepared(tmp_path: Path) -> None:
