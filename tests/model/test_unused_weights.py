@@ -156,7 +156,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_what_transformers_expects_is_not_warned_of(
+def test_tensors_that_transformers_expects_cause_no_warning(
     kind: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", {r"^mtp\."})

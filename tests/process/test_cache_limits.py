@@ -1,4 +1,4 @@
-"""Cache folders on a full disk, or that nothing can be written to: real file systems, where tests may mount."""
+"""Cache folders on a full disk, and read-only ones: real file systems, where tests may mount."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ for cache, dtype in zip(sys.argv[2::2], sys.argv[3::2]):
 """
 
 
-def test_a_cache_that_cannot_be_written_to_serves_what_it_has_and_names_itself_for_all_else(
+def test_a_cache_that_cannot_be_written_serves_its_models_and_is_named_in_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read-only, and full; what is not there needs a folder that can be written to, or room."""
+    """A read-only folder and a full disk."""
     done = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True, check=False)
     if done.returncode:
         pytest.skip("this machine allows no mounts")

@@ -94,7 +94,7 @@ def _initialise(config_dir: Path, dtype: torch.dtype, seed: int, trust_remote_co
 
 
 def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Load the weights; return the model, and sentences about what is odd."""
+    """Load the weights. Return the model and its notes, which every start logs as warnings."""
     files = weight_files(config_dir)
     if not files:
         raise ModelError(f"{config_dir} has no weights: it needs a model.safetensors, or an index of shards")
