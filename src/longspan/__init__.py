@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from longspan.outputs import RequestOutput
     from longspan.sim.spec import ClusterSpec
     from longspan.simulation import simulate
+    from longspan.text.input_processor import TextPrompt, TokensPrompt
     from longspan.workload.spec import WorkloadSpec
 
 __version__ = "0.1.0"
@@ -24,6 +25,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "WorkloadSpec",
     "__version__",
     "attn",
@@ -38,6 +41,8 @@ __getattr__, __dir__ = lazy_exports(
         "RequestOutput": "longspan.outputs",
         "SamplingParams": "longspan.core.sampling",
         "StructuredOutputsParams": "longspan.core.sampling",
+        "TextPrompt": "longspan.text.input_processor",
+        "TokensPrompt": "longspan.text.input_processor",
         "WorkloadSpec": "longspan.workload.spec",
         "attn": "longspan.attn",
         "simulate": "longspan.simulation",

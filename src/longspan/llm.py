@@ -383,8 +383,9 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, number: 
 
 
 def _every(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and isinstance(prompts[0], Integral):
+    if isinstance(prompts, str | Mapping):
+        return [cast(Prompt, prompts)]
+    first: object = prompts[0] if len(prompts) else None
+    if isinstance(first, Integral):
         return [cast(Sequence[int], prompts)]
     return list(cast(Sequence[Prompt], prompts))

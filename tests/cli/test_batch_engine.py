@@ -74,6 +74,16 @@ def test_several_prompts_choices_and_logprobs(llm: LLM) -> None:
         assert len(others) + 1 == len(choice["logprobs"]["tokens"])
 
 
+def test_lines_share_kv_within_a_cache_salt_only(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    salts: list[dict[str, str]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}]
+    bodies = [{"prompt": list(range(40)), "max_tokens": 2, **salt} for salt in salts]
+    found = answers(llm, *((COMPLETIONS, body) for body in bodies), most=1)
+    cached = [Completion.model_validate(answer.body).usage for answer in found]
+    details = [usage.prompt_tokens_details for usage in cached if usage is not None]
+    assert [one.cached_tokens for one in details if one is not None] == [0, 0, 0, 39, 39]
+
+
 def test_a_chat_says_what_chat_says(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Name a colour."}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 1}

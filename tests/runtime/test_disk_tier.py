@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from engines import ThreadLLM
-from oracle import Oracle
-from test_exact import assert_all_exact, prompts_of
+from oracle import Oracle, assert_exact
+from test_exact import GREEDY, assert_all_exact, prompts_of
 from tiny_models import make_tiny
 
 from longspan.errors import ParameterError
@@ -52,6 +52,27 @@ def test_another_layout_finds_it(tiny: Path, oracle: Oracle, tmp_path: Path, bef
     """All but the last token of each prompt, which must be computed."""
     assert num_cached(answered(tiny, tmp_path, oracle, parallel=before)) == [0, 0]
     assert num_cached(answered(tiny, tmp_path, oracle, parallel=after, policy="context")) == [107, 41]
+
+
+def test_each_tier_finds_the_kv_of_the_same_cache_salt_only(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """On the device in one run, on the disk in the next one; the answer does not depend on the salt."""
+
+    def cached(llm: ThreadLLM, **salt: str) -> list[int]:
+        prompt: Any = {"prompt_token_ids": PROMPTS[0], **salt}
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert_exact(output, oracle.complete(PROMPTS[0], 6))
+        return num_cached([output])
+
+    with running(tiny, tmp_path) as llm:
+        assert cached(llm, cache_salt="a") == [0]
+        assert cached(llm, cache_salt="b") == cached(llm) == [0]
+        assert cached(llm, cache_salt="a") == cached(llm) == [107]
+    with running(tiny, tmp_path, parallel="2") as llm:
+        assert cached(llm, cache_salt="c") == [0]
+        assert cached(llm, cache_salt="b") == cached(llm) == [107]
+        assert llm.engine.tiers.num_disk_hits == 2 * 112, "seven blocks each"
+        [output] = llm.generate({"prompt_token_ids": PROMPTS[1], "cache_salt": "a"}, use_tqdm=False)
+        assert output.prompt_token_ids == PROMPTS[1], "a dict is one prompt"
 
 
 def cut(path: Path) -> None:

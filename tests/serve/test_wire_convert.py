@@ -59,6 +59,14 @@ def test_every_sampling_field_arrives() -> None:
     assert chat(**SAMPLING, logprobs=True, top_logprobs=2) == SamplingParams(**SAMPLING, logprobs=2)
 
 
+def test_the_cache_salt_of_a_request_goes_to_each_of_its_prompts() -> None:
+    salted: dict[str, Any] = {"prompt": ["a", "b"], "cache_salt": "tenant"}
+    assert [one.cache_salt for one in completion_requests(read(CompletionRequest, salted), SERVED)] == ["tenant"] * 2
+    request = read(ChatCompletionRequest, {"messages": HELLO, "cache_salt": "tenant"})
+    assert chat_request(request, SERVED).cache_salt == "tenant"
+    assert chat_request(read(ChatCompletionRequest, {"messages": HELLO}), SERVED).cache_salt == ""
+
+
 def test_defaults_are_openais() -> None:
     assert completion() == SamplingParams(temperature=1, max_tokens=16)
     assert chat() == SamplingParams(temperature=1, max_tokens=None)

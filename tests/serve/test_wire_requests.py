@@ -51,6 +51,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "stream": st.booleans(),
     "stream_options": st.dictionaries(st.sampled_from(["include_usage", "continuous_usage_stats", "x"]), st.booleans()),
     "add_special_tokens": st.booleans(),
+    "cache_salt": st.text(max_size=2),
     "return_token_ids": st.booleans(),
     "response_format": st.sampled_from(
         [
@@ -296,6 +297,8 @@ def test_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         ({"prompt": "a", "best_of": 3}, "best_of", "use n"),
         ({"prompt": "a", "stop": 5}, "stop", "valid string, or: Input should be a valid list, but 5 given"),
         ({"prompt": "a", "stop": ["a", 5]}, "stop[1]", "valid string, but 5 given"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "at least 1 character"),
+        ({"prompt": "a", "cache_salt": 7}, "cache_salt", "valid string, but 7 given"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
         ({"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias.7", "less than or equal to 100, but 101 given"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "'xml'"),

@@ -65,7 +65,8 @@ class Slots:
 class CheckedExecutor:
     """Passes steps on to a `SimExecutor` after checking every law that ranks rely on.
 
-    It keeps what each KV slot holds - a name of all tokens up to there, and of the rotary length - as ranks would.
+    It keeps what each KV slot holds - a name of all tokens up to there, the rotary length and the cache salt - as ranks
+    would.
 
     Attributes:
         pool: of an instance, as the engine knows it.
@@ -276,7 +277,7 @@ class CheckedExecutor:
         if live.rope_length != request.rope_length:
             live.names, live.rope_length = [], request.rope_length
         for position in range(len(live.names), request.num_tokens):
-            before = live.names[-1] if live.names else request.rope_length
+            before = live.names[-1] if live.names else hash((request.rope_length, request.cache_salt))
             [token] = request.tokens(position, position + 1)
             if token == UNKNOWN:
                 token = invented_token(request, position, self._setup.eos_token_ids)

@@ -107,9 +107,12 @@ class Cluster:
         """All that were ever added."""
         return list(self.executor.requests.values())
 
-    def add(self, prompt: Sequence[int], params: SamplingParams | None = None, **wishes: int | bool) -> Request:
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, *, cache_salt: str = "", **wishes: int | bool
+    ) -> Request:
         """Queues a request; `wishes` are sampling parameters."""
-        request = self.engine.add(tuple(prompt), params or SamplingParams(**wishes))  # type: ignore[arg-type]
+        chosen = params or SamplingParams(**wishes)  # type: ignore[arg-type]
+        request = self.engine.add(tuple(prompt), chosen, cache_salt=cache_salt)
         self.executor.requests[request.id] = request
         return request
 

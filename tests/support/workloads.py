@@ -38,6 +38,7 @@ class Job:
     ignore_eos: bool
     after: int | None
     abort_turn: int | None
+    cache_salt: str = ""
 
 
 def machine(num_instances: int) -> Profile:
@@ -112,6 +113,7 @@ def jobs(draw: st.DrawFn) -> Job:
         ignore_eos=draw(st.booleans()),
         after=draw(st.none() | st.integers(0, 5)),
         abort_turn=draw(st.none() | st.integers(turn, turn + 30)),
+        cache_salt=draw(st.sampled_from(["", "", "", "a", "b"])),
     )
 
 
@@ -154,7 +156,7 @@ def add(cluster: Cluster, job: Job) -> Request:
     prompt += [(len(cluster.requests) * 11 + position) % VOCAB for position in range(job.num_own)]
     prompt = (prompt or [1])[: cluster.engine.config.max_model_len - 1]
     params = SamplingParams(min_tokens=job.min_tokens, max_tokens=job.max_tokens, ignore_eos=job.ignore_eos)
-    return cluster.add(prompt, params)
+    return cluster.add(prompt, params, cache_salt=job.cache_salt)
 
 
 def assert_lawful(cluster: Cluster) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -73,6 +75,38 @@ def test_a_message_that_only_calls_tools_has_no_text(tokenizer: PreTrainedTokeni
 def test_what_is_no_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, shown: str) -> None:
     processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
     with pytest.raises(ValueError, match=rf"^a prompt is a text or a list of token ids, but {re.escape(shown)} given"):
+        processor.process(prompt, SamplingParams())
+
+
+def test_a_dict_holds_a_prompt_and_its_cache_salt(tokenizer: PreTrainedTokenizerBase) -> None:
+    processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
+    for plain in ("Hello", [1, 2]):
+        key = "prompt" if isinstance(plain, str) else "prompt_token_ids"
+        bare: Any = {key: plain, "multi_modal_data": None}
+        request = processor.process(plain, SamplingParams())
+        assert processor.process(bare, SamplingParams()) == request
+        assert processor.process({**bare, "cache_salt": "a"}, SamplingParams()) == replace(request, cache_salt="a")
+    both = processor.process({"prompt_token_ids": np.array([1, 2]), "prompt": "Hello"}, SamplingParams())  # type: ignore[typeddict-item]
+    assert (both.text, both.token_ids) == ("Hello", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({}, "has neither"),
+        ({"cache_salt": "a"}, "has neither"),
+        ({"prompt": 5}, "^prompt must be a text, but 5 given"),
+        ({"prompt_token_ids": "Hello"}, "^prompt_token_ids must be a list of token ids, but 'Hello' given"),
+        ({"prompt_token_ids": [1.5]}, "a list of token ids, but "),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt": "a", "cache_salt": ""}, "^cache_salt must be a text that is not empty, but '' given: leave it out"),
+        ({"prompt": "a", "cache_salt": 7}, "^cache_salt must be a text that is not empty, but 7 given: leave it out"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "the key 'multi_modal_data', which is not supported"),
+    ],
+)
+def test_a_dict_that_is_no_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, words: str) -> None:
+    processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
+    with pytest.raises(ValueError, match=words):
         processor.process(prompt, SamplingParams())
 
 

@@ -128,9 +128,11 @@ class Engine:
         choice: int = 0,
         leader: Request | None = None,
         grammar: str = "",
+        cache_salt: str = "",
     ) -> Request:
         """Queues a request. For `params.n` outputs, add the first and then the others with it as their `leader`.
-        `grammar` is what `params.structured_outputs` asks for, see `Sampling`.
+        `grammar` is what `params.structured_outputs` asks for, see `Sampling`. KV is shared with requests of the same
+        `cache_salt` only.
 
         Raises:
             ValueError: see `check`.
@@ -147,6 +149,7 @@ class Engine:
             leader=leader,
             grammar=grammar,
             sparse=leader.sparse if leader else self._sparse(len(prompt)),
+            cache_salt=leader.cache_salt if leader else cache_salt,
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             metrics=RequestMetrics(arrival_s=self._clock.now()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -85,6 +86,7 @@ class Request:
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
         grammar: what the output must follow, see `Sampling`.
         sparse: what its prefill may drop; part of the prefix keys.
+        cache_salt: only requests with the same one share KV; empty for the requests without. Part of the prefix keys.
         stop_reason: the stop token that ended it, if one of `stop_token_ids` did; what went wrong, for `error`.
         error: the kind of what went wrong; None for other ends.
         non_finite_from: the first position of the first part with hidden states that are NaN or infinite; None while
@@ -102,6 +104,7 @@ class Request:
     leader: Request | None = None
     grammar: str = ""
     sparse: SparseSetting | None = None
+    cache_salt: str = ""
     output: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -202,7 +205,8 @@ class Request:
         """Names all tokens before block `index`, which must be known."""
         if index == 0:
             root = ROOT if not self.rope_length else b"rope%d" % self.rope_length
-            return root if self.sparse is None else root + self.sparse.key
+            root = root if self.sparse is None else root + self.sparse.key
+            return root if not self.cache_salt else root + _salt_key(self.cache_salt)
         while len(self._keys) < index:
             block = len(self._keys)
             tokens = self.tokens(block * self.block_size, (block + 1) * self.block_size)
@@ -344,6 +348,11 @@ class Request:
         if token in eos_token_ids and not params.ignore_eos:
             return "stop"
         return "length" if len(self.output) >= self.max_tokens else None
+
+
+def _salt_key(cache_salt: str) -> bytes:
+    """Returns a hash of a salt, so that a disk tier does not store the salt itself."""
+    return b"salt" + hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class ContextLengthError(ValueError):

@@ -172,7 +172,8 @@ def completion_requests(
                 ids = input_processor.tokenize(text, add_special_tokens=with_special)
                 if not ids:
                     raise ValueError("this model's tokenizer has no token for anything in this text")
-            engine_requests.append(input_processor.checked(text, ids, params, grammar))
+            salt = request.cache_salt or ""
+            engine_requests.append(input_processor.checked(text, ids, params, grammar, cache_salt=salt))
         if request.max_tokens is not None:
             with as_wire_errors("max_tokens"):
                 check_room("max_tokens", request.max_tokens, len(ids), input_processor.max_model_len)
@@ -193,7 +194,8 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
     grammar = grammar_of(request, served) if grammar is None else grammar
     text, ids = _rendered(request, served.input_processor, served.input_processor.check_chars)
     with as_wire_errors("messages"):
-        engine_request = served.input_processor.checked(text, ids, params, grammar)
+        salt = request.cache_salt or ""
+        engine_request = served.input_processor.checked(text, ids, params, grammar, cache_salt=salt)
     if (form := tool_format(request, served)) is not None:
         special = served.input_processor.special_tokens
         shown = tuple(special[marker] for marker in form.markers if marker in special)

@@ -65,7 +65,6 @@ UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
     "allowed_token_ids": (([],), "use logit_bias or structured_outputs"),
     "audio": ((), _TEXT_ONLY),
     "bad_words": (([],), "use logit_bias"),
-    "cache_salt": ((), "all requests share the prefix cache: start another server for those that must not"),
     "chat_template": ((), "the model's own is used; chat_template_kwargs sets its variables"),
     "chat_template_kwargs": (({},), "only conversations have a template: use /v1/chat/completions"),
     "continue_final_message": ((False,), "only conversations have a template: use /v1/chat/completions"),
@@ -262,6 +261,8 @@ class GenerationRequest(WireModel):
     """Not together with a `response_format` other than text."""
     add_special_tokens: bool | None = None
     """The tokenizer adds its special tokens to a text; by default to prompts, but not to conversations."""
+    cache_salt: SomeText | None = None
+    """Requests share KV only if they have the same salt, or if they have none."""
     return_token_ids: bool | None = None
     """Answer with `prompt_token_ids` and `token_ids`, too."""
 

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, Unpack, cast
 
 from jinja2 import TemplateError
 from llguidance import LLTokenizer
@@ -22,8 +22,29 @@ from longspan.text.tokenizer import grammar_vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = str | Sequence[int]
-"""A text, or its token ids."""
+
+class TextPrompt(TypedDict):
+    """A text with options of its prompt; names are vLLM's.
+
+    Keys:
+        cache_salt: KV is shared only between prompts with the same salt, or between prompts without one.
+    """
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids with options of their prompt, see `TextPrompt`; `prompt` is the text that they stand for."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+"""A text, or its token ids; either may be in a dict."""
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Message = Mapping[str, object]
 """`role` and `content`, and whatever else the model's template knows."""
 TEMPLATE_ERRORS = (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
@@ -57,6 +78,7 @@ class EngineRequest:
         text: None when token ids were given.
         grammar: what the output must follow, see `Sampling`.
         shown_token_ids: special tokens that the text shows.
+        cache_salt: only requests with the same one share KV; empty for the requests without.
     """
 
     text: str | None
@@ -64,6 +86,7 @@ class EngineRequest:
     params: SamplingParams
     grammar: str = ""
     shown_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +107,15 @@ class InputProcessor:
         Raises:
             ValueError: when it is empty, too long, or not of a known form, or the parameters do not fit the model.
         """
-        if isinstance(prompt, str):
-            return self.checked(prompt, self.tokenize(prompt) if prompt else (), params)
+        text, given, salt = _unwrapped(prompt)
+        if given is None:
+            assert text is not None, "a prompt has a text or token ids"
+            return self.checked(text, self.tokenize(text) if text else (), params, cache_salt=salt)
         try:
-            token_ids = [operator.index(token) for token in prompt]  # of any integer type
+            token_ids = [operator.index(token) for token in given]  # of any integer type
         except TypeError:
-            raise ValueError(f"a prompt is a text or a list of token ids, but {prompt!r:.60} given") from None
-        return self.checked(None, token_ids, params)
+            raise ValueError(f"a prompt is a text or a list of token ids, but {given!r:.60} given") from None
+        return self.checked(text, token_ids, params, cache_salt=salt)
 
     def process_chat(
         self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions
@@ -100,7 +125,13 @@ class InputProcessor:
         return self.checked(text, self.tokenize(text, add_special_tokens=False), params)
 
     def checked(
-        self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
+        self,
+        text: str | None,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        grammar: str | None = None,
+        *,
+        cache_salt: str = "",
     ) -> EngineRequest:
         """Makes the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it
         is known.
@@ -114,7 +145,8 @@ class InputProcessor:
         params.check_vocab(self.vocab_size)
         if grammar is None:
             grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
-        return EngineRequest(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
+        ids = tuple(token_ids)
+        return EngineRequest(text=text, token_ids=ids, params=params, grammar=grammar, cache_salt=cache_salt)
 
     @cached_property
     def max_prompt_chars(self) -> int:
@@ -218,6 +250,30 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give prompts as lists of token ids")
         return self.tokenizer
+
+
+def _unwrapped(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
+    """Returns the text, the token ids and the cache salt of a prompt; the text or the ids may be None, but not both."""
+    if isinstance(prompt, str):
+        return prompt, None, ""
+    if not isinstance(prompt, Mapping):
+        return None, prompt, ""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if unknown := sorted(map(str, given.keys() - set(_PROMPT_KEYS))):
+        problem = f"a prompt has the key {unknown[0]!r:.60}, which is not supported"
+        raise ValueError(f"{problem}: leave it out, and give {', '.join(_PROMPT_KEYS[:-1])} or {_PROMPT_KEYS[-1]}")
+    text, salt = given.get("prompt"), given.get("cache_salt")
+    ids: Any = given.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise ValueError(f"a prompt is a text or a list of token ids, but {prompt!r:.60} has neither: give prompt")
+    if not isinstance(text, str | None):
+        raise ParameterError("prompt", f"must be a text, but {text!r:.60} given: token ids go to prompt_token_ids")
+    if isinstance(ids, str):
+        raise ParameterError("prompt_token_ids", f"must be a list of token ids, but {ids!r:.60} given", ids)
+    if salt is not None and not (isinstance(salt, str) and salt):
+        problem = f"must be a text that is not empty, but {salt!r:.60} given: leave it out to share KV"
+        raise ParameterError("cache_salt", problem, salt)
+    return text, ids, salt or ""
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:

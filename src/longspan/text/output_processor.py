@@ -39,7 +39,8 @@ class RequestState:
     def start(self, engine: Engine) -> None:
         """Adds its requests to the engine; all but the first share the first one's prompt."""
         ids, params = self.engine_request.token_ids, self.engine_request.params
-        leader = engine.add(ids, params, grammar=self.engine_request.grammar)
+        salt = self.engine_request.cache_salt
+        leader = engine.add(ids, params, grammar=self.engine_request.grammar, cache_salt=salt)
         others = [
             engine.add(ids, params, choice=index, leader=leader, grammar=self.engine_request.grammar)
             for index in range(1, params.n)
