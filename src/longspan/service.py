@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -72,14 +72,23 @@ class Service:
     """
 
     def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
+        with ExitStack() as acquired:
+            self._open(given, launcher, acquired)
+            acquired.pop_all()  # `close` releases it from now on
+
+    def _open(self, given: EngineArgs, launcher: Callable[[WorkerConfig], Launcher], acquired: ExitStack) -> None:
+        """Does the work of the constructor; `acquired` gets all that must be released if it fails."""
         is_open = measures_memory(given)
         self._kv_bytes: KvBytes = _unbounded if is_open else _by_rule(given.device)
         setup = ResolvedEngine.of(given, kv_bytes=self._kv_bytes)
         self._given, cluster = given, setup.config.cluster
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
-        self._host_memory = [HostMemory(num_blocks * self.block_bytes) for num_blocks in cluster.host_blocks]
-        self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory)
+        self._host_memory = [
+            acquired.enter_context(closing(HostMemory(num_blocks * self.block_bytes)))
+            for num_blocks in cluster.host_blocks
+        ]
+        self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory, acquired)
         self._worker_config = WorkerConfig(
             files=self.files,
             cluster=cluster,
@@ -99,9 +108,9 @@ class Service:
             disks=self._disks,
         )
         if is_open:
-            setup = self._with_measured_pools(setup)
+            setup = self._with_measured_pools(setup, acquired)
         else:
-            self.executor = self._start_workers(cluster)
+            self.executor = acquired.enter_context(self._start_workers(cluster))
         config = setup.config
         self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
         csa = str(self._policy.settings.options.get("csa", ""))
@@ -123,7 +132,7 @@ class Service:
             policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved
         )
 
-    def _with_measured_pools(self, setup: ResolvedEngine) -> ResolvedEngine:
+    def _with_measured_pools(self, setup: ResolvedEngine, acquired: ExitStack) -> ResolvedEngine:
         """Starts the workers, which measure what memory KV may take, and gives them such pools.
 
         Raises:
@@ -132,15 +141,11 @@ class Service:
         """
         cluster, largest = largest_step(setup.config, self.info.context_length)
         try:
-            self.executor = self._start_workers(cluster)
-            try:
-                found = DeviceMemory(cluster=cluster, ranks=self.executor.measure(largest))
-                self._kv_bytes = found.kv_bytes
-                setup = ResolvedEngine.of(self._given, setup.model, kv_bytes=self._kv_bytes)
-                self.executor.change_pools(setup.config.cluster)
-            except BaseException:
-                self._stop()
-                raise
+            self.executor = acquired.enter_context(self._start_workers(cluster))
+            found = DeviceMemory(cluster=cluster, ranks=self.executor.measure(largest))
+            self._kv_bytes = found.kv_bytes
+            setup = ResolvedEngine.of(self._given, setup.model, kv_bytes=self._kv_bytes)
+            self.executor.change_pools(setup.config.cluster)
         except OutOfMemoryError as error:
             step = f"a step of {setup.config.max_num_batched_tokens} tokens"
             problem = f"the device of rank {error.rank} has too little memory for the model and {step}: {_REMEDY}"
@@ -201,8 +206,10 @@ class Service:
         first = self._worker_config
         return msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
 
-    def shrink(self, rank: int) -> None:
-        """Goes on without the instance of a lost rank: starts new workers for the others.
+    def shrink(self, *ranks: int) -> None:
+        """Goes on without the instances of lost ranks: starts new workers for the others.
+
+        Each rank has its number in the cluster without the instances of the ranks before it.
 
         Raises:
             ParameterError: when no instance would be left, or the policy cannot do with fewer.
@@ -212,7 +219,9 @@ class Service:
         if self.engine.config.turns:
             problem = "ranks are in several clusters by turns: the workers of all must start anew"
             raise ParameterError("parallel", problem, str(before.spec))
-        cluster = before.without(rank)
+        cluster = before
+        for rank in ranks:
+            cluster = cluster.without(rank)
         facts, policy = self._chosen_for(cluster)
         self.executor.close()
         self.executor = self._start_workers(cluster)
@@ -596,7 +605,12 @@ def _check_host_memory(gib: float, cluster: Cluster) -> None:
 
 
 def _open_disks(
-    given: EngineArgs, files: ModelFiles, info: ModelInfo, cluster: Cluster, host_memory: Sequence[HostMemory]
+    given: EngineArgs,
+    files: ModelFiles,
+    info: ModelInfo,
+    cluster: Cluster,
+    host_memory: Sequence[HostMemory],
+    acquired: ExitStack,
 ) -> dict[int, DiskPool]:
     """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
     a folder of its own; so is each host.
@@ -607,7 +621,8 @@ def _open_disks(
     for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):
         size, memory = cluster.host_blocks[host], host_memory[host].path
         blocks = map_blocks(memory, info.specs, num_blocks=size, block_size=given.block_size, dtype=dtype)
-        disks[pool] = DiskPool(folder / model / f"host-{host}", model, num_blocks=num_blocks, host=blocks)
+        path = folder / model / f"host-{host}"
+        disks[pool] = acquired.enter_context(closing(DiskPool(path, model, num_blocks=num_blocks, host=blocks)))
     return disks
 
 

@@ -14,16 +14,17 @@ from test_exact import prompts_of
 from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.core.request import Request
-from longspan.errors import ParameterError
+from longspan.errors import ParameterError, WorkerLostError
+from longspan.runtime.executor.threads import WorkerThread
 from longspan.service import Service
 
 LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 HOST = {"host_kv_gib": 0.02}
 
 
-def make_service(model: Path, **given: object) -> Service:
+def make_service(model: Path, launcher: type[InOrderLauncher] = InOrderLauncher, **given: object) -> Service:
     options = {"block_size": 16, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 48, **given}
-    return Service(EngineArgs(str(model), skip_tokenizer_init=True, **options), launcher=InOrderLauncher)  # type: ignore[arg-type]
+    return Service(EngineArgs(str(model), skip_tokenizer_init=True, **options), launcher=launcher)  # type: ignore[arg-type]
 
 
 def run_with(service: Service, changes: dict[int, str]) -> list[Request]:
@@ -114,6 +115,40 @@ def test_the_others_go_on_without_a_lost_instance(tiny: Path, oracle: Oracle, lo
             assert request.output == oracle.complete(request.prompt, 30).token_ids
         host = engine.account.pool(engine.config.cluster.host_pools[0])
         assert host.num_free == host.num_blocks
+    finally:
+        service.close()
+
+
+class FailingLauncher(InOrderLauncher):
+    """Starts no worker of the ranks in `broken`."""
+
+    broken: tuple[int, ...] = ()
+
+    def start(self, rank: int) -> WorkerThread:
+        if rank in self.broken:
+            raise WorkerLostError(rank, "it does not start")
+        return super().start(rank)
+
+
+def test_a_smaller_fleet_that_does_not_start_is_left_for_a_smaller_one(
+    tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third of three instances is lost, and then the first one does not start."""
+    service = make_service(tiny, FailingLauncher, parallel="3", policy="chunked", **HOST)
+    try:
+        requests = [service.engine.add(prompt, LONG) for prompt in prompts_of(3, 90, 17)]
+        for _ in range(20):
+            service.engine.step()
+        monkeypatch.setattr(FailingLauncher, "broken", (0,))
+        with pytest.raises(WorkerLostError, match="rank 0"):
+            service.shrink(2)
+        monkeypatch.setattr(FailingLauncher, "broken", ())
+        service.shrink(2, 0)
+        assert service.engine.config.cluster.num_instances == 1
+        while service.engine.has_unfinished:
+            service.engine.step()
+        for request in requests:
+            assert request.output == oracle.complete(request.prompt, 30).token_ids
     finally:
         service.close()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.steps import Completion, Step
 from longspan.errors import WorkerLostError
-from longspan.policy import make_policy
+from longspan.policy import ChosenPolicy, make_policy
 from longspan.serve import engine_loop
 from longspan.serve.engine_loop import EngineLoop
 from longspan.serve.messages import (
@@ -79,17 +80,17 @@ class Cluster:
 
     block_bytes = 100
 
-    def __init__(self) -> None:
+    def __init__(self, num_instances: int) -> None:
         self._clock = VirtualClock()
         self.executor = Workers(self._clock)
         self.input_processor = SimpleNamespace(tokenizer=None)
         self.failures: deque[Exception] = deque()
         self.engine = Engine(
-            policy=make_policy("context", num_instances=2, options={"threshold": "16"}),
+            policy=_policy(num_instances),
             executor=self.executor,
             clock=self._clock,
             config=EngineConfig(
-                cluster=Instances.of("2", num_blocks=[_BLOCKS] * 2),
+                cluster=Instances.of(str(num_instances), num_blocks=[_BLOCKS] * num_instances),
                 block_size=_BLOCK_SIZE,
                 max_model_len=_CAPACITY,
                 max_num_batched_tokens=16,
@@ -102,6 +103,19 @@ class Cluster:
             raise self.failures.popleft()
         self.executor = Workers(self._clock)
         self.engine.restart(self.executor)
+
+    def shrink(self, *ranks: int) -> None:
+        cluster = self.engine.config.cluster
+        for rank in ranks:
+            cluster = cluster.without(rank)
+        if self.failures:
+            raise self.failures.popleft()
+        self.executor = Workers(self._clock)
+        self.engine.restart(self.executor, cluster=cluster, policy=_policy(cluster.num_instances))
+
+
+def _policy(num_instances: int) -> ChosenPolicy:
+    return make_policy("context", num_instances=num_instances, options={"threshold": "16"})
 
 
 @dataclass(kw_only=True)
@@ -121,8 +135,8 @@ class Asked:
 class ApiServer:
     """Stands for the socket, too: what it sends is read by the loop, and what the loop sends it checks."""
 
-    def __init__(self, **limits: int) -> None:
-        self.cluster = Cluster()
+    def __init__(self, num_instances: int = 2, **limits: int) -> None:
+        self.cluster = Cluster(num_instances)
         self.asked: dict[int, Asked] = {}
         self.num_ended: Counter[str] = Counter()
         self.num_first = self.num_prompt_tokens = self.num_gaps = 0
@@ -242,7 +256,7 @@ class ApiServer:
         assert self.num_gaps == sum(max(0, len(tokens) - 1) for tokens in outputs)
         assert not self.loop._served
         assert not self.loop._choices
-        assert self.cluster.engine.load().used_blocks == [0, 0]
+        assert not any(self.cluster.engine.load().used_blocks)
 
 
 def _token(request_id: int, position: int) -> int:
@@ -418,3 +432,78 @@ def test_workers_that_do_not_start_are_tried_again_but_not_for_ever(
     server.cluster.failures.extend([error] * 3)
     with pytest.raises(type(error)):
         server.turn()
+
+
+def lose(server: ApiServer, *failures: Exception) -> None:
+    """Loses the workers; then so many starts of the smaller fleet fail."""
+    server.cluster.executor.are_lost = True
+    server.cluster.failures.extend(failures)
+    server.turn()
+
+
+@pytest.mark.parametrize(
+    ("failures", "num_left"),
+    [
+        ([WorkerLostError(0, "it does not start")], 2),
+        ([WorkerLostError(2, "it does not start")], 2),
+        ([WorkerLostError(1, "it does not start")] * 2, 1),
+        ([OSError("no process")] * 2, 3),
+        ([OSError("no process"), WorkerLostError(0, "it does not start"), OSError("no process")], 2),
+    ],
+)
+def test_a_smaller_fleet_that_does_not_start_is_followed_by_another_attempt(
+    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], num_left: int
+) -> None:
+    """An instance whose worker does not start is left out, too; without processes the same is tried again."""
+    monkeypatch.setattr(engine_loop, "_PAUSE_S", 0.0)
+    server = ApiServer(4, max_worker_restarts=0)
+    for length in (8, 30, 9):
+        server.add(length)
+    server.turn()
+    lose(server, *failures)
+    assert server.cluster.engine.config.cluster.num_instances == num_left
+    server.finish()
+    assert {asked.end for asked in server.asked.values()} == {"finished"}
+    assert server.states == ["Restarting", "Restarted"]
+    server.check()
+
+
+@pytest.mark.parametrize(
+    ("failures", "words"),
+    [
+        ([WorkerLostError(0, "it does not start")] * 3, "it does not start; the others cannot go on: .* has no other"),
+        ([OSError("no process")] * 3, "no process"),
+    ],
+)
+def test_a_fleet_of_which_nothing_starts_ends_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], words: str
+) -> None:
+    monkeypatch.setattr(engine_loop, "_PAUSE_S", 0.0)
+    server = ApiServer(4, max_worker_restarts=0)
+    server.add(8)
+    server.turn()
+    with pytest.raises((WorkerLostError, OSError), match=words):
+        lose(server, *failures)
+    assert not server.cluster.failures
+
+
+_NO_START = st.sampled_from([WorkerLostError(0, "it does not start"), OSError("no process")])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(_NO_START, max_size=3), max_size=5), st.integers(1, 5), st.integers(0, 2))
+def test_losses_end_in_answers_or_with_a_reason(losses: list[list[Exception]], num_instances: int, most: int) -> None:
+    """Whatever fails while a fleet changes, and again before a token has come."""
+    server = ApiServer(num_instances, max_worker_restarts=most)
+    with patch.object(engine_loop, "_PAUSE_S", 0.0):
+        for failures in losses:
+            server.add(8)
+            server.turn()
+            try:
+                lose(server, *failures)
+            except (WorkerLostError, OSError) as error:
+                assert str(error)  # noqa: PT017 - it may also not be raised
+                return
+            server.cluster.failures.clear()
+        server.finish()
+    server.check()

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from queue import PriorityQueue
 from threading import Event
@@ -66,20 +67,22 @@ class DiskPool:
         self._parts = [part.flatten(1).view(torch.uint8).numpy() for kv in host for part in (kv.keys, kv.values)]
         self._block_bytes = sum(part.shape[1] for part in self._parts)
         self._is_writable = True
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the tokens of prompts are nobody else's business
-            self._lock: IO[bytes] = (folder / "lock").open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._remove([*folder.glob(f"*{_UNFINISHED}")])
-            kept_bytes = sum(path.stat().st_size for path in self._shrink())
-        except BlockingIOError:
-            raise ParameterError("disk_kv_dir", f"{folder} is used by another server: give another one") from None
-        except OSError as error:
-            raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
-        needed, free = num_blocks * self._block_bytes - kept_bytes, shutil.disk_usage(folder).free
-        if needed > free:
-            problem = f"needs {needed / 2**30:.1f} GiB more in {folder}, but {free / 2**30:.1f} are free: allow less"
-            raise ParameterError("disk_kv_gib", problem)
+        with ExitStack() as acquired:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # others must not read the tokens of prompts
+                self._lock: IO[bytes] = acquired.enter_context((folder / "lock").open("ab"))
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._remove([*folder.glob(f"*{_UNFINISHED}")])
+                kept_bytes = sum(path.stat().st_size for path in self._shrink())
+            except BlockingIOError:
+                raise ParameterError("disk_kv_dir", f"{folder} is used by another server: give another one") from None
+            except OSError as error:
+                raise ParameterError("disk_kv_dir", f"{folder} cannot be used ({error}): give another one") from error
+            needed, free = num_blocks * self._block_bytes - kept_bytes, shutil.disk_usage(folder).free
+            if needed > free:
+                problem = f"needs {needed / 2**30:.1f} GiB more in {folder}, but {free / 2**30:.1f} are free"
+                raise ParameterError("disk_kv_gib", f"{problem}: allow less")
+            acquired.pop_all()  # `close` releases the lock from now on
 
     def _shrink(self) -> list[Path]:
         """Removes the least recently used files that have no room; returns the others, which get numbers that exist."""
@@ -182,8 +185,9 @@ class DiskPool:
         self._remove([path for path, _ in self._files()])
 
     def close(self) -> None:
-        """Lets others have the folder."""
+        """Lets others have the folder, and the memory of the host go."""
         self._lock.close()
+        self._parts.clear()
 
     def _path(self, block: int) -> Path:
         return self._folder / f"{block:08d}.kv"

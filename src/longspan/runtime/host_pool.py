@@ -9,6 +9,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -32,13 +33,15 @@ class HostMemory:
 
     def __init__(self, num_bytes: int) -> None:
         self._file: IO[bytes]
-        if hasattr(os, "memfd_create"):
-            self._file = os.fdopen(os.memfd_create("longspan-kv"), "r+b")
-            self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
-        else:
-            self._file = tempfile.NamedTemporaryFile(prefix="longspan-kv-")  # noqa: SIM115 - as long as this lives
-            self.path = Path(self._file.name)
-        self._file.truncate(num_bytes)
+        with ExitStack() as acquired:
+            if hasattr(os, "memfd_create"):
+                self._file = acquired.enter_context(os.fdopen(os.memfd_create("longspan-kv"), "r+b"))
+                self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+            else:
+                self._file = acquired.enter_context(tempfile.NamedTemporaryFile(prefix="longspan-kv-"))
+                self.path = Path(self._file.name)
+            self._file.truncate(num_bytes)
+            acquired.pop_all()  # `close` closes it from now on
 
     def close(self) -> None:
         self._file.close()

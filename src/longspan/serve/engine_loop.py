@@ -74,8 +74,8 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
         socket.send(msgspec.msgpack.encode(started))
         try:
             EngineLoop(service, setup, socket).run()
-        except (WorkerLostError, OSError):
-            _log.exception("workers do not come back")
+        except (WorkerLostError, OSError) as error:
+            _log.error("workers do not come back: %s", error)
             return 1
     return 0
 
@@ -305,15 +305,29 @@ class EngineLoop:
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
 
     def _shrink(self, error: WorkerLostError) -> None:
-        """Serves on by the instances that are left.
+        """Serves on by the instances that are left. An instance whose new worker does not start is left out, too.
 
         Raises:
-            WorkerLostError: the loss, if they cannot.
+            WorkerLostError: the latest loss, when no instance is left or the policy needs more of them.
+            OSError: when no process can be started.
         """
-        try:
-            self._service.shrink(error.rank)
-        except ValueError as problem:
-            raise WorkerLostError(error.rank, f"{error.reason}; the others cannot go on: {problem}") from error
+        lost, num_failures = [error.rank], 0
+        while True:
+            try:
+                self._service.shrink(*lost)
+                break
+            except ValueError as problem:
+                raise WorkerLostError(error.rank, f"{error.reason}; the others cannot go on: {problem}") from error
+            except WorkerLostError as again:
+                _log.warning("%s; going on without its instance, too", again)
+                error = again
+                lost.append(error.rank)
+            except OSError:  # the process that forks workers was lost, too
+                num_failures += 1
+                if num_failures == _MAX_ATTEMPTS:
+                    raise
+                _log.exception("workers did not start")
+                time.sleep(_PAUSE_S)
         self._service.executor.wakeup = self._socket
         _log.warning("going on as %s", self._engine.config.cluster)
 

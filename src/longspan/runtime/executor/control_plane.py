@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NoReturn, Protocol, Self, TypeVar
@@ -98,31 +98,32 @@ class WorkerExecutor:
             WorkerLostError: when a worker does not start.
         """
         cluster = launcher.cluster
-        self._launcher, self._step_timeout_s = launcher, step_timeout_s
-        self._context = launcher.context
-        self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
-        self._commands: list[zmq.Socket[bytes]] = []
-        self._in_flight = InFlight(cluster)
-        self._workers: list[WorkerHandle] = []
-        self._reports = self._context.socket(zmq.PULL)
-        self._watchers: list[threading.Thread] = []
-        stored = self._context.socket(zmq.PUSH)
-        self._disk_lane = DiskLane(disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
-        self._finalizer = weakref.finalize(
-            self, _clean_up, self._workers, self._watchers, self._commands, self._reports, self._disk_lane, launcher
-        )
-        self._reports.bind(messages.report_address(launcher.endpoint))
-        stored.connect(messages.report_address(launcher.endpoint))
-        self.wakeup: zmq.Socket[bytes] | None = None
-        self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
-        self._decoder = msgspec.msgpack.Decoder(messages.Report)
-        try:
+        with ExitStack() as acquired:
+            acquired.callback(launcher.clean_up)
+            acquired.callback(launcher.context.destroy, linger=0)
+            self._launcher, self._step_timeout_s = launcher, step_timeout_s
+            self._context = launcher.context
+            self._context.sndhwm = self._context.rcvhwm = 0  # without bound: the engine bounds the steps in flight
+            self._commands: list[zmq.Socket[bytes]] = []
+            self._in_flight = InFlight(cluster)
+            self._workers: list[WorkerHandle] = []
+            self._reports = self._context.socket(zmq.PULL)
+            self._watchers: list[threading.Thread] = []
+            stored = self._context.socket(zmq.PUSH)
+            self._disk_lane = DiskLane(disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
+            self.wakeup: zmq.Socket[bytes] | None = None
+            self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
+            self._decoder = msgspec.msgpack.Decoder(messages.Report)
+            self._finalizer = weakref.finalize(
+                self, _clean_up, self._workers, self._watchers, self._commands, self._reports, self._disk_lane, launcher
+            )
+            acquired.callback(self.close)
+            self._reports.bind(messages.report_address(launcher.endpoint))
+            stored.connect(messages.report_address(launcher.endpoint))
             for rank in range(cluster.num_ranks):
                 self._start(rank)
             self._await(messages.Ready)
-        except BaseException:
-            self.close()
-            raise
+            acquired.pop_all()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -212,15 +213,15 @@ class WorkerExecutor:
 
     def _start(self, rank: int) -> None:
         endpoint = self._launcher.endpoint
-        worker = self._launcher.start(rank)
-        self._workers.append(worker)
         socket = self._context.socket(zmq.PUSH)
         socket.connect(messages.command_address(endpoint, rank))
         self._commands.append(socket)
         watcher = self._context.socket(zmq.PUSH)
         watcher.connect(messages.report_address(endpoint))
-        self._watchers.append(threading.Thread(target=_watch, args=(worker, rank, watcher), daemon=True))
-        self._watchers[-1].start()
+        self._workers.append(self._launcher.start(rank))  # not before: a worker that has no socket cannot be stopped
+        thread = threading.Thread(target=_watch, args=(self._workers[rank], rank, watcher), daemon=True)
+        thread.start()
+        self._watchers.append(thread)
 
     def _add(self, rank: int) -> None:
         """Starts a further worker, which waits for its place; the executor closes if it does not start."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import shutil
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import zmq
@@ -24,14 +24,18 @@ class ProcessLauncher:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.cluster, self._config = config.cluster, config
-        self._run_dir = make_run_dir()
-        self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"
-        self._log_dir = _log_dir(self._run_dir)
-        try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _log.info("logs of workers are removed when they end, since %s cannot be made (%s)", self._log_dir, error)
-            self._log_dir = Path(self._run_dir)
+        with ExitStack() as acquired:
+            self._run_dir = make_run_dir()
+            acquired.callback(self.clean_up)
+            self._log_dir = _log_dir(self._run_dir)
+            try:
+                self._log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                words = "logs of workers are removed when they end, since %s cannot be made (%s)"
+                _log.info(words, self._log_dir, error)
+                self._log_dir = Path(self._run_dir)
+            self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"
+            acquired.pop_all()
 
     def start(self, rank: int) -> WorkerProcess:
         return start_server().start(StartWorker(self._config, rank, self._run_dir, self._log(rank)))

@@ -38,11 +38,11 @@ class ThreadLauncher:
         if config.device != "cpu":
             raise ValueError(f"workers that are threads compute on cpu, not on {config.device}")
         self.cluster, self.config, self.wires = config.cluster, config, (Wires(), Wires(), Wires(), Wires())
+        if config.kernels is not None:
+            native.load(config.kernels)
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(config.num_threads)
-        if config.kernels is not None:
-            native.load(config.kernels)
 
     def start(self, rank: int) -> WorkerThread:
         return WorkerThread(self, rank)
