@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,19 @@ from tiny_models import make_speaking
 from tool_models import save_tokenizer
 
 from longspan.serve.server import Server
+
+
+@pytest.fixture(autouse=True)
+def every_exception_is_retrieved() -> Iterator[None]:
+    """Fails a test in which asyncio finds an exception of a task or a future that nothing has retrieved."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("asyncio")
+    log.addHandler(handler)
+    yield
+    log.removeHandler(handler)
+    assert not [message for message in found if "never retrieved" in message]
 
 
 @pytest.fixture(scope="session")

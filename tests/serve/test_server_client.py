@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
-from longspan.serve import client
+from longspan.serve import client, run
 from longspan.serve.client import EngineClient, Output, OutputQueue
 from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.messages import Delta, EngineSetup
@@ -77,6 +77,39 @@ async def streamed(answer: OutputQueue, found: list[Output] | None = None) -> li
 async def kill_engine(client: EngineClient, number: signal.Signals = signal.SIGKILL) -> None:
     assert client._process is not None
     os.kill(client._process.pid, number)
+
+
+@pytest.mark.parametrize("kind", [WRONG, ENDS_AT_ONCE])
+def test_a_start_that_nothing_waits_for_any_more_may_fail(tmp_path: Path, kind: str) -> None:
+    """No exception of it is left over, see `every_exception_is_retrieved`."""
+    events = tmp_path / kind
+    events.touch()
+
+    async def check() -> None:
+        client = EngineClient(
+            EngineSetup(engine=EngineArgs(str(events)), max_num_queued_reqs=1, max_num_queued_tokens=100)
+        )
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait_for(client.down.wait(), 60)
+        await client.close()
+
+    asyncio.run(check())
+
+
+def test_a_task_that_fails_while_it_is_cancelled_leaves_no_exception_over() -> None:
+    async def fail() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise EngineLostError("it is lost")
+
+    async def check() -> None:
+        assert await run._first_of(fail(), asyncio.sleep(0.01, 7)) == 7
+        await asyncio.sleep(0.01)
+
+    asyncio.run(check())
 
 
 def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from server_client import completion, post
 from test_api_server import ask, serving
 
 from longspan.serve import app, server
-from longspan.serve.errors import QueueFullError
+from longspan.serve.errors import QueueFullError, WireError
 from longspan.serve.server import Server, WorkerPool
 
 LARGE = "x" * 200_000
@@ -105,6 +106,53 @@ def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None
         assert done == [4]
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(("error", "num_lines"), [(WireError("too long", "prompt"), 0), (ZeroDivisionError(), 1)])
+def test_only_what_is_unexpected_is_logged_of_work_whose_caller_has_left(
+    error: Exception, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        async with gate() as closed:
+
+            def fail() -> None:
+                closed.work()
+                raise error
+
+            pool = WorkerPool("test", 1)
+            task = asyncio.create_task(pool.run(fail))
+            await until(lambda: closed.num_begun == 1)
+            task.cancel()
+            await asyncio.wait([task])
+        await pool.run(int)  # it has its turn after the other
+
+    asyncio.run(check())
+    assert [record.name for record in caplog.records] == ["longspan"] * num_lines
+
+
+def test_the_refusal_of_a_request_whose_client_has_left_is_not_logged(
+    events: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        async with serving(events) as api, gate() as closed:
+
+            def refuse(*_: object, **__: object) -> None:
+                closed.work()
+                raise WireError("too long", "prompt")
+
+            monkeypatch.setattr(server, "prepared", refuse)
+            connection = socket.create_connection(("127.0.0.1", api.port))
+            connection.sendall(post(json.dumps(completion(prompt="Hello")).encode()))
+            await until(lambda: closed.num_begun == 1)
+            connection.close()
+            await asyncio.sleep(0.2)
+            closed.open()
+            await until(lambda: not closed.num_running)
+            monkeypatch.undo()
+            assert (await api.complete(SAY)).token_ids == [7, 7, 7]
+
+    asyncio.run(check())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import zmq
@@ -150,7 +150,7 @@ class EngineClient:
                 waits.append(asyncio.create_task(at_once.wait()))
             await asyncio.wait(waits, timeout=_QUIT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
-                wait.cancel()
+                abandon(wait)
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -227,8 +227,7 @@ class EngineClient:
             self.down.set()
             self.fail_all("the engine is down")
             if not self._first.done():
-                self._first.set_exception(EngineLostError(reason))
-                self._first.exception()  # seen: whoever started it may have left
+                _end_with(self._first, EngineLostError(reason))
 
     async def _run_core(self) -> str:
         """Runs one engine core and returns why it ended."""
@@ -260,7 +259,7 @@ class EngineClient:
             shutil.rmtree(folder, ignore_errors=True)
             for answer in self._answers.values():
                 if not answer.done():
-                    answer.set_exception(EngineLostError("the engine core was lost"))
+                    _end_with(answer, EngineLostError("the engine core was lost"))
             if was_connected:
                 for queue in self._queues():  # what can be repeated waits for the next one
                     if self._closing or not queue.repeat():
@@ -280,8 +279,8 @@ class EngineClient:
                 return f"the engine core has said nothing for {listener.result():g} s (--engine-timeout)"
             return f"the engine core ended with code {await ended}"
         finally:
-            listener.cancel()
-            ended.cancel()
+            abandon(listener)
+            abandon(ended)
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> float:
         """Takes reports until an engine core that has started says nothing for too long; returns how many seconds."""
@@ -328,7 +327,7 @@ class EngineClient:
             error = ValueError(report.reason) if report.is_mistake else EngineLostError(report.reason)
             if report.parameter is not None:
                 error = ParameterError(report.parameter, report.reason)
-            self._first.set_exception(error)
+            _end_with(self._first, error)
 
     def _take_step(self, outputs: messages.StepOutputs) -> None:
         self.on_step(outputs)
@@ -357,7 +356,7 @@ class EngineClient:
                 QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param, failed.code),
             )
         elif failed.id in self._answers and not self._answers[failed.id].done():
-            self._answers[failed.id].set_exception(ValueError(failed.reason))
+            _end_with(self._answers[failed.id], ValueError(failed.reason))
 
     def _take_settings(self, settings: PolicySettings, number: int | None) -> None:
         self.policy = settings
@@ -378,6 +377,18 @@ class EngineClient:
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
             self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
+
+
+def abandon(task: asyncio.Future[Any]) -> None:
+    """Cancels a task whose result is not needed any more. An exception that it ends with is not logged."""
+    task.cancel()
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+
+
+def _end_with(future: asyncio.Future[Any], error: Exception) -> None:
+    """Ends a future with an error, which asyncio does not log if the task that waited for it was cancelled before."""
+    future.set_exception(error)
+    future.exception()
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
@@ -460,8 +471,7 @@ class OutputQueue:
         self._error = error
         self._changed.set()
         if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # seen: whoever submitted may have left
+            _end_with(self.accepted, error)
 
     def repeat(self) -> bool:
         """Forgets what is not finished, if it can be computed from its beginning, and returns whether it can.

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longspan.args import EngineArgs
 from longspan.serve.app import make_app
-from longspan.serve.client import EngineClient
+from longspan.serve.client import EngineClient, abandon
 from longspan.serve.errors import error_response
 from longspan.serve.messages import EngineSetup
 from longspan.serve.middleware import CONNECTIONS_LOG, HttpProtocol, Intake, RequestContext, path_of
@@ -196,7 +196,7 @@ async def _first_of(*waits: Awaitable[object]) -> object:
         return done.pop().result()
     finally:
         for task in tasks:
-            task.cancel()
+            abandon(task)
 
 
 def raise_file_limit() -> int:

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from longspan.policy import PolicySettings
 from longspan.serve.chat_requests import TextRequest
-from longspan.serve.client import EngineClient, Output, OutputQueue
+from longspan.serve.client import EngineClient, Output, OutputQueue, abandon
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request
 from longspan.serve.errors import (
     ClientGoneError,
@@ -225,7 +225,7 @@ class ClientWatch:
             try:
                 yield
             finally:
-                gone.cancel()
+                abandon(gone)
         if scope.cancelled_caught and gone.done():
             raise ClientGoneError
         if scope.cancelled_caught:
@@ -338,7 +338,18 @@ class WorkerPool:
         await self._limiter.acquire_on_behalf_of(place)
         work = asyncio.ensure_future(run_sync(partial(_run, function, arguments), limiter=CapacityLimiter(1)))
         work.add_done_callback(lambda _: self._limiter.release_on_behalf_of(place))
-        return await asyncio.shield(work)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_log_unexpected)
+            raise
+
+
+def _log_unexpected(work: asyncio.Future[Any]) -> None:
+    """Takes the exception of work whose caller was cancelled: an error of the request is dropped, others are logged."""
+    error = None if work.cancelled() else work.exception()
+    if error is not None and not isinstance(error, ServeError):
+        _log.error("a request failed after its client had left", exc_info=error)
 
 
 _busy_threads: set[int] = set()
