@@ -57,6 +57,17 @@ def test_required_tools_are_called_by_their_schemas(client: OpenAI) -> None:
     assert names <= set(SCHEMAS)
 
 
+def test_a_call_that_max_tokens_cuts_before_its_arguments_is_left_out(client: OpenAI) -> None:
+    """Whole and streamed."""
+    for max_tokens in (1, 2, 4, 7):
+        talk: Any = {**TALK, "max_tokens": max_tokens, "tool_choice": "required", "seed": 1}
+        [choice] = client.chat.completions.create(**talk).choices
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", None)
+        *pieces, last = [chunk.choices[0] for chunk in client.chat.completions.create(**talk, stream=True)]
+        assert last.finish_reason == "length"
+        assert not any(piece.delta.content or piece.delta.tool_calls for piece in (*pieces, last))
+
+
 def test_a_named_tool_is_called_and_its_answer_goes_into_the_next_turn(client: OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "weather"}}
     message = client.chat.completions.create(**TALK, tool_choice=named).choices[0].message

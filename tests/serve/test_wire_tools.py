@@ -15,7 +15,7 @@ from tool_models import tool, tool_tokenizer
 from wire_world import NAMES, deltas_of, read, stream, whole
 
 from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
-from longspan.serve.convert import ServedModel, chat_request, grammar_kind, grammar_of, tokenized, tool_format
+from longspan.serve.convert import ServedModel, call_reader, chat_request, grammar_kind, grammar_of, tokenized
 from longspan.serve.errors import WireError
 from longspan.serve.requests import CompletionRequest
 from longspan.serve.responses import ChatAssembler
@@ -51,17 +51,19 @@ def prompt(**fields: Any) -> str:
     return text
 
 
-def answers(*outputs: str, finish_reason: Any = "stop", **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def answers(
+    *outputs: str, finish_reason: Any = "stop", template: str = "hermes", **fields: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A whole answer whose choices are these texts, and the chunks of its stream."""
     asked = request(n=len(outputs), temperature=1, **fields)
-    model = served()
+    model = served(template)
     engine_request = chat_request(asked, model)
     tokenizer = model.input_processor.tokenizer
     token_ids = [model.input_processor.tokenize(text, add_special_tokens=False) for text in outputs]
 
     def made() -> tuple[ChatAssembler, list[list[Any]]]:
         deltas = deltas_of(engine_request, token_ids, (1, 2), finish_reason=finish_reason, by=tokenizer)
-        return ChatAssembler(asked, [engine_request], tokenizer, NAMES, tool_format(asked, model)), [list(deltas)]
+        return ChatAssembler(asked, [engine_request], tokenizer, NAMES, call_reader(asked, model)), [list(deltas)]
 
     body, chunks = json.loads(msgspec.json.encode(whole(*made()))), json.loads(msgspec.json.encode(stream(*made())))
     ChatCompletion.model_validate(body, strict=True)
@@ -115,6 +117,36 @@ def test_answers_have_text_and_calls_and_streams_bring_them_in_pieces() -> None:
 def test_an_answer_that_is_cut_off_says_so() -> None:
     body, chunks = answers(TWO, finish_reason="length")
     assert body["choices"][0]["finish_reason"] == joined(chunks, 0)[2] == "length"
+
+
+ONE = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]',
+}
+
+
+@pytest.mark.parametrize("form", ONE)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_an_answer_that_is_cut_off_after_any_token_shows_no_markup(form: str, choice: str) -> None:
+    token_ids = served(form).input_processor.tokenize(ONE[form], add_special_tokens=False)
+    tokenizer: Any = served(form).input_processor.tokenizer
+    cuts = [tokenizer.decode(token_ids[:count]) for count in range(1, len(token_ids) + 1)]
+    body, chunks = answers(*cuts, template=form, finish_reason="length", tool_choice=choice)
+    begin = ONE[form].index('{"city')
+    for cut, found in zip(cuts, body["choices"], strict=True):
+        arguments = cut[begin : ONE[form].index("}") + 1]
+        calls = [("weather", arguments)] if arguments else []
+        assert without_ids(found["message"].get("tool_calls", [])) == calls, cut
+        assert not found["message"]["content"], cut
+        assert joined(chunks, found["index"]) == ("", calls, "length")
+
+
+def test_a_text_in_json_that_looks_like_a_call_is_no_call() -> None:
+    text = '{"a": "<tool_call>", "b": {"name": "weather", "arguments": {}}}'
+    body, chunks = answers(text, text[:40], response_format={"type": "json_object"})
+    assert [choice["message"]["content"] for choice in body["choices"]] == [text, text[:40]]
+    assert [joined(chunks, index) for index in (0, 1)] == [(text, [], "stop"), (text[:40], [], "stop")]
 
 
 def test_logprobs_and_token_ids_are_those_of_all_tokens() -> None:

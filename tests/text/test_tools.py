@@ -69,12 +69,15 @@ def follows(text: str, form: str, with_markers: bool, **options: Any) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
-def read(form: str, pieces: list[str]) -> tuple[str, list[tuple[str | None, str]], bool]:
+def read(
+    form: str, pieces: list[str], finish_reason: Any = "stop", stop_reason: str | None = None, **options: bool
+) -> tuple[str, list[tuple[str | None, str]], bool]:
     """Text, names and arguments that come of these pieces, and whether there are whole calls only."""
-    reader = CallReader(FORMATS[form])
+    reader = CallReader(FORMATS[form], **options)
     text, calls = "", list[list[Any]]()
     for index, piece in enumerate(pieces):
-        new, deltas = reader.add(piece, finished=index == len(pieces) - 1)
+        end = {"finish_reason": finish_reason, "stop_reason": stop_reason} if index == len(pieces) - 1 else {}
+        new, deltas = reader.add(piece, **end)
         text += new
         for delta in deltas:
             assert (delta.id is None) == (delta.index < len(calls)), "a call has its id when it begins, and only then"
@@ -142,8 +145,14 @@ def test_an_output_without_calls_can_have_a_form_too(form: str) -> None:
     assert follows(written(form, ("weather", ROME)), form, True, content=content)
     assert not follows("Hello", form, True, content=content)
     assert not follows('{"a": "b"}', form, True, content=content)
-    text = '{"a": {"name": [1]}}'
-    assert read(form, list(text)) == (text, [], False)
+    for text in (
+        '{"a": {"name": [1]}}',
+        f'{{"a": "{FORMATS[form].begin}", "b": {{"name": "weather", "arguments": {{}}}}}}',
+        f'["{FORMATS[form].begin}", {{"name": "weather", "arguments": {{}}}}]',
+    ):
+        for pieces in ([text], list(text)):
+            assert read(form, pieces, at_start=True) == (text, [], False)
+            assert read(form, pieces, "length", at_start=True) == (text, [], False)
 
 
 def test_json_and_calls_that_cannot_be_told_apart_are_refused() -> None:
@@ -223,12 +232,61 @@ def test_calls_are_read_whatever_the_pieces(form: str, calls: list[Any], text: s
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_of_a_call_that_is_cut_off_nothing_is_lost(form: str) -> None:
-    whole = written(form, ("weather", {"city": "Rome"}))
-    end = whole.index("Rome") + 2
-    text, [(name, arguments)], has_called = read(form, list(whole[:end]))
-    assert (text, name, arguments, has_called) == ("", "weather", '{"city": "Ro', False)
-    assert read(form, list(whole[: whole.index("weather")])) == (whole[: whole.index("weather")], [], False)
+@pytest.mark.parametrize("text", ["", "Let me see: a > b.\n"])
+@pytest.mark.parametrize("end", [("length", None), ("abort", None), ("stop", "a stop string")])
+@pytest.mark.parametrize("name", ["weather", ODD])
+def test_an_output_that_is_cut_anywhere_shows_no_part_of_the_form_of_calls(
+    form: str, text: str, end: tuple[Any, str | None], name: str
+) -> None:
+    """Text comes before the first call; of calls come those whose arguments have begun, as far as these go."""
+    text = "" if form == "llama3_json" else text
+    first, second = {"city": 'Ro"}]<{'}, {"days": [1]}
+    calls = [(name, first), ("time", second)][: 1 if form == "llama3_json" else 2]
+    output = text + written(form, *calls)
+    starts, begin = list[int](), len(text)
+    for called, arguments in calls:
+        begin = output.index(json.dumps(called), begin)
+        begin = output.index(json.dumps(arguments), begin + len(json.dumps(called)))
+        starts.append(begin)
+    for cut in range(len(output) + 1):
+        begun = [
+            (called, output[start : min(cut, start + len(json.dumps(arguments)))])
+            for start, (called, arguments) in zip(starts, calls, strict=True)
+            if cut > start
+        ]
+        shown = output[: min(cut, len(text))]
+        if end[0] == "stop" and len(text) < cut < len(text + FORMATS[form].begin):
+            shown = output[:cut]  # nothing says that this is the beginning of a marker
+        for pieces in ([output[:cut]], list(output[:cut]) or [""]):
+            found, read_calls, has_called = read(form, pieces, *end)
+            assert (found, read_calls) == (shown, begun), cut
+            is_whole = [
+                arguments == json.dumps(given) for (_, arguments), (_, given) in zip(begun, calls, strict=False)
+            ]
+            assert has_called == (bool(begun) and all(is_whole))
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_what_only_looks_like_the_beginning_of_a_call_is_text(form: str, reason: str) -> None:
+    begin = FORMATS[form].begin
+    for text in (
+        f"Write {begin} before it.",
+        f'{begin}{{"names": []}}',
+        f'{begin}\n{{"name": 5, "arguments": {{}}}}',
+        "a < b",
+    ):
+        assert read(form, [text], reason) == read(form, list(text), reason) == (text, [], False)
+    for text in ("a <", "a [", f"{begin[:-1]}", f"{begin}", f'{begin}{{"name": "weather", "'):
+        assert read(form, list(text), "stop") == (text, [], False), "the model has ended it there"
+    for text in ("a <", "a [", begin[:-1]):
+        assert read(form, list(text), "length", marker_is_token=True) == (text, [], False)
+
+
+def test_text_is_not_held_back_for_long() -> None:
+    reader = CallReader(FORMATS["hermes"])
+    pieces = [reader.add(piece)[0] for piece in ("Look: <tool", "_call> is", " a <t", "ag", "<tool_call>\n{")]
+    assert pieces == ["Look: ", "<tool_call> is", " a ", "<tag", ""]
 
 
 def test_markers_that_are_special_tokens_are_shown_and_others_are_not() -> None:

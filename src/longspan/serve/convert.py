@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from longspan.serve.requests import (
 )
 from longspan.serve.settings import RequestLimits
 from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
-from longspan.text.tools import FORMATS, ToolFormat, calls_grammar, found_format
+from longspan.text.tools import FORMATS, CallReader, ToolFormat, calls_grammar, found_format
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _log = logging.getLogger("longspan")
@@ -274,6 +274,19 @@ def tool_format(request: ChatCompletionRequest, served: ServedModel) -> ToolForm
         known = f"it is not known how this model writes calls (--tool-call-parser {parsers})"
         raise WireError(f"{known}: {remedy}", "tool_choice")
     return served.tool_format or FORMATS["llama3_json"]
+
+
+def call_reader(request: ChatCompletionRequest, served: ServedModel) -> Callable[[], CallReader] | None:
+    """Returns what makes a reader of calls for one output; None if it may have none."""
+    if (form := tool_format(request, served)) is None:
+        return None
+    is_text = request.response_format is None or request.response_format.type == "text"
+    return partial(
+        CallReader,
+        form,
+        at_start=not is_text or request.tool_choice not in (None, "auto"),
+        marker_is_token=form.begin in served.input_processor.special_tokens,
+    )
 
 
 def _tool_grammar(request: ChatCompletionRequest, form: ToolFormat, input_processor: InputProcessor) -> str:

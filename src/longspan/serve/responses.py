@@ -17,14 +17,14 @@ from msgspec.structs import replace
 
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.chat_requests import ChatCompletionRequest, TextRequest
-from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request, tool_format
+from longspan.serve.convert import ServedModel, call_reader, chat_request, completion_requests, read_request
 from longspan.serve.errors import RequestFailedError, ServeError, WireError, as_wire_errors, error_body
 from longspan.serve.messages import Delta, delta_of, failed
 from longspan.serve.requests import CompletionRequest
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import Choice
 from longspan.text.tokenizer import Detokenizer, token_bytes, token_text
-from longspan.text.tools import CallDelta, CallReader, ToolFormat
+from longspan.text.tools import CallDelta, CallReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,8 +54,8 @@ def prepared(
     head, tokenizer = {"created": int(time.time()), "model": model}, served.input_processor.tokenizer
     if isinstance(request, ChatCompletionRequest):
         engine_requests = [chat_request(request, served, grammar)]
-        form, head = tool_format(request, served), {"id": f"chatcmpl-{request_id}", **head}
-        return ChatAssembler(request, engine_requests, tokenizer, head, form)
+        reader, head = call_reader(request, served), {"id": f"chatcmpl-{request_id}", **head}
+        return ChatAssembler(request, engine_requests, tokenizer, head, reader)
     engine_requests = completion_requests(request, served, grammar)
     return CompletionAssembler(request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head})
 
@@ -144,8 +144,8 @@ class AnswerChoice:
 class Assembler(ABC):
     """Makes one answer: by `add` and `whole`, or, streaming, by `chunks` and `last_chunks`.
 
-    Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with what `head` says. Outputs
-    may have calls of the form `form`.
+    Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with what `head` says. `reader`
+    makes what finds calls in an output, if outputs may have some.
     """
 
     whole_object: str
@@ -158,7 +158,7 @@ class Assembler(ABC):
         engine_requests: Sequence[EngineRequest],
         tokenizer: PreTrainedTokenizerBase | None,
         head: Body,
-        form: ToolFormat | None = None,
+        reader: Callable[[], CallReader] | None = None,
     ) -> None:
         self.request, self.engine_requests, self.tokenizer = request, engine_requests, tokenizer
         self._n = engine_requests[0].params.n
@@ -167,7 +167,7 @@ class Assembler(ABC):
                 engine_request=engine_request,
                 prompt=prompt,
                 index=prompt * self._n + index,
-                reader=None if form is None else CallReader(form),
+                reader=None if reader is None else reader(),
             )
             for prompt, engine_request in enumerate(engine_requests)
             for index in range(self._n)
@@ -317,7 +317,7 @@ class ChatAssembler(Assembler):
         fields = self.output_fields(delta, self._logprobs(delta))
         if choice.reader is None:
             return delta.text, [], fields
-        text, calls = choice.reader.add(delta.text, finished=delta.finish_reason is not None)
+        text, calls = choice.reader.add(delta.text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         if delta.finish_reason == "stop" and choice.reader.has_called:
             fields["finish_reason"] = "tool_calls"
         return text, calls, fields

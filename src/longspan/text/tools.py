@@ -8,8 +8,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from longspan.core.request import FinishReason
 from longspan.core.sampling import StructuredOutputsParams
 from longspan.errors import ParameterError
 from longspan.text.input_processor import TEMPLATE_ERRORS, InputProcessor
@@ -54,9 +56,35 @@ class ToolFormat:
         return self.markers[0] if self.markers else ""
 
     @cached_property
-    def head(self) -> re.Pattern[str]:
-        """Matches what is between the end of a text, or of a call, and the next call's arguments."""
-        return re.compile(rf'[^{{]*\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{self.key}"\s*:\s*(?=\{{)')
+    def first_head(self) -> re.Pattern[str]:
+        """Matches the first marker and what follows up to the arguments of the first call; the group is the name."""
+        return re.compile("".join([*self._opened, *self._object[0], "(", *self._object[1], ")", *self._object[2]]))
+
+    @cached_property
+    def first_head_begun(self) -> re.Pattern[str]:
+        """Matches an end of a text that may be the beginning of what `first_head` matches."""
+        parts, begun = [*self._opened, *chain(*self._object)], ""
+        for part in reversed(parts[1:]):
+            begun = f"(?:{part}{begun})?"
+        return re.compile(parts[0] + begun + r"\Z")
+
+    @cached_property
+    def next_head(self) -> re.Pattern[str]:
+        """Matches what is between the arguments of a call and those of the next one; the group is the name."""
+        return re.compile("".join(["[^{]*", *self._object[0], "(", *self._object[1], ")", *self._object[2]]))
+
+    @property
+    def _opened(self) -> list[str]:
+        """Regular expressions of what is before the first call, in parts: an output may be cut off after each."""
+        return [*map(re.escape, self.begin), r"[\s\[]*" if self.begin else r"\s*"]
+
+    @property
+    def _object(self) -> tuple[list[str], list[str], list[str]]:
+        """Returns the same for a call up to its arguments: what is before its name, the name, and what is after it."""
+        blanks, key = r"\s*", map(re.escape, f'"{self.key}"')
+        before = [r"\{", blanks, *'"name"', blanks, ":", blanks]
+        name = ['"', r'(?:[^"\\]|\\.)*+', r"\\?", '"']  # a backslash may be the last letter of a cut name
+        return before, name, [blanks, ",", blanks, *key, blanks, ":", blanks, r"(?=\{)"]
 
 
 FORMATS: Mapping[str, ToolFormat] = {
@@ -206,58 +234,87 @@ class CallDelta:
 class CallReader:
     """Reads one output of a form as it comes; what cannot be the beginning of a call is text.
 
+    Args:
+        at_start: calls are at the beginning of the output or nowhere.
+        marker_is_token: the first marker is a token of the vocabulary, so that no output ends inside it.
+
     Attributes:
         num_calls: how many calls have begun.
     """
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat, *, at_start: bool = False, marker_is_token: bool = False) -> None:
         self.num_calls = 0
-        self._form = form
+        self._form, self._marker_is_token = form, marker_is_token
+        self._at_start = at_start or not form.begin
         self._pending = ""
-        self._state: Literal["start", "text", "head", "arguments"] = "start"
+        self._state: Literal["text", "plain text", "arguments", "after"] = "text"
         self._depth = 0  # of the arguments
         self._in_string = self._escaped = False
 
     @property
     def has_called(self) -> bool:
         """Whether there are calls, and all of them are whole."""
-        return self.num_calls > 0 and self._state != "arguments"
+        return self._state == "after"
 
-    def add(self, text: str, *, finished: bool = False) -> tuple[str, list[CallDelta]]:
-        """Takes the next piece of the output; returns the text in it, and what it brings of each call."""
+    def add(
+        self, text: str, *, finish_reason: FinishReason | None = None, stop_reason: int | str | None = None
+    ) -> tuple[str, list[CallDelta]]:
+        """Takes the next piece of the output; returns the text in it, and what it brings of each call.
+
+        The last piece comes with the reasons of the output's end. When it was cut off in a call, what there is of that
+        before its arguments is neither text nor a call.
+        """
         self._pending += text
         content, calls = "", dict[int, CallDelta]()
-        if self._state in ("start", "text"):
-            content = self._take_text(finished)
+        if self._state in ("text", "plain text"):
+            content = self._take_text()
         while self._pending:
-            if self._state == "head" and (head := self._form.head.match(self._pending)):
+            if self._state == "arguments":
+                index = self.num_calls - 1
+                calls.setdefault(index, CallDelta(index=index)).arguments += self._take_arguments()
+            elif head := self._next_head():
                 self._pending, self._state = self._pending[head.end() :], "arguments"
                 name = json.loads(head[1])
                 calls[self.num_calls] = CallDelta(index=self.num_calls, id=uuid.uuid4().hex[:9], name=name)
                 self.num_calls += 1
-            elif self._state == "arguments":
-                index = self.num_calls - 1
-                calls.setdefault(index, CallDelta(index=index)).arguments += self._take_arguments()
             else:
                 break
-        if finished and not self.num_calls:  # it was cut off, or is no call
+        if finish_reason is not None and not self.num_calls and not self._is_cut_call(finish_reason, stop_reason):
             content += self._pending
         return content, list(calls.values())
 
-    def _take_text(self, finished: bool) -> str:
+    def _next_head(self) -> re.Match[str] | None:
+        """Matches what is pending up to the arguments of a call."""
+        match self._state:
+            case "text":
+                return self._form.first_head.match(self._pending)
+            case "after":
+                return self._form.next_head.match(self._pending)
+        return None
+
+    def _take_text(self) -> str:
         """Takes what is text for sure; the rest may be the beginning of a call."""
-        begin, pending = self._form.begin, self._pending
+        form, pending = self._form, self._pending
         end = len(pending)
-        if begin and begin in pending:
-            end, self._state = pending.index(begin), "head"
-        elif begin and not finished:
-            end -= next((n for n in range(len(begin) - 1, 0, -1) if pending.endswith(begin[:n])), 0)
-        elif not begin and self._state == "start" and (first := pending.lstrip()[:1]) in ("{", ""):
-            end, self._state = 0, "head" if first else "start"
-        else:
-            self._state = "text"
+        if self._state == "text":
+            patterns = form.first_head, form.first_head_begun
+            found = (one.match(pending) if self._at_start else one.search(pending) for one in patterns)
+            end = next((match.start() for match in found if match), end)
+            if end and self._at_start:
+                self._state = "plain text"
         self._pending = pending[end:]
         return pending[:end]
+
+    def _is_cut_call(self, finish_reason: FinishReason, stop_reason: int | str | None) -> bool:
+        """Returns whether what is pending at the end of an output is the beginning of a call.
+
+        An output that the model has ended by itself holds no part of a call. Of a marker that a stop string has cut,
+        nothing says that it is one.
+        """
+        begun = self._pending.startswith(self._form.begin) if self._form.begin else bool(self._pending.strip())
+        if begun:
+            return finish_reason != "stop" or stop_reason is not None
+        return finish_reason != "stop" and not self._marker_is_token
 
     def _take_arguments(self) -> str:
         """Takes what is pending of the arguments, up to their end."""
@@ -271,7 +328,7 @@ class CallReader:
             else:
                 self._depth += (letter in "{[") - (letter in "}]")
                 if not self._depth:
-                    end, self._state = at + 1, "head"
+                    end, self._state = at + 1, "after"
                     break
         piece, self._pending = self._pending[:end], self._pending[end:]
         return piece
