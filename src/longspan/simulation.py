@@ -92,8 +92,8 @@ def each_policy(scheduling: SchedulingArgs) -> list[SchedulingArgs]:
     names = [name.strip() for name in scheduling.policy.split(",")]
     if len(names) == 1:
         return [scheduling]
-    if "auto" in names or len(set(names)) < len(names):
-        problem = f"{scheduling.policy} names one twice, or auto, which stands for another: name each of them once"
+    if len(set(names)) < len(names):
+        problem = f"{scheduling.policy} names one twice: name each of them once"
         raise ParameterError("policy", problem, scheduling.policy)
     known = {name: {one.name for one in fields(spec_of(name).options)} for name in names}
     options = scheduling.all_policy_options()

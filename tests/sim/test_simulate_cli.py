@@ -241,7 +241,9 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     expected = {
         "model": "llama-3-8b",
-        "cluster": "2 × 4 a100-sxm-80g, infiniband-8x200g at 25 GB/s",
+        "cluster": (
+            "2 hosts × 4 a100-sxm-80g, nvlink3 in a host, infiniband-8x200g at 25 GB/s between hosts, bfloat16"
+        ),
         "instances": "4 prefill, 1 decode, 3 transfers at once to each",
         "policy": "tetris min_chunk=512 exchange=ring_q",
         "prefill-parallel": "4",

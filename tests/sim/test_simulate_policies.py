@@ -107,7 +107,7 @@ def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]
     [
         (("--policy", "chunked,context", "-o", "sp=4"), "none of chunked, context has option 'sp': their options are"),
         (("--policy", "chunked,best"), "--policy 'best' is unknown: choose from auto, chunked"),
-        (("--policy", "chunked,auto"), "--policy chunked,auto names one twice, or auto"),
+        (("--policy", "auto,auto"), "--policy auto,auto names one twice"),
         (("--policy", "context,context"), "--policy context,context names one twice"),
         (("--policy", "context,fixed-sp"), "sp must be given: the number of instances"),
         (("--policy", "chunked", "--exchange", "ring_kv"), "policy chunked has no option 'exchange'"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from longspan.cost.estimate import Estimate
-    from longspan.cost.topology import Devices
+    from longspan.sim.resolved import Fleet, ResolvedCluster
 
 Fractions = tuple[float, ...] | Literal["search"] | None
 _cluster = partial(Option, group="Cluster")
@@ -97,10 +97,11 @@ def estimate(
     from longspan.cost.estimate import estimate_decode, estimate_prefill, host_kv  # noqa: PLC0415 - no other verb does
     from longspan.cost.forward import rooflines  # noqa: PLC0415
     from longspan.cost.topology import Devices  # noqa: PLC0415
+    from longspan.sim.resolved import Fleet, ResolvedCluster  # noqa: PLC0415
     from longspan.simulation import read_architecture  # noqa: PLC0415
 
     spec = parse_parallel(parallel)
-    cluster = Devices(
+    devices = Devices(
         hardware=hardware,
         gpus_per_host=gpus_per_host,
         hosts=hosts,
@@ -108,7 +109,7 @@ def estimate(
         link_gbytes_per_s=hardware_spec.link_gbytes_per_s,
     )
     sizes = read_architecture(model, dtype=hardware_spec.dtype, ffn_dtype=hardware_spec.ffn_dtype)
-    [cost] = rooflines(sizes, cluster, spec, hardware_spec.attention or "flash")
+    [cost] = rooflines(sizes, devices, spec, hardware_spec.attention or "flash")
     if phase == "prefill":
         chosen = RING_KV if exchange == "auto" else exchange_of(exchange)
         found = estimate_prefill(cost, spec.num_instances, chosen, context, cached, fractions=fractions, batch=batch)
@@ -119,24 +120,33 @@ def estimate(
         found = estimate_decode(cost, spec.num_instances, chosen, context, batch)
     if host_kv_gib:
         found = replace(found, host=host_kv(cost, spec.num_instances, hosts, host_kv_gib, context, batch))
-    _print(found, cluster, as_json=as_json)
+    token_bytes = cost.layer.kv_bytes * max(map(len, cost.stages))
+    num_tokens = max(0, int(found.memory.kv_room // token_bytes))
+    cluster = spec.on_hosts(gpus_per_host).with_blocks([num_tokens] * spec.num_instances)
+    fleet = Fleet.of(devices, dtype=hardware_spec.dtype, ffn_dtype=hardware_spec.ffn_dtype)
+    _print(found, ResolvedCluster(fleet=fleet, clusters=(cluster,), block_size=1), as_json=as_json)
 
 
-def _print(found: Estimate, cluster: Devices, *, as_json: bool) -> None:
+def _print(found: Estimate, resolved: ResolvedCluster, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps({**found.as_json(), "cluster": resolved.as_json()}))
     else:
         from rich.console import Console  # noqa: PLC0415
 
-        Console().print(_table(found, cluster))
+        print(f"cluster: {resolved.fleet}\ninstances: {resolved}")
+        Console().print(_table(found, resolved.fleet))
+    unused = resolved.unused if resolved.fleet.hosts > 1 else None  # one host is what a device comes with
+    for warning in (unused, resolved.across):
+        if warning is not None:
+            print(f"longspan: {warning}", file=sys.stderr)
     if not found.memory.fits:
         print(f"longspan: does not fit: {found.memory.arithmetic}", file=sys.stderr)
 
 
-def _table(found: Estimate, cluster: Devices) -> Table:
+def _table(found: Estimate, fleet: Fleet) -> Table:
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table("", "", title=f"{found.phase} on {cluster.hosts} × {cluster.gpus_per_host} {cluster.hardware}")
+    table = Table("", "", title=f"{found.phase} on {fleet.hosts} × {fleet.gpus_per_host} {fleet.hardware}")
     name = "time to first token" if found.phase == "prefill" else "time between tokens"
     table.add_row(name, seconds(found.seconds))
     table.add_row("lower bound", seconds(found.lower_bound_s))

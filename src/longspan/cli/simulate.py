@@ -81,6 +81,7 @@ def simulate(
 ) -> int:
     """Serves a workload on a cluster that is not there, by the policies that serve, and tells times and rates.
 
+    The cluster as it was resolved is printed above the table: devices, links, instances and their KV.
     Steps take what longspan estimate computes, or what the profile of a machine says. Times are seconds of a virtual
     clock; the same options give the same numbers. docs/simulator.md says what each means.
     """
@@ -95,13 +96,12 @@ def simulate(
         raise ParameterError("policy", f"must be tetris, which has improvement rates, but {scheduling.policy} given")
     experiments = [replace(make_experiment(model, cluster, one, faults), progress=_bar) for one in chosen]
     requests = make_workload(workload)
+    _warn(experiments)
     if results.profile_improvement_rates:
         assert workload.rate is not None, "it was checked"
         _print_improvement_rates(experiments[0], requests, workload.rate, as_json=results.as_json)
         return 0
-    for experiment in experiments:
-        if (hint := experiment.policy().hint) is not None:
-            print(f"longspan: {hint}", file=sys.stderr)
+    _tell_policies(experiments)
     if results.find_max_rate and len(experiments) > 1 and not level.is_given:
         print(
             "longspan: each max_rate is told by the policy's own light load: give --slo-ttft or --slo-tbt to compare",
@@ -110,27 +110,64 @@ def simulate(
     found: dict[str, Numbers] = {}
     records = []
     for experiment in experiments:
-        record, numbers = _run(experiment, requests, workload, level, results)
-        found[record.policy] = numbers
+        name = experiment.scheduling.policy if len(experiments) > 1 else experiment.policy().spec.name
+        record, numbers = _run(experiment, requests, workload, level, results, name)
+        found[name] = numbers
         records.append(record)
-        _tell(record.result, f"{record.policy}: " if len(experiments) > 1 else "")
+        _tell(record.result, f"{name}: " if len(experiments) > 1 else "")
     if results.report or results.trace:
         given = (cluster, experiments[0].scheduling, workload, faults, level)
         _write_pictures(results, records, [*map(_flat, found.values())], _settings(model, experiments, given), cluster)
-    if results.as_json:
-        print(json.dumps(found if len(found) > 1 else numbers, allow_nan=False))
-    else:
-        Console().print(_table({policy: _flat(numbers) for policy, numbers in found.items()}))
+    _print(experiments, found, as_json=results.as_json)
     return 0 if all(one.result.served for one in records) else 1
 
 
+def _warn(experiments: Sequence[Experiment]) -> None:
+    """Says on stderr what of the clusters is probably not meant, each once."""
+    clusters = [experiment.resolved for experiment in experiments]
+    for warning in dict.fromkeys(one for cluster in clusters for one in (cluster.unused, cluster.across)):
+        if warning is not None:
+            print(f"longspan: {warning}", file=sys.stderr)
+
+
+def _tell_policies(experiments: Sequence[Experiment]) -> None:
+    """Says on stderr which policy another one stands for, and what policies make of their options."""
+    for experiment in experiments:
+        policy = experiment.policy()
+        if len(experiments) > 1 and policy.spec.name != experiment.scheduling.policy:
+            print(f"longspan: {experiment.scheduling.policy} is {policy.spec.name} here", file=sys.stderr)
+        if policy.hint is not None:
+            print(f"longspan: {policy.hint}", file=sys.stderr)
+
+
+def _print(experiments: Sequence[Experiment], found: Mapping[str, Numbers], *, as_json: bool) -> None:
+    """Prints the cluster as it was resolved, and the numbers of each policy."""
+    clusters = dict(zip(found, (experiment.resolved for experiment in experiments), strict=True))
+    if as_json:
+        objects = {name: {**numbers, "cluster": clusters[name].as_json()} for name, numbers in found.items()}
+        print(json.dumps(objects if len(objects) > 1 else next(iter(objects.values())), allow_nan=False))
+        return
+    print(f"cluster: {experiments[0].fleet}")
+    instances = {name: str(cluster) for name, cluster in clusters.items()}
+    for text in dict.fromkeys(instances.values()):
+        names = [name for name, other in instances.items() if other == text]
+        of = f" of {', '.join(names)}" if len(names) < len(instances) else ""
+        print(f"instances{of}: {text}")
+    Console().print(_table({policy: _flat(numbers) for policy, numbers in found.items()}))
+
+
 def _run(
-    experiment: Experiment, requests: Workload, workload: WorkloadSpec, level: ServiceLevel, results: ResultOptions
+    experiment: Experiment,
+    requests: Workload,
+    workload: WorkloadSpec,
+    level: ServiceLevel,
+    results: ResultOptions,
+    policy: str,
 ) -> tuple[Record, Numbers]:
-    """Serves the requests by one policy, and finds what is asked for."""
+    """Serves the requests by one policy, which is called `policy` in all that is written."""
     from longspan.sim.timeline import Record, Timeline  # noqa: PLC0415
 
-    timeline, policy = Timeline(), experiment.policy().spec.name
+    timeline = Timeline()
     watched = timeline if results.report or results.trace else None
     result = experiment.run(requests, watched, title=f"requests, {policy}")
     numbers: Numbers = {**result.summary(level)}
@@ -261,7 +298,7 @@ def _settings(model: str, experiments: Sequence[Experiment], given: Sequence[obj
         prefill, decode = len(cluster.prefill), len(cluster.decode)
         instances = f"{prefill} prefill, {decode} decode, {cluster.backends} transfers at once to each"
         blocks += f", {cluster.num_blocks[-1]:,} to decode"
-    found = {"model": model, "cluster": experiments[0].description, "instances": instances, "KV blocks": blocks}
+    found = {"model": model, "cluster": str(experiments[0].fleet), "instances": instances, "KV blocks": blocks}
     named = [(name, option, getattr(one, name)) for one in given for name, (option, _) in options_of(type(one)).items()]
     return {**found, "policy": ", ".join(policies)} | {
         option.flag(name): _words(value)

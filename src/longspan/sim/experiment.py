@@ -36,6 +36,7 @@ from longspan.errors import ParameterError
 from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.rates import RateTable
+from longspan.sim.resolved import Fleet, ResolvedCluster
 from longspan.sim.run import Observers, Result, percentile, simulate
 from longspan.sim.spec import ClusterSpec, Faults, ServiceLevel
 from longspan.sim.timeline import Timeline
@@ -73,14 +74,14 @@ class Experiment:
     Attributes:
         cost: seconds of its steps.
         facts: what policies know of it; also the clusters that take turns, if there are several.
-        description: the cluster in a few words, for people.
+        fleet: the devices.
         progress: is told how many requests of a run are done.
     """
 
     cluster: Cluster
     cost: StepCost
     facts: Facts
-    description: str
+    fleet: Fleet
     scheduling: SchedulingArgs
     faults: Faults
     progress: ProgressBar = lambda _title, _total: nullcontext(lambda _done: None)
@@ -96,6 +97,12 @@ class Experiment:
         shape = self.facts.shape
         assert shape is not None, "a simulated model is known"
         return shape.kv_bytes * shape.num_layers * self.scheduling.block_size
+
+    @property
+    def resolved(self) -> ResolvedCluster:
+        """The cluster with all that was derived, for people."""
+        clusters = self.facts.turns or (self.cluster,)
+        return ResolvedCluster(fleet=self.fleet, clusters=tuple(clusters), block_size=self.scheduling.block_size)
 
     def policy(self) -> ChosenPolicy:
         """Makes the policy as it is before the first request."""
@@ -286,11 +293,8 @@ def computed_experiment(
         turns=turns,
         turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
     )
-    speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
-    description = f"{devices.hosts} × {devices.gpus_per_host} {hardware}, {devices.slowest_link}{speed}"
-    return Experiment(
-        cluster=cluster, cost=cost, facts=facts, description=description, scheduling=scheduling, faults=faults
-    )
+    fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
+    return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
 
 
 def measured_experiment(
@@ -325,7 +329,13 @@ def measured_experiment(
         cluster=cluster,
         cost=cost,
         facts=facts,
-        description=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
+        fleet=Fleet(
+            hardware=f"{key.device} of {key.machine}",
+            hosts=spec.hosts,
+            gpus_per_host=spec.devices_per_host(cluster),
+            dtype=key.dtype,
+            details=f"{key.threads} threads per rank",
+        ),
         scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
         faults=faults,
     )
