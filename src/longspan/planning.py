@@ -237,7 +237,8 @@ def arrivals_of(requests: Sequence[EngineRequest], max_model_len: int) -> list[A
     for one in requests:
         wanted = one.params.max_tokens or DEFAULT_OUTPUT_TOKENS
         output_len = max(1, min(wanted, max_model_len - len(one.token_ids)))
-        found += [Arrival(due_s=0.0, prompt=one.token_ids, output_len=output_len)] * one.params.n
+        arrival = Arrival(due_s=0.0, prompt=one.token_ids, output_len=output_len, cache_salt=one.cache_salt)
+        found += [arrival] * one.params.n
     return found
 
 

@@ -12,6 +12,7 @@ The simulator itself, `longspan.sim`, is pure: it reads no files and asks no hub
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from longspan.sim.timeline import Timeline
 from longspan.workload.requests import make_workload
 from longspan.workload.spec import WorkloadSpec
 
+_log = logging.getLogger("longspan")
 _SCHEDULING, _NO_FAULTS = SchedulingArgs(), Faults()
 _BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
@@ -56,7 +58,10 @@ def simulate(
     Raises:
         ValueError: for values that are not possible, or files that cannot be read.
     """
-    return make_experiment(model, cluster, scheduling, faults).run(make_workload(workload), timeline)
+    experiment = make_experiment(model, cluster, scheduling, faults)
+    for warning in experiment.resolved.warnings:
+        _log.warning("%s", warning)
+    return experiment.run(make_workload(workload), timeline)
 
 
 def make_experiment(

@@ -109,6 +109,11 @@ def test_outputs_are_as_long_as_asked_for_or_as_is_usual() -> None:
     found = arrivals_of([asked(max_tokens=7, n=2), asked(max_tokens=None), asked(max_tokens=None)], 1000)
     assert [one.output_len for one in found] == [7, 7, DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS]
     assert [one.output_len for one in arrivals_of([asked(max_tokens=None)], 100)] == [90]
+    assert [one.cache_salt for one in arrivals_of([replace(asked(n=2), cache_salt="a"), asked()], 100)] == [
+        "a",
+        "a",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from fake_llm import run
 
+from longspan.sim.spec import ClusterSpec
+from longspan.simulation import simulate
+from longspan.workload.spec import WorkloadSpec
+
 MODEL = ("llama-3-8b", "--hardware", "a100-sxm-80g")
 FEW = ("--rate", "1", "--num-requests", "2", "--output-len", "2", "--num-gpu-blocks-override", "1000")
 UNUSED, ACROSS = "stay unused", "every layer waits for sums over"
@@ -61,6 +65,12 @@ def test_a_simulation_shows_devices_and_instances_and_warns_of_odd_ones(
     assert kinds == instances
     assert len(lines) == len(warnings)
     assert all(words in line for words, line in zip(warnings, lines, strict=True)), lines
+
+
+def test_a_simulation_from_python_logs_the_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = ClusterSpec(hardware="a100-sxm-80g", hosts=3, parallel="tp8")
+    simulate("llama-3-8b", cluster, WorkloadSpec(num_requests=1, rate=1.0, output_len=1))
+    assert [words in line for words, line in zip((UNUSED, ACROSS), caplog.messages, strict=True)] == [True, True]
 
 
 def test_links_precision_and_kv_are_those_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -309,6 +309,8 @@ def test_what_prompts_share_is_computed_once() -> None:
         Arrival(due_s=10.0 * place, prompt=prompt_of(place, 100, shared_len=64), output_len=1) for place in range(3)
     ]
     assert [one.num_cached_tokens for one in run(asked).served] == [0, 64, 64]
+    salted = [replace(one, cache_salt=salt) for one, salt in zip(asked, ("a", "b", "a"), strict=True)]
+    assert [one.num_cached_tokens for one in run(salted).served] == [0, 0, 64]
     blocks = [(1, 2), (1, 3), (2, 1), (1, 2)]
     asked = [
         Arrival(due_s=10.0 * place, prompt=prompt_of(place, 100, blocks=names, block_len=32), output_len=1)

@@ -124,10 +124,8 @@ def simulate(
 
 def _warn(experiments: Sequence[Experiment]) -> None:
     """Says on stderr what of the clusters is probably not meant, each once."""
-    clusters = [experiment.resolved for experiment in experiments]
-    for warning in dict.fromkeys(one for cluster in clusters for one in (cluster.unused, cluster.across)):
-        if warning is not None:
-            print(f"longspan: {warning}", file=sys.stderr)
+    for warning in dict.fromkeys(one for experiment in experiments for one in experiment.resolved.warnings):
+        print(f"longspan: {warning}", file=sys.stderr)
 
 
 def _tell_policies(experiments: Sequence[Experiment]) -> None:
@@ -217,7 +215,8 @@ def _print_improvement_rates(experiment: Experiment, workload: Workload, highest
     table, means_s = experiment.improvement_rates(workload, highest)
     if as_json:
         ttfts = {f"{rate:g}": {f"{tried:g}": s for tried, s in found.items()} for rate, found in means_s.items()}
-        print(json.dumps({"improvement_rates": str(table), "ttft_mean_s": ttfts}, allow_nan=False))
+        found = {"improvement_rates": str(table), "ttft_mean_s": ttfts, "cluster": experiment.resolved.as_json()}
+        print(json.dumps(found, allow_nan=False))
     else:
         print(f"improvement_rates={table}")
 

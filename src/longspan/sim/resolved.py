@@ -94,6 +94,11 @@ class ResolvedCluster:
         return "; ".join(found)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Texts of all warnings, for options that are probably not meant so."""
+        return tuple(one for one in (self.unused, self.across) if one is not None)
+
+    @property
     def unused(self) -> str | None:
         """A warning, if there are devices that no instance takes."""
         fleet, num_gpus = self.fleet, self._num_gpus

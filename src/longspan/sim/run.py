@@ -295,7 +295,7 @@ class _Simulation:
         arrival, said = self._arrivals[index], self._said.pop(index, None)
         prompt = arrival.prompt if said is None else TokenText([*said, arrival.prompt])
         try:
-            request = self._engine.add(prompt, _params(arrival.output_len))
+            request = self._engine.add(prompt, _params(arrival.output_len), cache_salt=arrival.cache_salt)
         except ValueError as error:
             self._refuse(index, str(error))
             return

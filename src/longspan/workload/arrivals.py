@@ -23,12 +23,14 @@ class Arrival:
         prompt: token ids; of a further turn what is new, behind all that was said before.
         output_len: how many tokens it puts out.
         follows: the index of the turn before among all arrivals, which is earlier; None for a first turn.
+        cache_salt: only requests with the same one share KV.
     """
 
     due_s: float
     prompt: Sequence[int]
     output_len: int
     follows: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
