@@ -203,6 +203,22 @@ def test_chats_of_two_users_share_the_system_prompt(client: OpenAI, reference: L
     assert usage.prompt_tokens_details.cached_tokens == shared
 
 
+def test_tenants_with_a_cache_salt_share_no_kv(client: OpenAI) -> None:
+    def cached(**salt: str) -> int:
+        said = client.chat.completions.create(
+            **GREEDY, messages=[{"role": "user", "content": "Of salt. " * 40}], max_completion_tokens=2, extra_body=salt
+        )
+        assert said.usage is not None and said.usage.prompt_tokens_details is not None
+        return said.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached(cache_salt="tenant 1") == 0
+    assert cached(cache_salt="tenant 2") == 0
+    assert cached(cache_salt="tenant 1") > 80
+    assert cached() < 20, "others may have begun alike"
+    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+        cached(cache_salt="")
+
+
 def test_models_have_all_their_names(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL, OTHER_NAME]
     assert client.completions.create(model=OTHER_NAME, prompt="x", max_tokens=1).model == OTHER_NAME
