@@ -10,6 +10,7 @@ from longspan.core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from longspan import attn
+    from longspan.async_llm import AsyncLLM
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "ClusterSpec",
     "RequestOutput",
     "SamplingParams",
@@ -36,6 +38,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "AsyncLLM": "longspan.async_llm",
         "ClusterSpec": "longspan.sim.spec",
         "LLM": "longspan.llm",
         "RequestOutput": "longspan.outputs",

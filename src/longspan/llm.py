@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from numbers import Integral
-from typing import ClassVar, Self, TypeVar, Unpack, cast, get_args
+from queue import Empty, SimpleQueue
+from typing import Self, TypeVar, Unpack, cast
 
 from tqdm import tqdm
 
-from longspan.args import EngineArgs, unpacked
 from longspan.core.sampling import SamplingParams
-from longspan.core.sparse_plan import Savings, savings
-from longspan.core.steps import Link
-from longspan.errors import WorkerLostError
-from longspan.model.store import DTYPES
+from longspan.driver import Call, Driver, Update
+from longspan.local_engine import LocalEngine
 from longspan.outputs import RequestOutput
-from longspan.service import Service
 from longspan.text.input_processor import EngineRequest, Message, Prompt, TemplateOptions, conversations
 from longspan.text.output_processor import Choice, RequestState
 
@@ -33,6 +31,7 @@ class Progress:
             dynamic_ncols=True,
             disable=None if wanted and len(states) > 1 else True,  # None: unless stderr is no terminal
         )
+        self.interval_s = None if self._bar.disable else _REFRESH_S
 
     def __enter__(self) -> Self:
         return self
@@ -56,39 +55,65 @@ def count_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
     return sum(prompts), sum(state.num_taken for state in states)
 
 
+_REFRESH_S = 0.1
+"""Seconds between two updates of a progress bar."""
 TagT = TypeVar("TagT")
 MOST_WAITING_TOKENS = 2**21
 """Tokens of prompts that wait at once, when they are taken as there is room."""
 
 
-class LLM:
-    """Generates, for one caller after the other or for streams read in turns; close it with `shutdown`, or use `with`.
+_POLL_S = 0.01
+"""Seconds between two looks at groups that `finish_each` may take. Fewer take groups sooner and wake a thread more."""
 
-    Args:
-        given: what `EngineArgs` has, `model` first and the others by name.
+
+class _NoMore(Enum):
+    """Stands for the end of an iterator, where None means something else."""
+
+    NO_MORE = "no more"
+
+
+_NO_MORE = _NoMore.NO_MORE
+
+
+class _WaitingCall:
+    """A call whose thread waits for updates."""
+
+    def __init__(self, driver: Driver, *, each_token: bool) -> None:
+        self.num_running = 0
+        self._driver = driver
+        self._updates = SimpleQueue[Update | BaseException]()
+        self._call = Call(put=self._updates.put, each_token=each_token)
+
+    def start(self, states: Sequence[RequestState]) -> None:
+        self.num_running += len(states)
+        if states:
+            self._driver.start(self._call, states)
+
+    def next(self, timeout_s: float | None = None) -> Update | None:
+        """Returns the next update, or None if none comes in time; raises the error that ends the call."""
+        try:
+            update = self._updates.get(timeout=timeout_s)
+        except Empty:
+            return None
+        if isinstance(update, BaseException):
+            raise update
+        self.num_running -= update.finished
+        return update
+
+    def leave(self) -> None:
+        if self.num_running:
+            self._driver.leave(self._call)
+
+
+class LLM(LocalEngine):
+    """Generates, for callers in any thread: their calls run together, and streams can be read in turns.
+
+    Close it with `shutdown`, or use `with`. The arguments are those of `EngineArgs`, `model` first.
 
     Raises:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
         WorkerLostError: when a worker does not start.
     """
-
-    make_service: ClassVar[Callable[[EngineArgs], Service]] = Service
-    """A subclass may start the workers in another way."""
-
-    @unpacked(EngineArgs)
-    def __init__(self, given: EngineArgs) -> None:
-        self.service = service = type(self).make_service(given)
-        self.engine, self.input_processor, self.info = service.engine, service.input_processor, service.info
-        self.facts, self.profile_key, self.max_model_len = service.facts, service.profile_key, service.max_model_len
-        self._choices: dict[int, Choice] = {}  # of calls under way, by request id
-        self._abort_asked = self._closed = False
-        self._lost: WorkerLostError | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
     def generate(
         self,
@@ -115,6 +140,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> Iterator[RequestOutput]:
         """Generates like `generate`, but yields each output as soon as it and all before it have finished."""
+        self._driver.check()
         every = _every(prompts)
         params = _one_each(sampling_params, len(every))
         process = self.input_processor.process
@@ -136,6 +162,7 @@ class LLM:
             ValueError: see `generate`; also for a missing template, or one that refuses the messages.
             WorkerLostError: when a worker dies or raises.
         """
+        self._driver.check()
         all_messages = conversations(messages)
         params = _one_each(sampling_params, len(all_messages))
         process = self.input_processor.process_chat
@@ -144,6 +171,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
+        self._driver.check()
         return self._stream(self.input_processor.process(prompt, sampling_params or SamplingParams()))
 
     def chat_stream(
@@ -153,6 +181,7 @@ class LLM:
         **template: Unpack[TemplateOptions],
     ) -> Iterator[RequestOutput]:
         """Answers one conversation and yields the cumulative output whenever a token has come; see `chat`."""
+        self._driver.check()
         return self._stream(self.input_processor.process_chat(messages, sampling_params or SamplingParams(), template))
 
     def finish_each(
@@ -166,36 +195,38 @@ class LLM:
         """Runs groups of engine requests and yields each group as soon as all of it has finished.
 
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
-        that have no token yet hold fewer than `most_waiting_tokens`. A None among them puts the next off until another
-        step is done. After `abort` no more are taken.
-        `stepped` is told after each step what is under way, for a progress bar.
+        that have no token yet hold fewer than `most_waiting_tokens`. A None among them puts the next off for some
+        milliseconds. After `abort` no more are taken.
+        `stepped` is told every few milliseconds what is under way, for a progress bar.
         """
-        source, running = iter(groups), list[tuple[TagT, list[RequestState]]]()
-        with self._call() as choices:
+        self._driver.check()
+        source: Iterator[tuple[TagT, Sequence[EngineRequest]] | None] = iter(groups)
+        running, ended, is_exhausted = list[tuple[TagT, list[RequestState]]](), set[RequestState](), False
+        with self._call() as call:
             while True:
-                self._check_up()
                 while len(running) < most and _waiting_tokens(running) < most_waiting_tokens:
-                    if (group := next(source, None)) is None:
+                    group = next(source, _NO_MORE)
+                    is_exhausted = group is _NO_MORE
+                    if group is None or isinstance(group, _NoMore):
                         break
                     tag, engine_requests = group
                     running.append((tag, [self._state(engine_request) for engine_request in engine_requests]))
-                    for state in running[-1][1]:
-                        self._start(state, choices)
-                done = [group for group in running if _finished(group[1])]
-                running = [group for group in running if not _finished(group[1])]
+                    call.start(running[-1][1])
+                done = [group for group in running if ended.issuperset(group[1])]
+                running = [group for group in running if not ended.issuperset(group[1])]
                 for tag, states in done:
-                    ended = [choice for state in states for choice in state.choices]
-                    for choice in ended:
-                        choices.remove(choice)
-                        del self._choices[choice.request.id]
+                    ended.difference_update(states)
                     yield tag, states
-                    if any(choice.request.finish_reason == "abort" for choice in ended):
+                    if any(choice.request.finish_reason == "abort" for state in states for choice in state.choices):
                         source = iter(())
                 if not running and not done:
                     return
                 if not done:
-                    self._step()
-                    if stepped is not None:
+                    update = call.next(None if is_exhausted and stepped is None else _POLL_S)
+                    if update is not None:
+                        ended.add(update.state)
+                    choices = [choice for _, states in running for state in states for choice in state.choices]
+                    if stepped is not None and choices:  # requests have none until the engine has them
                         stepped(choices)
 
     def abort(self) -> None:
@@ -203,171 +234,39 @@ class LLM:
 
         May be called by a signal handler or another thread.
         """
-        self._abort_asked = True
-
-    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
-        """Raises the ValueError that `generate` would raise for this prompt and policy, and generates nothing."""
-        engine_request = self.input_processor.process(prompt, sampling_params or SamplingParams())
-        self.engine.check(len(engine_request.token_ids))
-
-    def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """Formats a chat by the model's template, see `InputProcessor.render_chat`."""
-        return self.input_processor.render_chat(messages, **template)
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of a text, see `InputProcessor.tokenize`."""
-        return self.input_processor.tokenize(text, add_special_tokens=add_special_tokens)
-
-    def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
-        """Changes the policy between calls, see `Service.set_policy`; cached KV stays."""
-        self.service.set_policy(policy, options)
-
-    def reshard(self, parallel: str) -> None:
-        """Lets the workers take another parallel spec, with as many ranks, fewer or more, while calls go on.
-
-        They keep their processes and the mapped weights. Further workers start for a spec that takes more, and ranks
-        that it does not take stay idle. KV on devices is computed anew, unless there is a pool on the host
-        (`host_kv_gib`).
-
-        Raises:
-            ValueError: for a spec that model, policy or hosts cannot do with.
-            RuntimeError: while another change is under way.
-        """
-        self.service.reshard(parallel)
-        with self._call():  # if no other is under way, that completes the change
-            pass
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests, also on hosts and disks, so that no prompt starts from any of it.
-
-        Raises:
-            RuntimeError: when requests are unfinished.
-        """
-        self.service.reset_prefix_cache()
-
-    @property
-    def bytes_exchanged(self) -> dict[str, int]:
-        """Payload bytes sent by all ranks so far, per exchange and in `total`."""
-        return self._bytes_over(get_args(Link))
-
-    @property
-    def bytes_between_hosts(self) -> dict[str, int]:
-        """The part of `bytes_exchanged` that went from one host to another."""
-        return self._bytes_over(("other_host",))
-
-    def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for (exchange, link), num_bytes in self.engine.bytes_sent.items():
-            found[exchange] = found.get(exchange, 0) + (num_bytes if link in links else 0)
-        return {**found, "total": sum(found.values())}
-
-    def sparse_savings(self, output: RequestOutput) -> Savings | None:
-        """Returns what sparse attention saved a request; None when it was computed exactly."""
-        layers = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.info.specs]
-        parts, cluster = output.metrics.sparse_parts, self.engine.config.cluster
-        stages = [cluster.layers(0, stage) for stage in range(cluster.pp(0))]
-        return savings(parts, layers, stages, DTYPES[self.service.files.dtype].itemsize) if parts else None
-
-    def worker_times(self) -> list[dict[str, float]]:
-        """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
-
-        They count from the start to the latest step; empty without `record_times`. What computes on a CPU counts the
-        seconds that it had a core, and waiting those of the clock.
-        """
-        return [dict(times) for times in self.service.executor.worker_times]
-
-    def shutdown(self) -> None:
-        """Stops the workers; can be called again."""
-        self._closed = True
-        self.service.close()
+        self._driver.abort()
 
     def _in_order(self, engine_requests: Sequence[EngineRequest], *, use_tqdm: bool) -> Iterator[RequestOutput]:
         states = [self._state(engine_request) for engine_request in engine_requests]
-        num_out = 0
-        with Progress(states, wanted=use_tqdm) as progress, closing(self._drive(states)) as steps:
-            for _ in steps:
+        ended, num_out = set[RequestState](), 0
+        with Progress(states, wanted=use_tqdm) as progress, self._call() as call:
+            call.start(states)
+            while num_out < len(states):
+                if (update := call.next(progress.interval_s)) is not None:
+                    ended.add(update.state)
                 progress.update()
-                while num_out < len(states) and states[num_out].finished:
+                while num_out < len(states) and states[num_out] in ended:
                     yield states[num_out].output()
                     num_out += 1
-        for one in states[num_out:]:  # finished while another call drove the engine
-            yield one.output()
 
     def _stream(self, engine_request: EngineRequest) -> Iterator[RequestOutput]:
-        state, seen, told = self._state(engine_request), 0, False
-        with closing(self._drive([state])) as steps:
-            for _ in steps:
-                if state.num_taken > seen or state.finished:
-                    seen, told = state.num_taken, state.finished
-                    yield state.output()
-        if not told:  # it ended while another call drove the engine
-            yield state.output()
+        with self._call(each_token=True) as call:
+            call.start([self._state(engine_request)])
+            while call.num_running:
+                if (update := call.next()) is not None:
+                    yield update.output()
 
     def _state(self, engine_request: EngineRequest) -> RequestState:
         return RequestState(engine_request, self.input_processor.tokenizer)
 
-    def _drive(self, states: Sequence[RequestState]) -> Generator[None, None, None]:
-        """Runs the engine until all of these have finished; aborts what is left when the caller stops early."""
-        with self._call() as choices:
-            for state in states:
-                self._start(state, choices)
-            while not _finished(states):
-                self._check_up()
-                self._step()
-                yield
-
     @contextmanager
-    def _call(self) -> Iterator[list[Choice]]:
-        """Opens a call; the list has the choices that it starts until it ends."""
-        self._check_up()
-        choices: list[Choice] = []
+    def _call(self, *, each_token: bool = False) -> Iterator[_WaitingCall]:
+        """Opens a call; ends the requests that still run when the caller stops early."""
+        call = _WaitingCall(self._driver, each_token=each_token)
         try:
-            self._complete_finished()
-            yield choices
-        except WorkerLostError as error:
-            self._lost = error
-            raise
+            yield call
         finally:
-            for choice in choices:
-                del self._choices[choice.request.id]
-                if self._lost is None and not self._closed:
-                    # Whoever leaves early does not wait: a step in flight completes during later calls.
-                    self.engine.finish(choice.request, "abort")
-
-    def _start(self, state: RequestState, choices: list[Choice]) -> None:
-        state.start(self.engine)
-        choices += state.choices
-        self._choices.update((choice.request.id, choice) for choice in state.choices)
-
-    def _complete_finished(self) -> None:
-        """Takes the completions of steps that only finished requests are in, unless others run: their KV can be reused
-        then.
-        """
-        if not self._choices:
-            self._abort_asked = False
-            while self.engine.has_unfinished:
-                self.engine.step()
-
-    def _step(self) -> None:
-        """Runs one engine step, on behalf of all calls under way: streams may be read in turns."""
-        if self._abort_asked:
-            self._abort_asked = False
-            for choice in self._choices.values():
-                choice.abort(self.engine)
-            return
-        for request in self.engine.step():
-            if request.id in self._choices:
-                self._choices[request.id].take_new_tokens(self.engine)
-
-    def _check_up(self) -> None:
-        if self._lost is not None:
-            raise WorkerLostError(self._lost.rank, f"{self._lost.reason}; this engine is down, make a new one")
-        if self._closed:
-            raise RuntimeError("this engine was shut down: make a new LLM")
-
-
-def _finished(states: Sequence[RequestState]) -> bool:
-    return all(state.finished for state in states)
+            call.leave()
 
 
 def _waiting_tokens(groups: Sequence[tuple[object, Sequence[RequestState]]]) -> int:

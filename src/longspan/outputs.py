@@ -61,13 +61,14 @@ class RequestOutput:
     """The state of a request; cumulative when streamed.
 
     Attributes:
+        request_id: a number that the engine chose, or the id that `AsyncLLM.generate` was given.
         prompt: None when token ids were given.
         prompt_logprobs: per prompt token, None for the first, if asked for.
         outputs: `SamplingParams.n` of them.
         metrics: of the first output, which computed the prompt.
     """
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

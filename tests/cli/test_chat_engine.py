@@ -25,8 +25,9 @@ def test_a_turn_computes_only_what_is_new(llm: LLM) -> None:
     """Whatever ended the answer before: its length, Ctrl-C, or an end-of-sequence token."""
     conversation = Conversation(llm, system="Answer briefly.")
     force_end = SamplingParams(temperature=0, max_tokens=10, min_tokens=4, logit_bias={2: 100.0})
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     turns: list[RequestOutput] = []
-    for question, params in zip(QUESTIONS, (GREEDY, GREEDY, force_end, GREEDY), strict=True):
+    for question, params in zip(QUESTIONS, (GREEDY, long, force_end, GREEDY), strict=True):
         answer: RequestOutput | None = None
         for answer in llm.stream(conversation.prompt(question), params):
             if len(turns) == 1 and len(answer.outputs[0].token_ids) == 5:
@@ -110,21 +111,21 @@ def test_a_stop_token_ends_the_output_and_is_its_reason(llm: LLM) -> None:
 
 
 def test_outputs_come_in_order_as_soon_as_their_turn_has_come(llm: LLM) -> None:
-    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (4, 2, 12)]
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (4, 2, 200)]
     outputs = llm.generate_each(["a", "b", "c"], params)
     assert [len(next(outputs).outputs[0].token_ids) for _ in range(2)] == [4, 2]
-    assert llm._choices, "the last one still runs"
-    assert len(next(outputs).outputs[0].token_ids) == 12
+    assert llm.service.engine.has_unfinished, "the last one still runs"
+    assert len(next(outputs).outputs[0].token_ids) == 200
     assert list(outputs) == []
 
 
 def test_an_abort_ends_the_call_and_not_the_next(llm: LLM) -> None:
     lengths = []
-    for output in llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)):
+    for output in llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)):
         lengths.append(len(output.outputs[0].token_ids))
         if lengths[-1] == 3:
             llm.abort()
     assert (output.outputs[0].finish_reason, output.finished) == ("abort", True)
-    assert lengths[-1] < 50
+    assert lengths[-1] < 300
     llm.abort()  # nothing runs, so nothing is ended
     assert llm.generate(["a"], GREEDY)[0].outputs[0].finish_reason != "abort"

@@ -40,7 +40,7 @@ def reasons(tracked: Sequence[RequestState]) -> list[str | None]:
 def test_groups_are_yielded_as_they_finish_and_taken_as_there_is_room(llm: LLM) -> None:
     order: list[int] = []
     taken: list[int] = []
-    for tag, tracked in llm.finish_each(groups(llm, [60, 2, 2, 0, 2], taken), most=2):
+    for tag, tracked in llm.finish_each(groups(llm, [200, 2, 2, 0, 2], taken), most=2):
         order.append(tag)
         assert len(taken) - len(order) <= 1, "at most 2 at once, this one included"
         assert set(reasons(tracked)) <= {"length"}
@@ -59,7 +59,7 @@ def test_a_group_can_be_put_off_until_others_have_tokens(llm: LLM) -> None:
     tokens = [0]
 
     def later() -> Iterator[tuple[str, list[EngineRequest]] | None]:
-        yield "early", engine_requests(llm, 20)
+        yield "early", engine_requests(llm, 300)
         while tokens[-1] < 5:
             yield None
         yield "late", engine_requests(llm, 3)

@@ -42,6 +42,7 @@ from longspan.serve.messages import (
 )
 from longspan.sim.executor import SimExecutor, VirtualClock
 from longspan.text.input_processor import EngineRequest
+from longspan.text.output_processor import Choice
 
 _VOCAB, _BLOCKS, _BLOCK_SIZE = 64, 16, 4
 _CAPACITY = 2 * _BLOCKS * _BLOCK_SIZE
@@ -198,7 +199,7 @@ class ApiServer:
     def send(self, data: bytes) -> None:
         match self._decoder.decode(data):
             case Accepted(number):
-                choices = self.loop._choices.items()
+                choices = self.loop._outputs.choices.items()
                 ids = sorted((index, request) for request, (served, index) in choices if served.id == number)
                 self.asked[number].request_ids = [request for _, request in ids]
             case Failed(int(number), reason, is_full=True):
@@ -255,7 +256,7 @@ class ApiServer:
             assert sorted(self.longest) == sorted(asked.max_tokens for asked in accepted)
         assert self.num_gaps == sum(max(0, len(tokens) - 1) for tokens in outputs)
         assert not self.loop._served
-        assert not self.loop._choices
+        assert not self.loop._outputs.choices
         assert not any(self.cluster.engine.load().used_blocks)
 
 
@@ -319,6 +320,22 @@ def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(
     server.finish()
     assert (server.asked[stuck].end, server.asked[other].end) == (end, "finished")
     assert server.num_ended == {"error": 3, "length": 1}
+    server.check()
+
+
+def test_a_request_whose_tokens_cannot_become_text_fails_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, take = ApiServer(), Choice.take_new_tokens
+    bad, good = server.add(8, 12, n=2), server.add(8, 12)
+
+    def taking(choice: Choice, engine: Engine) -> None:
+        take(choice, engine)
+        if choice.request.id == server.asked[bad].request_ids[1] and choice.num_taken == 4:
+            raise OverflowError("no such character")
+
+    monkeypatch.setattr(Choice, "take_new_tokens", taking)
+    server.finish()
+    assert (server.asked[bad].end, server.asked[good].end) == ("failed", "finished")
+    assert server.num_ended == {"error": 2, "length": 1}
     server.check()
 
 

@@ -247,7 +247,7 @@ class _Progress:
         now_s = time.monotonic()
         if self._bar.disable or now_s < self._shown_s + _REFRESH_S:
             return
-        self._shown_s, engine = now_s, self._llm.engine
+        self._shown_s = now_s
         requests = [choice.request for choice in choices]
         computed = [request.num_prompt if request.output else request.num_computed for request in requests]
         outputs = [len(request.output) for request in requests]
@@ -257,20 +257,23 @@ class _Progress:
         ]
         num_tokens = self.num_tokens + sum(computed) + sum(outputs)
         words = [f"{num_tokens / max(now_s - self.begun_s, 1e-9):,.0f} tok/s"]
-        words += [engine.phase] if engine.phase else []
-        words += occupancy(engine)
+        words += self._llm.with_engine(occupancy)
         self._bar.set_postfix_str(", ".join(words), refresh=False)
         self._bar.n = max(self._bar.n, round(min(self._num_done + sum(parts), self._bar.total), 1))
         self._bar.refresh()
 
 
 def occupancy(engine: Engine) -> list[str]:
-    """Says how full the pools are of devices, and of hosts if they have some: `KV 40 %`, `host 63 %`."""
+    """Says how full the pools are of devices, and of hosts if they have some: `KV 40 %`, `host 63 %`.
+
+    The phase is before them, while clusters take turns.
+    """
     cluster = engine.config.cluster
     parts = {"KV": (sum(engine.load().used_blocks), sum(cluster.num_blocks))}
     if cluster.host_blocks:
         parts["host"] = (engine.tiers.used_host_blocks, sum(cluster.host_blocks))
-    return [f"{name} {used / total:.0%}" for name, (used, total) in parts.items()]
+    phase = [engine.phase] if engine.phase else []
+    return phase + [f"{name} {used / total:.0%}" for name, (used, total) in parts.items()]
 
 
 # ---------------------------------------------------------------- files

@@ -38,9 +38,11 @@ class Instances(Protocol):
 
     info: ModelInfo
     facts: Facts
-    engine: Engine
     profile_key: ProfileKey
     max_model_len: int
+
+    @property
+    def engine(self) -> Engine: ...
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None: ...
 

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
-from typing import IO
+from collections.abc import Callable, Mapping
+from typing import IO, ParamSpec
 
 _MAX_PARENT = 70
 _log = logging.getLogger("longspan")
+ParametersT = ParamSpec("ParametersT")
 
 
 def start_child(
@@ -46,6 +47,20 @@ def end_with_parent(descriptor: int, *, remove: str | None = None) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def unless_forked(function: Callable[ParametersT, None]) -> Callable[ParametersT, None]:
+    """Wraps a clean-up so that it does nothing in a child forked later, which shares files and processes but owns none.
+
+    Such a child also collects objects and exits.
+    """
+    owner = os.getpid()
+
+    def call(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> None:
+        if os.getpid() == owner:
+            function(*args, **kwargs)
+
+    return call
 
 
 def make_run_dir() -> str:

@@ -21,7 +21,7 @@ from longspan.errors import ParameterError, WorkerLostError
 from longspan.serve import messages
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
-from longspan.text.output_processor import RequestState
+from longspan.text.output_processor import OutputProcessor, RequestState
 
 _log = logging.getLogger("longspan")
 _MAX_LOSSES = 2
@@ -104,7 +104,7 @@ class EngineLoop:
         self._service, self._setup, self._socket = service, setup, socket
         self._engine = service.engine
         self._served: dict[int, _Served] = {}
-        self._choices: dict[int, tuple[_Served, int]] = {}  # by request id of the engine
+        self._outputs: OutputProcessor[_Served] = OutputProcessor(service.engine)
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
@@ -172,14 +172,12 @@ class EngineLoop:
                 self._send(messages.Failed(number, reason, is_full=True))
                 return
             state = RequestState(engine_request, self._service.input_processor.tokenizer)
-            state.start(self._engine)
+            served = _Served(id=number, state=state, sent=[_Sent() for _ in range(engine_request.params.n)])
+            self._outputs.start(served)
         except ValueError as error:  # the API server has checked it; what it overlooked must not end all the others
             self._send(messages.Failed(number, f"the engine refused the request: {error}", "prompt"))
             return
-        served = _Served(id=number, state=state, sent=[_Sent() for _ in state.choices])
         self._served[number] = served
-        for index, choice in enumerate(state.choices):
-            self._choices[choice.request.id] = served, index
         self._send(messages.Accepted(number))
 
     def _why_full(self, engine_request: EngineRequest, *, is_retry: bool = False) -> str | None:
@@ -201,15 +199,14 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Takes completions of the workers, or waits for one, and sends what they brought."""
-        touched: dict[int, _Served] = {}
-        for request in self._engine.step(self._most_wait_s):
+        touched, outputs = self._outputs.step(self._most_wait_s), messages.StepOutputs()
+        if touched:
             self._num_attempts = 0
-            if request.id in self._choices:
-                served, index = self._choices[request.id]
-                served.state.choices[index].take_new_tokens(self._engine)
-                touched[served.id] = served
-        outputs = messages.StepOutputs()
-        for served in touched.values():
+        for served, error in touched.items():
+            if error is not None:
+                self._send(messages.Failed(served.id, f"the tokenizer cannot decode the output: {error!r:.200}"))
+                self._drop(served, "error")
+                continue
             if (failure := served.state.failure) is not None:  # an output without an end is no answer
                 self._send(messages.failed(served.id, *failure))
                 self._drop(served, "error")
@@ -264,8 +261,7 @@ class EngineLoop:
     def _forget(self, served: _Served, outputs: messages.StepOutputs) -> None:
         outputs.longest_outputs.append(max(len(choice.request.output) for choice in served.state.choices))
         del self._served[served.id]
-        for choice in served.state.choices:
-            del self._choices[choice.request.id]
+        self._outputs.forget(served)
 
     def _resharded(self, number: int | None) -> None:
         """Tells that other instances serve now, and ends what they have no room for."""

@@ -94,7 +94,7 @@ def answer_each(
             assembler = prepared(request, model, request_id=uuid.uuid4().hex, model=model.names[0])
             with as_wire_errors("messages" if isinstance(request, ChatCompletionRequest) else "prompt"):
                 for engine_request in assembler.engine_requests:
-                    llm.engine.check(len(engine_request.token_ids))
+                    llm.service.engine.check(len(engine_request.token_ids))
         except WireError as error:
             return (tag, error), ()
         return (tag, assembler), assembler.engine_requests

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from longspan.core.engine import Engine
-from longspan.core.request import ErrorKind, Request
+from longspan.core.request import ErrorKind, FinishReason, Request
 from longspan.core.steps import TokenLogprobs
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
 from longspan.text.input_processor import EngineRequest
@@ -27,11 +28,33 @@ _FAILURES: dict[ErrorKind, str] = {
 }
 
 
-class RequestState:
-    """An engine request with its `n` choices, once it is started."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Size of a choice's output at one moment. Tokens and text only grow, so another thread can read them up to it."""
 
-    def __init__(self, engine_request: EngineRequest, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    num_tokens: int
+    num_characters: int
+    cumulative_logprob: float
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class RequestState:
+    """An engine request with its `n` choices, once it is started.
+
+    Args:
+        request_id: the id of its outputs; by default the engine's own number.
+    """
+
+    def __init__(
+        self,
+        engine_request: EngineRequest,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        request_id: str | None = None,
+    ) -> None:
         self.engine_request = engine_request
+        self._request_id = request_id
         self.choices: tuple[Choice, ...] = ()
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
@@ -46,12 +69,17 @@ class RequestState:
             for index in range(1, params.n)
         ]
         shown = self.engine_request.shown_token_ids
-        self.choices = tuple(Choice(request, self._tokenizer, shown) for request in (leader, *others))
+        try:
+            self.choices = tuple(Choice(request, self._tokenizer, shown) for request in (leader, *others))
+        except Exception:  # of a tokenizer
+            for request in (leader, *others):
+                engine.finish(request, "abort")
+            raise
 
     @property
     def finished(self) -> bool:
-        """Whether all its choices have ended."""
-        return all(choice.finished for choice in self.choices)
+        """Whether all its choices have ended, once it is started."""
+        return bool(self.choices) and all(choice.finished for choice in self.choices)
 
     @property
     def num_taken(self) -> int:
@@ -67,15 +95,22 @@ class RequestState:
                 return request.error, f"{_FAILURES[request.error]}: {request.stop_reason}"
         return None
 
-    def output(self) -> RequestOutput:
-        leader = self.choices[0].request
+    def snapshot(self) -> tuple[Snapshot, ...]:
+        """Returns the size of each choice's output now."""
+        return tuple([choice.snapshot() for choice in self.choices])
+
+    def output(self, snapshot: Sequence[Snapshot] = ()) -> RequestOutput:
+        """Returns the output up to now, or up to an earlier snapshot."""
+        leader, ends = self.choices[0].request, snapshot or self.snapshot()
         return RequestOutput(
-            request_id=leader.id,
+            request_id=leader.id if self._request_id is None else self._request_id,
             prompt=self.engine_request.text,
             prompt_token_ids=list(leader.prompt),
-            prompt_logprobs=self.prompt_logprobs(),
-            outputs=[choice.output(index) for index, choice in enumerate(self.choices)],
-            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs() if ends[0].num_tokens else None,
+            outputs=[
+                choice.output(index, end) for index, (choice, end) in enumerate(zip(self.choices, ends, strict=True))
+            ],
+            finished=all(end.finish_reason is not None for end in ends),
             metrics=leader.metrics,
         )
 
@@ -146,20 +181,95 @@ class Choice:
             engine.finish(self.request, "abort")
             self.take_new_tokens(engine)
 
-    def output(self, index: int) -> CompletionOutput:
-        request, params = self.request, self.request.params
-        logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits]
+    def snapshot(self) -> Snapshot:
+        """Returns the size of its output now."""
+        return Snapshot(
+            num_tokens=self.num_taken,
+            num_characters=len(self.text),
+            cumulative_logprob=self._cumulative,
+            finish_reason=self.request.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def output(self, index: int, end: Snapshot) -> CompletionOutput:
+        request, params, size = self.request, self.request.params, end.num_tokens
+        logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits[:size]]
         return CompletionOutput(
             index=index,
-            text=self.text,
-            token_ids=list(request.output),
-            cumulative_logprob=None if params.logprobs is None else self._cumulative,
-            logprobs=None if params.logprobs is None else list(self.logprobs),
-            finish_reason=request.finish_reason,
-            stop_reason=self.stop_reason,
-            error=request.error,
+            text=self.text[: end.num_characters],
+            token_ids=request.output[:size],
+            cumulative_logprob=None if params.logprobs is None else end.cumulative_logprob,
+            logprobs=None if params.logprobs is None else self.logprobs[:size],
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
+            error=request.error if end.finish_reason == "error" else None,
             logits=logits if params.output_logits else None,
         )
+
+
+class _Owner(Protocol):
+    @property
+    def state(self) -> RequestState: ...
+
+
+OwnerT = TypeVar("OwnerT", bound=_Owner)
+
+
+class OutputProcessor(Generic[OwnerT]):
+    """The requests of an engine that a call or a client waits for: their owners learn what each step brings.
+
+    Attributes:
+        choices: by request id, the owner of each choice until it is forgotten, and the choice's index.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.choices: dict[int, tuple[OwnerT, int]] = {}
+
+    def start(self, owner: OwnerT) -> None:
+        """Adds an owner's requests to the engine; raises ValueError if it refuses them."""
+        owner.state.start(self._engine)
+        for index, choice in enumerate(owner.state.choices):
+            self.choices[choice.request.id] = owner, index
+
+    def step(self, timeout_s: float | None = None) -> dict[OwnerT, Exception | None]:
+        """Runs one engine step, see `Engine.step`, and returns the owners of requests that got a token.
+
+        If tokens of an owner cannot become text, the error is its value. Other owners are not affected.
+        """
+        touched: dict[OwnerT, Exception | None] = {}
+        for request in self._engine.step(timeout_s):
+            if request.id not in self.choices:
+                continue
+            owner, index = self.choices[request.id]
+            try:
+                owner.state.choices[index].take_new_tokens(self._engine)
+                touched.setdefault(owner, None)
+            except Exception as error:  # noqa: BLE001 - a tokenizer is foreign code, and may be the model's own
+                touched[owner] = error
+        return touched
+
+    def finished(self) -> list[OwnerT]:
+        """Returns the owners whose requests have all ended and that are not forgotten yet."""
+        return [owner for owner, index in self.choices.values() if index == 0 and owner.state.finished]
+
+    def owners(self) -> list[OwnerT]:
+        return [owner for owner, index in self.choices.values() if index == 0]
+
+    def abort(self, owner: OwnerT) -> Exception | None:
+        """Ends the requests of an owner that still run, and forgets it; returns an error as `step` does."""
+        failure = None
+        for choice in owner.state.choices:
+            try:
+                choice.abort(self._engine)
+            except Exception as error:  # noqa: BLE001 - see `step`
+                failure = error
+        self.forget(owner)
+        return failure
+
+    def forget(self, owner: OwnerT) -> None:
+        for choice in owner.state.choices:
+            self.choices.pop(choice.request.id, None)
 
 
 def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None]) -> LogprobsOfToken:

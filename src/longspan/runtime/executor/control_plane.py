@@ -23,6 +23,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, MoveKV, Reshard, Sampled, Scored, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
+from longspan.runtime.child import unless_forked
 from longspan.runtime.disk_pool import DiskLane, DiskPool
 
 _START_TIMEOUT_S = 600.0
@@ -85,7 +86,7 @@ class WorkerExecutor:
     context manager; it also closes when it is collected or the interpreter exits.
 
     Attributes:
-        wakeup: a zmq socket that also ends the wait of `poll`, when there is something to read.
+        wakeup: a zmq socket or a file descriptor that also ends the wait of `poll`, when there is something to read.
         worker_times: by rank, the seconds spent per category up to the latest step, if the workers record them.
     """
 
@@ -111,11 +112,18 @@ class WorkerExecutor:
             self._watchers: list[threading.Thread] = []
             stored = self._context.socket(zmq.PUSH)
             self._disk_lane = DiskLane(disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
-            self.wakeup: zmq.Socket[bytes] | None = None
+            self.wakeup: zmq.Socket[bytes] | int | None = None
             self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
             self._decoder = msgspec.msgpack.Decoder(messages.Report)
             self._finalizer = weakref.finalize(
-                self, _clean_up, self._workers, self._watchers, self._commands, self._reports, self._disk_lane, launcher
+                self,
+                unless_forked(_clean_up),
+                self._workers,
+                self._watchers,
+                self._commands,
+                self._reports,
+                self._disk_lane,
+                launcher,
             )
             acquired.callback(self.close)
             self._reports.bind(messages.report_address(launcher.endpoint))
@@ -260,11 +268,13 @@ class WorkerExecutor:
             ranks = f"rank{'s' * (len(stalled) > 1)} {', '.join(map(str, stalled))}"
             self._lose(stalled[0], f"no step was completed by {ranks} for {self._step_timeout_s:g} s (--step-timeout)")
 
-    def _receive(self, timeout_s: float | None, wakeup: zmq.Socket[bytes] | None = None) -> messages.Report | None:
+    def _receive(
+        self, timeout_s: float | None, wakeup: zmq.Socket[bytes] | int | None = None
+    ) -> messages.Report | None:
         poller = zmq.Poller()
-        for socket in (self._reports, wakeup):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
+        poller.register(self._reports, zmq.POLLIN)
+        if wakeup is not None:
+            poller.register(wakeup, zmq.POLLIN)
         ready = dict(poller.poll(None if timeout_s is None else int(max(0.0, timeout_s) * 1000)))
         return self._decoder.decode(self._reports.recv()) if self._reports in ready else None
 

@@ -7,20 +7,20 @@ are pipes that close when their owner is gone. This module is light: only the se
 
 from __future__ import annotations
 
-import atexit
 import os
 import select
 import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from longspan.runtime.child import start_child
+from longspan.runtime.child import start_child, unless_forked
 from longspan.runtime.messages import WorkerConfig
 
 _LOST = -9
@@ -105,7 +105,6 @@ class _ForkServer:
     """The controller's side of the server process."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
         self._process = start_child(
             "longspan.runtime.executor.forkserver_main",
             stdout=subprocess.PIPE,
@@ -125,12 +124,12 @@ class _ForkServer:
         self._latest: WorkerProcess | None = None
         self._decoder = msgspec.json.Decoder(ServerReport)
         threading.Thread(target=self._listen, daemon=True).start()
-        atexit.register(self.close)
+        weakref.finalize(self, unless_forked(self.close))  # at exit, after the finalizers of engines, which are younger
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and is this process's own, not that of a parent that forked."""
-        return self._process.poll() is None and self.owner == os.getpid()
+        """Whether its process runs."""
+        return self._process.poll() is None
 
     def start(self, command: StartWorker) -> WorkerProcess:
         """Starts a worker, which finds its controller in its `run_dir`; raises OSError when the server cannot."""
@@ -143,6 +142,14 @@ class _ForkServer:
                 raise OSError(f"the process that forks workers ended with code {self._process.wait()}")
             return self._latest
 
+    def forget(self) -> None:
+        """Closes a forked child's copies of the pipes, so that the server ends with its owner while the child lives."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                os.dup2(null, pipe.fileno(), inheritable=False)  # the file object closes its number later
+        os.close(null)
+
     def send(self, command: ServerCommand) -> None:
         """Sends a command; a server that is gone is ignored, since its workers are gone, too."""
         with self._lock:
@@ -154,13 +161,12 @@ class _ForkServer:
 
     def close(self) -> None:
         """Ends the server and with it its workers."""
-        if self.owner == os.getpid():
-            with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
-                self._pipe.close()
-            try:
-                self._process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.destroy()
+        with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
+            self._pipe.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.destroy()
 
     def destroy(self) -> None:
         """Ends a server that hangs, and all its workers, by force."""
@@ -227,3 +233,15 @@ def start_server() -> _ForkServer:
         if _server is None or not _server.alive:
             _server = _ForkServer()
         return _server
+
+
+def _forget_server() -> None:
+    """Lets a forked child have a server of its own. Another thread may have held the lock when it forked."""
+    global _server, _server_lock  # noqa: PLW0603 - see above
+    _server_lock = threading.Lock()
+    if _server is not None:
+        _server.forget()
+        _server = None
+
+
+os.register_at_fork(after_in_child=_forget_server)
