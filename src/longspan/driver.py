@@ -184,10 +184,10 @@ class Driver:
         self.check()
         self._commands.append(command)
         with self._changed:
-            self._rests = False
             if self._thread is None:
                 threading.Thread(target=self._drive, name="longspan engine", daemon=True).start()
             self._wake()
+            self._rests = False
         if self._end is not None:  # set meanwhile, so the thread may not have seen the command
             self._refuse()
 
@@ -198,12 +198,19 @@ class Driver:
             self._ring()
 
     def _wake(self) -> None:
-        self._changed.notify_all()
-        self._ring()
+        """Lets the thread look for commands, whether it rests or waits for workers."""
+        if self._rests:
+            self._changed.notify_all()
+        else:
+            self._ring()
 
     def _ring(self) -> None:
         with suppress(OSError):  # it rings already, or is closed
             self._bell.send(b"\0")
+
+    def _silence(self) -> None:
+        with suppress(BlockingIOError):  # it does not ring
+            self._ear.recv(4096)
 
     def _refuse(self) -> None:
         while self._commands:
@@ -229,11 +236,10 @@ class Driver:
                     self._step()
                 else:
                     self._rest()
-        except WorkerLostError as error:
-            self._end = error.with_traceback(None)  # which refers to this object
         except BaseException as error:  # noqa: BLE001 - callers would wait for ever
-            _log.exception("the engine failed")
-            self._end = error.with_traceback(None)
+            if not isinstance(error, WorkerLostError):
+                _log.exception("the engine failed")
+            self._end = self._end or error.with_traceback(None)  # which refers to this object
         self._fail_all()
         if self._closes_at_end:
             self._close()
@@ -250,18 +256,23 @@ class Driver:
             self._service.executor.wakeup, self._rests = None, True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._commands or self._end is not None)
-            self._service.executor.wakeup = self._ear.fileno()
+            self._service.executor.wakeup, self._rests = self._ear.fileno(), False
 
     def _run_commands(self) -> None:
-        while self._commands:
-            self._commands[0].run()
-            self._commands.popleft()  # not before: when workers are lost meanwhile, the command fails
+        if self._commands:
+            self._silence()
+        while self._commands and self._end is None:
+            command = self._commands.popleft()
+            try:
+                command.run()
+            except BaseException:
+                self._commands.appendleft(command)  # which fails with the others
+                raise
 
     def _step(self) -> None:
         touched = self._outputs.step()
-        if not touched:  # maybe the bell rang
-            with suppress(BlockingIOError):
-                self._ear.recv(4096)
+        if not touched:  # maybe the wait ended since the bell rings
+            self._silence()
         for submitted, error in touched.items():
             if error is not None:
                 self._outputs.abort(submitted)

@@ -47,8 +47,16 @@ class ScriptedEngine:
         self.grammars: list[str] = []
 
     def add(
-        self, prompt: tuple[int, ...], params: SamplingParams, *, choice: int = 0, leader: Any = None, grammar: str = ""
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        leader: Any = None,
+        grammar: str = "",
+        cache_salt: str = "",
     ) -> ScriptedRequest:
+        del cache_salt
         request = ScriptedRequest(len(self.requests), prompt, params, choice, leader)
         self.requests.append(request)
         self.grammars.append(grammar)
