@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from longspan.attn.paged import on_device
-from longspan.attn.spec import as_output
+from longspan.attn.spec import as_output, probe_positions
 from longspan.model.files import ModelFiles
 from longspan.model.fused import Reduce, fuse_head, fuse_layers
 from longspan.model.graph_step import GraphStep, Recording
@@ -193,28 +193,28 @@ class Model:
 
     def _fuse(self, layers: Mapping[int, nn.Module], weights: Path, *, whole_steps: bool) -> None:
         """Lets our own kernels compute what they know of these layers, and of the output head if it is here."""
+        positions = probe_positions(self.module.config, self.info.context_length)
         # A share of tensor parallelism reads the weights that the levels stand for.
         levels = {} if self.shard.size > 1 else map_levels(weights)
         own_weights = self.module.named_parameters(remove_duplicate=False)
         by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._sum
-            fused = fuse_layers(layers, self.specs, reduce, self._rotary_of_positions, by_address)
+            fused = fuse_layers(layers, self.specs, reduce, self._rotary_of_positions, by_address, positions)
         head = None
         if self.stage is None or self.stage.is_last:
             head = fuse_head(self.module.get_output_embeddings(), by_address)
         if whole_steps and head is not None and len(fused) == self.info.num_layers:
             in_order = [fused[layer] for layer in layers]
-            self._whole_step = whole_step(self.module, in_order, head, self._rotary_of_row, self._by_layers)
+            rotary, forward = self._rotary_of_row, self._all_logits
+            self._whole_step = whole_step(self.module, in_order, head, rotary, forward, positions)
+            self._rotary_table.clear()
 
     def _rotary_of_positions(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary(positions, _one_length(positions))
 
     def _rotary_of_row(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
         return self._rotary_table(positions) if self._longrope is None else self.rotary(positions, rope_lengths)
-
-    def _by_layers(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self._all_logits(tokens, positions, _one_length(positions), attend)
 
     def _all_logits(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, attend: Attend) -> Tensor:
         keep = torch.arange(len(tokens), device=tokens.device)
