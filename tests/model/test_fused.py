@@ -119,7 +119,7 @@ def random_model(name: str, **changes: int) -> nn.Module:
 def random_weights(config: PreTrainedConfig) -> nn.Module:
     torch.manual_seed(1)
     module: nn.Module = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation=adapter._SERVE
+        config, dtype=torch.bfloat16, attn_implementation=adapter.SERVE
     )
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.1)

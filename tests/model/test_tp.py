@@ -41,5 +41,5 @@ def test_what_ranks_add_up_is_the_whole_projection_with_its_bias_once(name: str,
 def test_a_model_that_nobody_knows_how_to_split_is_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """OLMo 2 normalises all query heads together, which no rank has."""
     write_checkpoint(Olmo2Config(**BASE), tmp_path)
-    with pytest.raises(ValueError, match=r"not known how to cut model\.layers\.0\.self_attn\.q_norm\.weight"):
+    with pytest.raises(ValueError, match=r"not known how to cut .*layers\.0\.self_attn\.q_norm\.weight"):
         LLM(str(tmp_path), skip_tokenizer_init=True, **arguments)

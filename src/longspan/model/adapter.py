@@ -10,24 +10,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attn.paged import on_device
 from longspan.attn.spec import as_output, probe_positions
 from longspan.model.files import ModelFiles
 from longspan.model.fused import Reduce, fuse_head, fuse_layers
 from longspan.model.graph_step import GraphStep, Recording
+from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
-from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
+from longspan.model.skeleton import build_skeleton, decoder_layers, load_config, trunk_path
 from longspan.model.stages import Stage
-from longspan.model.store import DTYPES, StoredTensors, map_levels, read_info
+from longspan.model.store import DTYPES, StoredTensors, map_levels
 from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
 
-_SERVE = "longspan"
+SERVE = "longspan"
+"""The attention function of a model that serves."""
+
+
+class Stored(Protocol):
+    """The stored parameters and buffers of a model, by name, see `StoredTensors`."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def owner(self, name: str) -> str: ...
+
+    def is_drawn(self, name: str) -> bool: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
 
 
 class Model:
@@ -37,6 +52,7 @@ class Model:
 
     Args:
         stored: the stored weights; None to map them anew.
+        skeleton: the modules to fill; None to build them.
         fused: computes layers by our own kernels, which must be loaded, where they know them.
         whole_steps: computes steps of single tokens as a whole, where that is possible, not layer by layer.
         recording: how such steps can be recorded; None where they cannot.
@@ -58,17 +74,16 @@ class Model:
         tp_index: int = 0,
         tp: int = 1,
         layers: range | None = None,
-        stored: StoredTensors | None = None,
+        stored: Stored | None = None,
+        skeleton: PreTrainedModel | None = None,
         fused: bool = False,
         whole_steps: bool = True,
         recording: Recording | None = None,
     ) -> None:
-        config = load_config(files.config_dir, files.trust_remote_code)
-        self.module = build_skeleton(
-            config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=_SERVE
-        )
+        self.module = _skeleton(files) if skeleton is None else skeleton
         self._device = device
-        self.info = read_info(files.weights)
+        self._stored = StoredTensors(files.weights, device) if stored is None else stored
+        self.info = self._stored.info
         self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs)
         self.specs = self.shard.local_specs
         self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
@@ -76,7 +91,6 @@ class Model:
         decoder = decoder_layers(self.module)
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
         self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
-        self._stored = StoredTensors(files.weights, device) if stored is None else stored
         self.copied_bytes = _fill(self.module, self._stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
@@ -92,10 +106,8 @@ class Model:
             self._whole_step = GraphStep(self._all_logits, self.specs, recording, device)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
-        layers = getattr(self.module, self.module.base_model_prefix)
-        for module in (getattr(layers, "decoder", None), layers):  # some heads call the former alone, such as OPT's
-            if isinstance(module, nn.Module):
-                module.register_forward_hook(self._keep_output)
+        self._trunk = trunk_path(self.module)
+        self.module.get_submodule(self._trunk).register_forward_hook(self._keep_output)
 
     @torch.no_grad()
     def forward(
@@ -139,13 +151,12 @@ class Model:
         """Returns logits `[n, vocab]` (float32) of more tokens of the latest `forward`, by their indices; n is at least
         1.
         """
-        name = self.module.base_model_prefix
-        layers = getattr(self.module, name)
-        setattr(self.module, name, _Replay(self._output))
+        layers = self.module.get_submodule(self._trunk)
+        self.module.set_submodule(self._trunk, _Replay(self._output))
         try:
             return self._call(torch.tensor(rows, device=self._inputs[0].device), None)
         finally:
-            setattr(self.module, name, layers)
+            self.module.set_submodule(self._trunk, layers)
 
     @property
     def last_hidden(self) -> Tensor:
@@ -237,17 +248,17 @@ class Model:
         return {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
 
 
+def _skeleton(files: ModelFiles) -> PreTrainedModel:
+    config = load_config(files.config_dir, files.trust_remote_code)
+    return build_skeleton(config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=SERVE)
+
+
 class _Replay(nn.Module):
     """Stands for the decoder layers when the head is asked for more of what they gave last."""
 
     def __init__(self, output: object) -> None:
         super().__init__()
         self._output = output
-
-    @property
-    def decoder(self) -> _Replay:
-        """Itself: some heads call the decoder inside the base model, such as OPT's."""
-        return self
 
     def forward(self, *_: object, **__: object) -> object:
         return self._output
@@ -267,7 +278,7 @@ def _serve(
     return as_output(attend(layer, query[0], key[0], value[0]))
 
 
-AttentionInterface.register(_SERVE, _serve)
+AttentionInterface.register(SERVE, _serve)
 
 
 def _one_length(positions: Tensor) -> Tensor:
@@ -279,7 +290,7 @@ def _single_tokens(attend: Attend) -> SingleTokens | None:
     return found
 
 
-def _fill(model: nn.Module, stored: StoredTensors, device: torch.device, shard: Shard) -> int:
+def _fill(model: nn.Module, stored: Stored, device: torch.device, shard: Shard) -> int:
     """Replaces every meta parameter and buffer by the stored one, or its share; tied names get one Parameter.
 
     Returns the bytes of the parameters that had to be copied.
@@ -304,7 +315,7 @@ def _fill(model: nn.Module, stored: StoredTensors, device: torch.device, shard: 
     return copied_bytes
 
 
-def _share(stored: StoredTensors, name: str, device: torch.device, shard: Shard) -> tuple[Tensor, bool]:
+def _share(stored: Stored, name: str, device: torch.device, shard: Shard) -> tuple[Tensor, bool]:
     """Returns a rank's share of a parameter, and whether it is a view of the stored one, or as good as that.
 
     Of a matrix that was drawn for it nothing else is kept, and it is gone before the next one is drawn.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import HeadShare, cut_evenly, split_heads
-from longspan.model.files import ModelError, ModelFiles
+from longspan.model.files import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +58,7 @@ class Shard:
         is_head_norm = leaf in ("q_norm", "k_norm")
         if (weight.ndim == 1 and not is_head_norm) or _ROUTER.search(name) or weight.numel() == spec.head_dim:
             return weight
-        raise ModelError(
-            f"tensor parallelism is not supported for this architecture: it is not known how to cut {name}"
-        )
+        raise ModelError(f"it is not known how to cut {name}")
 
     def _projection(self, leaf: str, weight: Tensor, spec: AttnSpec) -> Tensor | None:
         """Cuts the weight or the bias of a projection by its name; None for any other parameter."""
@@ -113,19 +111,6 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
                     f"exchange gather_hidden splits {len(share.heads)} query heads and {len(share.kv_heads)} KV heads "
                     f"between {num_sharing} instances, and one would have none: use fewer, or another exchange"
                 )
-
-
-def check_can_be_split(files: ModelFiles, specs: tuple[AttnSpec, ...]) -> None:
-    """Raises ModelError unless the rules know every weight of a layer, and where its attention is."""
-    from longspan.model.skeleton import build_skeleton, load_config  # noqa: PLC0415 - imports transformers' models: seconds
-
-    skeleton = build_skeleton(load_config(files.config_dir, files.trust_remote_code), files.trust_remote_code)
-    shard = Shard(index=0, size=2, specs=specs)
-    for name, weight in skeleton.named_parameters():
-        shard.cut(name, weight)
-    layers = getattr(skeleton, skeleton.base_model_prefix)
-    if len(attention_modules(skeleton)) != len(specs) or not hasattr(layers, "rotary_emb"):
-        raise ModelError(f"{skeleton.config.model_type} cannot be split by heads: its attention is not of a known form")
 
 
 def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor]) -> None:

@@ -153,19 +153,23 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
 
 
+def trunk_path(model: PreTrainedModel) -> str:
+    """Returns the path of the module that calls the layers; the output head reads its output."""
+    layers = decoder_layers(model)
+    path: str = next(path for path, module in model.named_modules() if module is layers)
+    return path.rpartition(".")[0]
+
+
 def _has_number(layer: nn.Module, number: int) -> bool:
     return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
 
 
 def _probe_layers(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
     """Returns the attention of every layer, and whether layers return tuples."""
-    pair = torch.tensor([[0, 1]], device=model.device)
-    specs: dict[int, AttnSpec] = {}
     kinds: dict[nn.Module, type] = {}
     firsts = [module[0] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     hooks = [one.register_forward_hook(lambda *called: kinds.update({called[0]: type(called[-1])})) for one in firsts]
-    with torch.no_grad():
-        model(input_ids=pair, position_ids=pair, use_cache=False, specs=specs)
+    specs = observe_specs(model)
     for hook in hooks:
         hook.remove()
     num_layers: int = model.config.num_hidden_layers
@@ -175,6 +179,15 @@ def _probe_layers(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
             "longspan needs all of them to"
         )
     return tuple(specs[layer] for layer in range(num_layers)), kinds[decoder_layers(model)[0]] is tuple
+
+
+def observe_specs(model: PreTrainedModel) -> dict[int, AttnSpec]:
+    """Returns the attention of every layer that calls it, of a model with the attention `PROBE`."""
+    pair = torch.tensor([[0, 1]], device=model.device)
+    specs: dict[int, AttnSpec] = {}
+    with torch.no_grad():
+        model(input_ids=pair, position_ids=pair, use_cache=False, specs=specs)
+    return specs
 
 
 def _probe(

@@ -32,7 +32,7 @@ class Stage:
         own = decoder_layers(module)
         for number, layer in enumerate(own):
             if number not in layers:
-                own[number] = _HandedThrough(layer, as_tuple=info.layers_return_tuples)
+                own[number] = PassThrough(layer, number, as_tuple=info.layers_return_tuples)
         if not self.is_first:
             module.set_input_embeddings(_NoEmbedding(info.hidden_size, module.dtype))
             own[layers.start].register_forward_pre_hook(self._take, with_kwargs=True)
@@ -62,13 +62,13 @@ class Stage:
         self._given = output[0] if isinstance(output, tuple) else output
 
 
-class _HandedThrough(nn.Module):
-    """Stands for a layer of another stage. Models read words of their layers, such as `attention_type`."""
+class PassThrough(nn.Module):
+    """Stands for a layer that is not here. Models read words of their layers, such as `attention_type`."""
 
-    def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, number: int, *, as_tuple: bool) -> None:
         super().__init__()
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
-        self._as_tuple = as_tuple
+        self.layer_idx, self._as_tuple = number, as_tuple
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor]:
         return (hidden_states,) if self._as_tuple else hidden_states

@@ -134,6 +134,9 @@ class StoredTensors(Mapping[str, Tensor]):
     What is in the file is a view of it, on the CPU. Its pages are shared by all processes of the host for as long as
     nobody writes to them, and tied names share one tensor object. Matrices that are not are drawn on `device` whenever
     somebody asks for them, and kept by nobody else.
+
+    Attributes:
+        info: the facts that are stored with them.
     """
 
     def __init__(self, weights: Path, device: torch.device) -> None:
@@ -142,6 +145,7 @@ class StoredTensors(Mapping[str, Tensor]):
             self._mapped: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
             self._aliases: dict[str, str] = json.loads(file.metadata()["aliases"])
             matrices = file.metadata().get("matrices")
+            self.info = ModelInfo.from_json(file.metadata()["info"])
         self._matrices = None if matrices is None else msgspec.json.decode(matrices, type=Matrices)
         self._device = device
 

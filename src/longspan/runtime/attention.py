@@ -52,7 +52,7 @@ class StepAttention:
             assert layerwise is not None, "layerwise exchanges need a model"
             self._layerwise = layerwise.step(whole_layers, comm, pool=pool, watch=watch)
         self._started: dict[int, object] = {}
-        self._start(pool.layers.start)
+        self._start(pool.layers[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the attention of this rank's packed tokens, or of the first `num_alone` of them."""
@@ -63,6 +63,7 @@ class StepAttention:
             self._stream(layer - 1 if self._stores_late else layer)
             out = torch.empty_like(q)
             kv, spec = self._pool.layer(layer), self._specs[layer]
+            assert len(q) == spec.num_heads, f"layer {layer} has {len(q)} query heads, but its share {spec.num_heads}"
             for channel, exchange in self._channels:
                 call = Call(
                     exchange=channel.exchange,
@@ -83,7 +84,7 @@ class StepAttention:
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
-            self._start(layer + 1)
+            self._start(self._pool.after(layer))
             return out
 
     def single_tokens(self) -> SingleTokens | None:
@@ -135,9 +136,9 @@ class StepAttention:
         assert self._host is not None, "what lies on a host is read there"
         return HostSource(parts=channel.hosted, kv=self._host.layer(layer), staging=self._host.staging)
 
-    def _start(self, layer: int) -> None:
+    def _start(self, layer: int | None) -> None:
         """Starts what channels can send and receive of a layer before anything of it is computed."""
-        if layer not in self._pool.layers:
+        if layer is None:
             return
         for channel, exchange in self._channels:
             if exchange.start is not None:

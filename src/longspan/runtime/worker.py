@@ -110,7 +110,7 @@ class Worker:
                 send_report(reports, report)
             match inbox.next():
                 case messages.RunForward(step):
-                    send_report(reports, self._run(step))
+                    send_report(reports, self.run(step))
                 case messages.RunMoves(moves):
                     for report in self._moves.send(moves):
                         send_report(reports, report)
@@ -153,7 +153,7 @@ class Worker:
         self._layerwise.close()
         self._model.forget_pool()
 
-    def _run(self, forward: Forward) -> messages.Done:
+    def run(self, forward: Forward) -> messages.Done:
         """Computes this rank's share of a step and samples."""
         packed = pack(
             forward,

@@ -39,12 +39,12 @@ class UnshardedLayers:
         used = dict.fromkeys(c.exchange.weights for c in channels if c.num_tokens)
         self._sources = {source: self._fetch(source) for source in used}
         self._weights: dict[WeightSource | None, Weights] = {}
-        self._start(context.pool.layers.start)
+        self._start(context.pool.layers[0])
 
     def begin(self, layer: int) -> None:
         """Waits for the weights of a layer, and starts to fetch those of the next."""
         self._weights = {source: fetched.take(layer) for source, fetched in self._sources.items()}
-        self._start(layer + 1)
+        self._start(self._context.pool.after(layer))
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
         """Computes the slice of the tokens that is this rank's, and gathers the rest."""
@@ -91,8 +91,8 @@ class UnshardedLayers:
         shares = {layer: dict(module.named_parameters()) for layer, module in modules.items()}
         return PeerWeights(shares, context.model.shard, partial(context.comm.inside, WEIGHTS))
 
-    def _start(self, layer: int) -> None:
-        if layer in self._context.pool.layers:
+    def _start(self, layer: int | None) -> None:
+        if layer is not None:
             for source in self._sources.values():
                 source.start(layer)
 
