@@ -638,8 +638,11 @@ def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_siz
 
 
 def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
-    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both."""
+    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both.
+
+    Of a model whose layers read tokens, the last stage has both.
+    """
     pp = cluster.pp(instance)
     layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))
-    ends = info.vocab_size * info.hidden_size * (2 if pp == 1 else 1)
+    ends = info.vocab_size * info.hidden_size * (2 if pp == 1 or info.reads_tokens else 1)
     return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -83,8 +84,20 @@ SPLITS: dict[str, dict[str, Any]] = {
     "gather_hidden": GATHER_HIDDEN,
     "unsharded": UNSHARDED,
 }
-REFUSED: set[tuple[str, str]] = set()
-"""The splits of these models that are not built yet. All others must work."""
+REFUSED = {
+    ("bitnet", "gather_hidden"),  # a norm over the heads of all members
+    ("olmo2", "gather_hidden"),
+    *(("opt-350m", split) for split in ("tp2", "tp3", "gather_hidden", "unsharded")),  # projections of other names
+}
+"""Splits of these models that are not built. All others must work."""
+REPAIRED = {
+    *((name, "tp2") for name in ("afmoe", "beam", "bitnet", "gemma4", "olmo2")),
+    *((name, "pp2") for name in ("gemma3n", "gemma4", "gemma4-own-kv", "opt-350m")),
+    *((name, "gather_hidden") for name in ("afmoe", "beam", "gemma3", "gemma4", "mellum", "ministral3")),
+    *((name, "unsharded") for name in ("gemma3", "ministral3", "olmo2")),
+    ("qwen3-moe", "tp3"),
+}
+"""Splits that gave wrong results, lost a worker, or were refused for the names of weights."""
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -96,14 +109,23 @@ def start(folder: Path, **split: Any) -> ThreadLLM:
     return ThreadLLM(str(folder), skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48, **split)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", MODELS)
+def cases() -> list[Any]:
+    """Returns all models with all splits; those that were never wrong and lost no worker are marked `full`."""
+    rows = []
+    for name, split in itertools.product(MODELS, SPLITS):
+        marks = [] if (name, split) in REFUSED | REPAIRED else [pytest.mark.full]
+        rows.append(pytest.param(name, split, id=f"{name}-{split}", marks=marks))
+    return rows
+
+
+@pytest.mark.parametrize(("name", "split"), cases())
 def test_a_split_is_exact_or_refused_at_start(name: str, split: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path)
     if (name, split) in REFUSED:
         with pytest.raises(ParameterError) as refused:
             start(folder, **SPLITS[split])
-        assert refused.value.parameter == {"pp2": "pp"}.get(split, "exchange" if split not in ("tp2", "tp3") else "tp")
+        is_tp = split in ("tp2", "tp3") or (name, split) == ("opt-350m", "unsharded")  # which has tp as well
+        assert refused.value.parameter == ("tp" if is_tp else "exchange")
         return
     prompts, oracle = prompts_of(5, 63, 90), Oracle(folder)
     with start(folder, **SPLITS[split]) as llm:

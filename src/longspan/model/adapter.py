@@ -24,7 +24,7 @@ from longspan.model.graph_step import GraphStep, Recording
 from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config, trunk_path
-from longspan.model.stages import Stage
+from longspan.model.stages import LayerArguments, PassThrough, Stage, recorded_arguments
 from longspan.model.store import DTYPES, StoredTensors, map_levels
 from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
 
@@ -41,6 +41,8 @@ class Stored(Protocol):
     def owner(self, name: str) -> str: ...
 
     def is_drawn(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> torch.Size: ...
 
     def __getitem__(self, name: str) -> Tensor: ...
 
@@ -63,6 +65,7 @@ class Model:
         first_kv_heads: which KV head of the whole model is the first of this share, for each layer.
         shard: which share this is.
         stage: which layers these are; None for all.
+        layers: the modules of its layers, by number.
         copied_bytes: of parameters that are no views of the mapped weights.
     """
 
@@ -90,13 +93,14 @@ class Model:
         is_whole = layers is None or len(layers) == self.info.num_layers
         decoder = decoder_layers(self.module)
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
-        self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
+        self.layers = {number: layer for number, layer in own.items() if not isinstance(layer, PassThrough)}
+        self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers, self.specs)
         self.copied_bytes = _fill(self.module, self._stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
         self._reduce: Reduce | None = None
         if tp > 1:
-            sum_partial_results(self.module, self.shard, self._sum)
+            sum_partial_results(self.module, self.shard, self._sum, self._stored.shape)
         self._whole_step: WholeStep | GraphStep | None = None
         self._rotary_table = RotaryTable(self._rotary_of_positions)
         is_alone = tp == 1 and self.stage is None
@@ -174,11 +178,32 @@ class Model:
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
 
+    @torch.no_grad()
+    def layer_arguments(self, positions: Tensor, rope_lengths: Tensor) -> LayerArguments:
+        """Returns what the model hands to each layer besides hidden states, for tokens `[tokens]` on its device.
+
+        Examples are RoPE of the layer's type and query scaling. No layer runs.
+        """
+        if self._longrope is not None:
+            self._longrope.pin(rope_lengths)
+        layers = getattr(self.module, self.module.base_model_prefix)
+        with recorded_arguments(self.layers) as found:
+            row = {"input_ids": torch.zeros_like(positions)[None], "position_ids": positions[None]}
+            layers(**row, use_cache=False, attend=None)
+        return found
+
     def stored_attention(self, layer: int) -> dict[str, Tensor]:
         """Returns the unsharded parameters of a layer's attention, on the CPU."""
+        return {name: self._stored[path].cpu() for name, path in self._attention_paths(layer).items()}
+
+    def attention_shapes(self, layer: int) -> dict[str, torch.Size]:
+        """Returns the shapes of the unsharded parameters of a layer's attention."""
+        return {name: self._stored.shape(path) for name, path in self._attention_paths(layer).items()}
+
+    def _attention_paths(self, layer: int) -> dict[str, str]:
         attention = attention_modules(self.module)[layer]
         [path] = [path for path, module in self.module.named_modules() if module is attention]
-        return {name: self._stored[f"{path}.{name}"].cpu() for name, _ in attention.named_parameters()}
+        return {name: f"{path}.{name}" for name, _ in attention.named_parameters()}
 
     @property
     def weight_bytes(self) -> int:

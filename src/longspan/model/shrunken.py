@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +31,17 @@ from longspan.model.skeleton import (
     build_skeleton,
     decoder_layers,
     load_config,
-    observe_specs,
+    observe,
     quiet_transformers,
 )
 from longspan.model.stages import PassThrough
 
 _log = logging.getLogger("longspan")
 _MOST_WEIGHTS = 64 << 20
-"""Weights of a copy, 270 MB in float32. More of them take longer than a second to draw and to run."""
+"""Weights of a copy, 270 MB in float32, unless only larger copies work. More of them take more than a second."""
 _VOCAB_SIZE = 64
+_SLOPE = 0.7
+"""The last outputs of a matrix are `exp(2 * 0.7)` = 4 times as large as the first."""
 _LENGTHS = {"sliding_window": 5, "original_max_position_embeddings": 8, "floor_scale": 4}
 """Lengths in tokens that are shorter in a copy, so that prompts of a dozen tokens are longer."""
 _DIVISORS = (2, 4, 8, 16, 32, 64)
@@ -78,8 +79,12 @@ class ShrunkenModel:
         """Returns the first of the names that are tied to this one."""
         return self.aliases.get(name, name)
 
-    def is_drawn(self, _name: str) -> bool:
-        return False
+    def is_drawn(self, name: str) -> bool:
+        """Returns False for every name, since all tensors are here."""
+        return name not in self.tensors and name not in self.aliases
+
+    def shape(self, name: str) -> torch.Size:
+        return self[name].shape
 
     def skeleton(self, attention: str) -> PreTrainedModel:
         """Returns a model of its own with the same tensors, and with an attention function of transformers."""
@@ -102,14 +107,20 @@ class NoCopyError(ValueError):
 
 
 def shrink(
-    files: ModelFiles, info: ModelInfo, *, stages: Sequence[range], tp: int, try_out: Callable[[ShrunkenModel], object]
+    files: ModelFiles,
+    info: ModelInfo,
+    *,
+    stages: Sequence[range],
+    tp: int,
+    try_out: Callable[[ShrunkenModel], object],
+    dtype: torch.dtype = torch.float32,
 ) -> ShrunkenModel:
     """Returns a small copy for these stages that `try_out` can run.
 
     A model may refuse to be small, for example when its code needs tokens that the small vocabulary lacks.
 
     Raises:
-        NoCopyError: when not even a copy of full size works.
+        NoCopyError: when no copy of at most sixteen times the usual size works.
     """
     config = load_config(files.config_dir, files.trust_remote_code)
     layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code)))
@@ -120,18 +131,18 @@ def shrink(
         for chosen, has_small_vocab in ((kept, True), (kept, False), ([*range(len(layers))], True))
         for divisor, with_heads in _divisors(config, tp)
     ]
-    reason = "it is too large"
-    for most_weights in (_MOST_WEIGHTS, math.inf):
+    reason = "its layers are too large"
+    for most_weights in (_MOST_WEIGHTS, 4 * _MOST_WEIGHTS, 16 * _MOST_WEIGHTS):
         for chosen, has_small_vocab, divisor, with_heads in sizes:
             if sum(num_weights[layer] for layer in chosen) > most_weights * divisor**2:
                 continue
             try:
                 small = _small_config(config, divisor, with_heads=with_heads, has_small_vocab=has_small_vocab)
-                module = _empty(files, small, info, chosen)
+                module = _empty(files, small, info, chosen, dtype)
                 if (total := sum(weight.numel() for weight in module.parameters())) > most_weights:
                     continue
                 _draw(module)
-                found = _with_facts(module, info, chosen, divisor if with_heads else 1)
+                found = _with_facts(module, info, chosen)
                 try_out(found)
             except FAILURES as error:
                 reason = one_line(error)
@@ -167,10 +178,11 @@ def _kind(layer: nn.Module) -> Iterator[object]:
 def _divisors(config: PreTrainedConfig, tp: int) -> Iterator[tuple[int, bool]]:
     """Yields divisors of widths, from 1 on, and whether head sizes are divided too."""
     yield 1, False
+    widths = [one for value in _widths(config).values() for one in (value if isinstance(value, list) else [value])]
     head_dims = [value for name, value in vars(config).items() if name in _HEAD_DIMS and isinstance(value, int)]
     has_lists = any(isinstance(value, list) for rope in rope_dicts(config) for value in rope.values())
     for divisor in _DIVISORS:
-        if all(_divides(divisor, width, tp) for width in _widths(config).values()):
+        if all(_divides(divisor, width, tp) for width in widths):
             if head_dims and not has_lists and all(_divides(divisor, head_dim, 1) for head_dim in head_dims):
                 yield divisor, True
             yield divisor, False
@@ -182,18 +194,28 @@ def _divides(divisor: int, width: int, tp: int) -> bool:
     )
 
 
-def _widths(config: PreTrainedConfig) -> dict[str, int]:
+def _widths(config: PreTrainedConfig) -> dict[str, int | list[int]]:
+    """Returns the widths of a configuration by name; a list is one of all layers."""
     return {
         name: value
         for name, value in vars(config).items()
-        if type(value) is int and value > 1 and _WIDTH.search(name) and not _NO_WIDTH.search(name)
+        if _WIDTH.search(name) and not _NO_WIDTH.search(name) and _is_width(value)
     }
+
+
+def _is_width(value: object) -> TypeGuard[int | list[int]]:
+    """Tells whether a value is a number above 1, which stands for something else, or a list of such numbers."""
+    many = value if isinstance(value, list) else [value]
+    return bool(many) and all(type(one) is int and one > 1 for one in many)
 
 
 def _small_config(
     config: PreTrainedConfig, divisor: int, *, with_heads: bool, has_small_vocab: bool
 ) -> PreTrainedConfig:
-    changes: dict[str, Any] = {name: width // divisor for name, width in _widths(config).items()}
+    changes: dict[str, Any] = {
+        name: [width // divisor for width in value] if isinstance(value, list) else value // divisor
+        for name, value in _widths(config).items()
+    }
     for name, value in vars(config).items():
         if type(value) is not int:
             continue
@@ -214,11 +236,13 @@ def _small_config(
     return small
 
 
-def _empty(files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: Sequence[int]) -> PreTrainedModel:
+def _empty(
+    files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: Sequence[int], dtype: torch.dtype
+) -> PreTrainedModel:
     """Builds a model without numbers, whose other layers pass on what they get. Their memory is never touched."""
     with quiet_transformers(), no_init_weights():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=PROBE, trust_remote_code=files.trust_remote_code
+            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=files.trust_remote_code
         )
     module.tie_weights()
     layers = decoder_layers(module)
@@ -227,13 +251,15 @@ def _empty(files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: S
     return module.eval()
 
 
-def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int], head_divisor: int) -> ShrunkenModel:
+def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int]) -> ShrunkenModel:
+    observed = observe(module)
     specs = list(info.specs)
-    for layer, spec in observe_specs(module).items():
+    for layer, spec in observed.specs.items():
         wanted = info.specs[layer]
-        sizes = wanted.num_heads, wanted.num_kv_heads, wanted.head_dim // head_divisor
-        if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != sizes:
+        if (spec.num_heads, spec.num_kv_heads) != (wanted.num_heads, wanted.num_kv_heads):
             raise ValueError(f"layer {layer} of the copy has other heads than the model")
+        if spec.head_dim % _ALIGNED and not wanted.head_dim % _ALIGNED:
+            raise ValueError(f"heads of the copy have {spec.head_dim} numbers")
         specs[layer] = spec
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -249,18 +275,24 @@ def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int], h
         specs=tuple(specs),
         vocab_size=module.get_input_embeddings().weight.shape[0],
         hidden_size=module.config.hidden_size,
+        passed_width=observed.passed_width,
         rope_switch_length=None if info.rope_switch_length is None else _LENGTHS["original_max_position_embeddings"],
     )
     return ShrunkenModel(module=module, info=facts, layers=kept, tensors=tensors, aliases=aliases)
 
 
 def _draw(module: nn.Module) -> None:
-    """Fills a model's parameters with random numbers that keep activations near 1, so that each of them matters."""
+    """Fills a model's parameters with random numbers that keep activations near 1, so that each of them matters.
+
+    Later outputs of a matrix are larger, so that heads and channels differ in more than their random numbers: the mean
+    over a share is not that over all.
+    """
     numbers = torch.Generator().manual_seed(0)
     for name, weight in module.named_parameters():
         with torch.no_grad():
             weight.normal_(generator=numbers)
             if weight.ndim > 1:
-                weight.mul_(weight.shape[-1] ** -0.5)
+                slope = torch.linspace(-_SLOPE, _SLOPE, weight.shape[-2]).exp()[:, None]
+                weight.mul_(slope * weight.shape[-1] ** -0.5)
             else:
                 weight.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)

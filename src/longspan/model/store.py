@@ -156,6 +156,12 @@ class StoredTensors(Mapping[str, Tensor]):
     def is_drawn(self, name: str) -> bool:
         return self._matrices is not None and self.owner(name) in self._matrices.shapes
 
+    def shape(self, name: str) -> torch.Size:
+        """Returns the shape of a tensor, which is not drawn for that."""
+        if self._matrices is not None and self.is_drawn(name):
+            return torch.Size(self._matrices.shapes[self.owner(name)])
+        return self._mapped[self.owner(name)].shape
+
     def __getitem__(self, name: str) -> Tensor:
         owner = self.owner(name)
         if self._matrices is not None and owner in self._matrices.shapes:

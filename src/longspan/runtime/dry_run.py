@@ -6,6 +6,7 @@ Two prompts are computed in chunks, together, and a token of each is decoded bef
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from longspan.model.adapter import SERVE, Model
 from longspan.model.files import ModelError, ModelFiles, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.shrunken import FAILURES, NoCopyError, ShrunkenModel, shrink
+from longspan.model.store import DTYPES
 from longspan.runtime.executor.threads import memory_transports
 from longspan.runtime.messages import Done
 from longspan.runtime.pool import KvPool
@@ -35,14 +37,15 @@ from longspan.runtime.sampling import Vocabulary
 from longspan.runtime.timing import Stopwatch
 from longspan.runtime.worker import Worker
 
+_log = logging.getLogger("longspan")
 _CPU = torch.device("cpu")
 PROMPT_LENGTHS, _CHUNK = (14, 6), 3
 """Tokens of the prompts, the first of which is shared; and those of the second prompt's first chunk."""
 _BLOCK_SIZE, _NUM_BLOCKS = 2, 32
 _TIMEOUT_S = 60.0
 """A rank that waits longer has peers that send less often. A trial takes a tenth of a second."""
-_MAX_ERROR = 3e-4
-"""The largest difference of a logit or a logprob, in standard deviations of logits; roundings are below 1e-5."""
+_MAX_ERROR = 1e-4
+"""The largest difference of a logit or a logprob, in standard deviations of logits. Roundings stay below 1e-5."""
 
 
 class WrongSplitError(ValueError):
@@ -58,25 +61,33 @@ class DryRuns:
 
     def __init__(self, files: ModelFiles, info: ModelInfo, *, tp: int) -> None:
         self._files, self._info, self._tp = files, info, tp
-        self._copies: dict[tuple[range, ...], ShrunkenModel] = {}  # by stages
+        self._copies: dict[tuple[torch.dtype, tuple[range, ...]], ShrunkenModel] = {}  # by dtype and stages
 
     def problem(self, cluster: Cluster, exchange: Exchange) -> str:
-        """Returns the reason why a cluster whose instances share a prompt does not work, or an empty text."""
+        """Returns the reason why a cluster whose instances share a prompt does not work, or an empty text.
+
+        Results are compared in float32. In the precision of the model, workers must not fail.
+        """
         try:
-            _try_split(self._files, self._copy(cluster), cluster, exchange)
+            for dtype in dict.fromkeys((torch.float32, DTYPES[self._files.dtype])):
+                _try_split(self._files, self._copy(cluster, dtype), cluster, exchange)
         except NoCopyError as error:
-            return f"it cannot be tried on a small copy: {error}"
+            if cluster.num_ranks > 1:
+                return f"it cannot be tried on a small copy: {error}"
+            _log.warning("nothing was checked on a small copy of the model, since there is none: %s", error)
         except (WrongSplitError, ModelError) as error:
             return str(error)
         except FAILURES as error:
             return one_line(error)
         return ""
 
-    def _copy(self, cluster: Cluster) -> ShrunkenModel:
+    def _copy(self, cluster: Cluster, dtype: torch.dtype) -> ShrunkenModel:
         stages = tuple(cluster.layers(0, stage) for stage in range(cluster.pp(0)))
-        if stages not in self._copies:
-            self._copies[stages] = shrink(self._files, self._info, stages=stages, tp=self._tp, try_out=_run_whole)
-        return self._copies[stages]
+        if (dtype, stages) not in self._copies:
+            self._copies[dtype, stages] = shrink(
+                self._files, self._info, stages=stages, tp=self._tp, try_out=_run_whole, dtype=dtype
+            )
+        return self._copies[dtype, stages]
 
 
 def _run_whole(small: ShrunkenModel) -> None:
@@ -243,6 +254,7 @@ def _compare(small: ShrunkenModel, request: _Request, done: Sequence[Done]) -> N
     for row, one in enumerate(sampled, request.length - 1):
         logits = torch.frombuffer(bytearray(one.logits), dtype=torch.float32).double()
         errors[row + 1] = (logits - wanted[row]).abs().max().item()
+    max_error = _MAX_ERROR if small.module.dtype == torch.float32 else torch.inf
     for position, error in sorted(errors.items()):
-        if not error <= _MAX_ERROR * scale:
+        if not error <= max_error * scale:
             raise WrongSplitError(f"logits differ by {error / scale:.2g} standard deviations at position {position}")

@@ -139,7 +139,8 @@ def _key(files: ModelFiles, info: ModelInfo, trial: Trial) -> str:
     package = Path(__file__).parents[1]
     code = [file for folder in _CODE for file in sorted((package / folder).rglob("*.py"))]
     own = [file for pattern in ("config.json", "*.py") for file in sorted(files.config_dir.glob(pattern))]
-    found = hashlib.sha256(json.dumps([str(trial), info.to_json(), version("transformers"), version("torch")]).encode())
+    versions = [version(name) for name in ("transformers", "torch")]
+    found = hashlib.sha256(json.dumps([str(trial), files.dtype, info.to_json(), versions]).encode())
     for file in (*code, *own):
         found.update(hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()[:32]
