@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,11 +136,21 @@ class _Results:
 
 
 def _key(files: ModelFiles, info: ModelInfo, trial: Trial) -> str:
-    package = Path(__file__).parents[1]
-    code = [file for folder in _CODE for file in sorted((package / folder).rglob("*.py"))]
     own = [file for pattern in ("config.json", "*.py") for file in sorted(files.config_dir.glob(pattern))]
-    versions = [version(name) for name in ("transformers", "torch")]
-    found = hashlib.sha256(json.dumps([str(trial), files.dtype, info.to_json(), versions]).encode())
-    for file in (*code, *own):
+    known = [str(trial), files.dtype, info.to_json(), _code_key(), *(_digest([file]) for file in own)]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+
+
+@cache
+def _code_key() -> str:
+    """Identifies the code that computes: that of longspan by its text, that of others by versions."""
+    package = Path(__file__).parents[1]
+    code = _digest(file for folder in _CODE for file in sorted((package / folder).rglob("*.py")))
+    return " ".join((code, *(version(name) for name in ("transformers", "torch"))))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for file in files:
         found.update(hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()[:32]
+    return found.hexdigest()
