@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import psutil
@@ -19,6 +20,7 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.core.options import option_text
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.csa_tuned import is_tuned
@@ -31,7 +33,7 @@ from longspan.csa_file import AUTO, csa_settings
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
-from longspan.model.sharding import Shard, check_can_be_split, check_degree
+from longspan.model.sharding import Shard, check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import ChosenPolicy, PolicySettings, make_policy
@@ -44,6 +46,7 @@ from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.host_pool import HostMemory, map_blocks
 from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.pool import bytes_per_block, default_kv_bytes, default_step_bytes
+from longspan.runtime.split_check import check_splits
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
 
@@ -517,12 +520,13 @@ def _with_step_tokens(
 def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: ChosenPolicy) -> None:
     """Raises ValueError when ranks cannot share the model so, or the policy cannot drop tokens of it."""
     _check_windows(info, str(policy.settings.options.get("csa", "off")))
-    shares_layers = policy.exchange is not None and policy.exchange.traits.level == "layer"
-    degrees = sorted({cluster.tp(instance) for instance in cluster.instances})
-    for tp in degrees:
+    exchange = policy.exchange
+    shares_layers = exchange is not None and exchange.traits.level == "layer"
+    for tp in sorted({cluster.tp(instance) for instance in cluster.instances}):
         check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
-    if shares_layers or max(degrees) > 1:
-        check_can_be_split(files, info.specs)
+    source = getattr(policy.options, "weights", None) if exchange in (None, ALLTOALL) else None
+    weights = () if source is None else get_args(WeightSource) if source == "auto" else (source,)
+    check_splits(files, info, cluster, gathers_hidden=shares_layers, weights=weights)
 
 
 def _check_windows(info: ModelInfo, csa: str) -> None:
@@ -634,8 +638,11 @@ def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_siz
 
 
 def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
-    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both."""
+    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both.
+
+    Of a model whose layers read tokens, the last stage has both.
+    """
     pp = cluster.pp(instance)
     layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))
-    ends = info.vocab_size * info.hidden_size * (2 if pp == 1 else 1)
+    ends = info.vocab_size * info.hidden_size * (2 if pp == 1 or info.reads_tokens else 1)
     return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize

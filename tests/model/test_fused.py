@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import loaded_kernels
-from tiny_models import TINY
+from tiny_models import BASE, TINY
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Ministral3Config, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from longspan import native
-from longspan.attn.spec import AttnSpec
+from longspan.attn.spec import AttnSpec, probe_positions
 from longspan.model import adapter
-from longspan.model.fused import FusedLayer, Matrix, Product, fuse_head, fuse_layers
+from longspan.model.fused import MAX_ERROR, FusedLayer, Matrix, Product, fuse_head, fuse_layers
 from longspan.model.quantization import GROUP, Levels, Quantization, quantise
 
 SPEC = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=32, scale=32**-0.5, window=None, softcap=None)
@@ -112,9 +113,13 @@ def random_model(name: str, **changes: int) -> nn.Module:
     config = TINY[name]()
     config.update(changes)
     config.head_dim = SPEC.head_dim
+    return random_weights(config)
+
+
+def random_weights(config: PreTrainedConfig) -> nn.Module:
     torch.manual_seed(1)
     module: nn.Module = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation=adapter._SERVE
+        config, dtype=torch.bfloat16, attn_implementation=adapter.SERVE
     )
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.1)
@@ -130,7 +135,8 @@ def fused_layers(module: Any) -> list[bool]:
         return cos, sin
 
     layers = dict(enumerate(module.model.layers))
-    fuse_layers(layers, [SPEC] * len(layers), None, rotary, levels)
+    positions = probe_positions(module.config, module.config.max_position_embeddings)
+    fuse_layers(layers, [SPEC] * len(layers), None, rotary, levels, positions)
     fuse_head(module.lm_head, levels)
     return [isinstance(layer.forward, FusedLayer) for layer in layers.values()]
 
@@ -152,7 +158,7 @@ def test_a_fused_model_is_as_exact_as_its_modules(name: str) -> None:
 def test_layers_of_another_form_keep_their_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "longspan"):
         assert not any(fused_layers(random_model(name)))
-    assert "are computed by PyTorch's operators: " in caplog.text
+    assert "are computed by PyTorch's operators, so a decode step can take twice as long: " in caplog.text
 
 
 def test_a_layer_that_computes_something_else_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +166,75 @@ def test_a_layer_that_computes_something_else_is_found_out(caplog: pytest.LogCap
     module.model.layers[1].mlp.act_fn = nn.GELU()
     with caplog.at_level(logging.INFO, "longspan"):
         assert fused_layers(module) == [True, False, True]
-    assert "layers [1] are computed" in caplog.text and "would differ by" in caplog.text
+    assert "layers [1] are computed" in caplog.text and "would differ at" in caplog.text
+
+
+FAR = [16383, 16384, 40000]
+"""Positions on both sides of a switch, far behind those of short prompts."""
+
+
+def logits_at(module: Any, positions: list[int]) -> Tensor:
+    where, tokens = torch.tensor([positions]), torch.arange(len(positions))[None]
+    with torch.no_grad():
+        logits: Tensor = module(input_ids=tokens, position_ids=where, use_cache=False, attend=attend).logits[0]
+    return logits.double()
+
+
+def ministral3() -> nn.Module:
+    """Makes a tiny model that scales queries by `floor(position / 16384)`."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 2.0}
+    config = Ministral3Config(
+        **BASE | {"head_dim": SPEC.head_dim, "max_position_embeddings": 1 << 16},
+        rope_parameters={**rope, "original_max_position_embeddings": 16384},
+    )
+    return random_weights(config)
+
+
+def scaled_far_away(self: Any, hidden_states: Tensor, position_ids: Tensor, **arguments: Any) -> Any:
+    """Stands for the attention of a model that computes something else from position 16,384 on."""
+    is_far = (position_ids >= 16384)[..., None]
+    return attention_of_llama(self, hidden_states * (1 + is_far), position_ids=position_ids, **arguments)
+
+
+attention_of_llama = LlamaAttention.forward
+
+
+@pytest.mark.parametrize("name", ["ministral3", "llama", "phi3", "qwen3"])
+def test_fused_layers_agree_with_modules_far_from_the_start(name: str) -> None:
+    module = ministral3() if name == "ministral3" else random_model(name, max_position_embeddings=1 << 16)
+    own = logits_at(module, FAR)
+    is_fused = fused_layers(module)
+    found = logits_at(module, FAR)
+    assert set(is_fused) == {name != "ministral3"}
+    assert (found - own).norm(dim=-1).max() <= MAX_ERROR * own.norm(dim=-1).max()
+
+
+def test_a_known_class_is_fused_only_if_it_agrees_at_every_switch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LlamaAttention, "forward", scaled_far_away)
+    with caplog.at_level(logging.INFO, "longspan"):
+        assert not any(fused_layers(random_model("llama", max_position_embeddings=1 << 16)))
+    assert "layers [0, 1, 2] are" in caplog.text and "would differ at position 16384" in caplog.text
+
+
+def test_a_class_that_is_not_known_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
+    """It has the name and the results of Llama's, but comes from elsewhere: nothing is known of its code."""
+    module: Any = random_model("llama")
+    attention = module.model.layers[1].self_attn
+    attention.__class__ = type("LlamaAttention", (LlamaAttention,), {"__module__": "transformers_modules.hub.model"})
+    with caplog.at_level(logging.INFO, "longspan"):
+        assert fused_layers(module) == [True, False, True]
+    assert caplog.text.count("a decode step can take twice as long: the forward of LlamaAttention") == 1
+
+
+@pytest.mark.parametrize("length", [1000, 4096, 16384])
+def test_both_sides_of_every_switch_are_checked(length: int) -> None:
+    config = LlamaConfig(rope_parameters={"rope_type": "default", "original_max_position_embeddings": length})
+    positions = {*probe_positions(config, 1 << 16)}
+    assert positions >= {0, (1 << 16) - 1} and max(positions) < 1 << 16
+    switches = range(length, 1 << 16, length)
+    assert positions.issuperset(n - side for n in (*switches[:16], *switches[-16:]) for side in (0, 1))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from longspan.model.source import prepare
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
 from longspan.runtime.layerwise import Layerwise
-from longspan.runtime.layerwise.unsharded_alltoall import HeadTokenSwap, joined_weights, share_message
+from longspan.runtime.layerwise.unsharded_alltoall import HeadTokenSwap, joined_weights, share_layouts, share_message
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch
@@ -105,9 +105,10 @@ def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> Non
         shards = [Shard(index=rank, size=tp, specs=model.info.specs) for rank in range(tp)]
         path = f"layers.{layer}.self_attn."
         shares = [{n: shard.cut(path + n, weight) for n, weight in whole.items()} for shard in shards]
-        messages = [share_message(shard, layer, share) for shard, share in zip(shards, shares, strict=True)]
-        for shard, share in zip(shards, shares, strict=True):
-            joined = joined_weights(shard, layer, share, messages)
+        layouts = share_layouts(shards[0], layer, {n: weight.shape for n, weight in whole.items()})
+        messages = [share_message(layout, share) for layout, share in zip(layouts, shares, strict=True)]
+        for share in shares:
+            joined = joined_weights(layouts, share, messages)
             assert all(torch.equal(joined[n], weight) for n, weight in whole.items())
         assert sum(message.payload_bytes for message in messages) == weight_bytes(whole)
 

@@ -4,6 +4,7 @@ attention function. Imports no transformers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,14 @@ from longspan.core.cluster import HeadShare
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """The `layer_types` of a configuration that an AttnSpec can say."""
+_PROBE = (0, 1, 5, 17, 400)
+"""Positions at which every model is checked."""
+_LENGTHS = re.compile("position|context|length|floor|window|chunk")
+"""Names of configuration values that are lengths in tokens."""
+_SHORTEST = 16
+"""The shortest length, in tokens, whose multiples are checked. A shorter one is seen at the first positions."""
+_MULTIPLES = 16
+"""Checked multiples of a length, from either end of the context. More of them take longer at every start."""
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "position_embeddings"}
 """Arguments that do not change what a layer computes; so do those that begin with "output_"."""
 
@@ -101,3 +110,25 @@ def rope_dicts(config: object) -> Iterator[Mapping[str, Any]]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     yield from nested or [rope]
+
+
+def probe_positions(config: object, context_length: int) -> list[int]:
+    """Chooses positions at which a model is checked: from the first to the last, and at every switch of its scaling.
+
+    RoPE and query scaling change at multiples of a length that the configuration states, such as
+    `original_max_position_embeddings` or the step of `floor(position / step)`. Both sides of each multiple are chosen;
+    of a short length, the first and the last multiples. Powers of two stand for lengths that only code states.
+    """
+    stated = [vars(config), *rope_dicts(config)]
+    lengths = {
+        value
+        for source in stated
+        for name, value in source.items()
+        if isinstance(value, int) and _LENGTHS.search(name) and _SHORTEST <= value < context_length
+    }
+    switches = {1 << power for power in range(context_length.bit_length())}
+    for length in lengths:
+        multiples = range(length, context_length, length)
+        switches.update(multiples[:_MULTIPLES], multiples[-_MULTIPLES:])
+    sides = {position - offset for position in switches for offset in (0, 1)}
+    return sorted(position for position in {*sides, *_PROBE, context_length - 1} if 0 <= position < context_length)

@@ -10,24 +10,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attn.paged import on_device
-from longspan.attn.spec import as_output
+from longspan.attn.spec import as_output, probe_positions
 from longspan.model.files import ModelFiles
 from longspan.model.fused import Reduce, fuse_head, fuse_layers
 from longspan.model.graph_step import GraphStep, Recording
+from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
-from longspan.model.skeleton import build_skeleton, decoder_layers, load_config
-from longspan.model.stages import Stage
-from longspan.model.store import DTYPES, StoredTensors, map_levels, read_info
+from longspan.model.skeleton import build_skeleton, decoder_layers, load_config, trunk_path
+from longspan.model.stages import LayerArguments, PassThrough, Stage, recorded_arguments
+from longspan.model.store import DTYPES, StoredTensors, map_levels
 from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
 
-_SERVE = "longspan"
+SERVE = "longspan"
+"""The attention function of a model that serves."""
+
+
+class Stored(Protocol):
+    """The stored parameters and buffers of a model, by name, see `StoredTensors`."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def owner(self, name: str) -> str: ...
+
+    def is_drawn(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> torch.Size: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
 
 
 class Model:
@@ -37,6 +54,7 @@ class Model:
 
     Args:
         stored: the stored weights; None to map them anew.
+        skeleton: the modules to fill; None to build them.
         fused: computes layers by our own kernels, which must be loaded, where they know them.
         whole_steps: computes steps of single tokens as a whole, where that is possible, not layer by layer.
         recording: how such steps can be recorded; None where they cannot.
@@ -47,6 +65,7 @@ class Model:
         first_kv_heads: which KV head of the whole model is the first of this share, for each layer.
         shard: which share this is.
         stage: which layers these are; None for all.
+        layers: the modules of its layers, by number.
         copied_bytes: of parameters that are no views of the mapped weights.
     """
 
@@ -58,31 +77,30 @@ class Model:
         tp_index: int = 0,
         tp: int = 1,
         layers: range | None = None,
-        stored: StoredTensors | None = None,
+        stored: Stored | None = None,
+        skeleton: PreTrainedModel | None = None,
         fused: bool = False,
         whole_steps: bool = True,
         recording: Recording | None = None,
     ) -> None:
-        config = load_config(files.config_dir, files.trust_remote_code)
-        self.module = build_skeleton(
-            config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=_SERVE
-        )
+        self.module = _skeleton(files) if skeleton is None else skeleton
         self._device = device
-        self.info = read_info(files.weights)
+        self._stored = StoredTensors(files.weights, device) if stored is None else stored
+        self.info = self._stored.info
         self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs)
         self.specs = self.shard.local_specs
         self.first_kv_heads = tuple(self.shard.share(spec).kv_heads.start for spec in self.info.specs)
         is_whole = layers is None or len(layers) == self.info.num_layers
         decoder = decoder_layers(self.module)
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
-        self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
-        self._stored = StoredTensors(files.weights, device) if stored is None else stored
+        self.layers = {number: layer for number, layer in own.items() if not isinstance(layer, PassThrough)}
+        self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers, self.specs)
         self.copied_bytes = _fill(self.module, self._stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
         self._reduce: Reduce | None = None
         if tp > 1:
-            sum_partial_results(self.module, self.shard, self._sum)
+            sum_partial_results(self.module, self.shard, self._sum, self._stored.shape)
         self._whole_step: WholeStep | GraphStep | None = None
         self._rotary_table = RotaryTable(self._rotary_of_positions)
         is_alone = tp == 1 and self.stage is None
@@ -92,10 +110,8 @@ class Model:
             self._whole_step = GraphStep(self._all_logits, self.specs, recording, device)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
-        layers = getattr(self.module, self.module.base_model_prefix)
-        for module in (getattr(layers, "decoder", None), layers):  # some heads call the former alone, such as OPT's
-            if isinstance(module, nn.Module):
-                module.register_forward_hook(self._keep_output)
+        self._trunk = trunk_path(self.module)
+        self.module.get_submodule(self._trunk).register_forward_hook(self._keep_output)
 
     @torch.no_grad()
     def forward(
@@ -139,13 +155,12 @@ class Model:
         """Returns logits `[n, vocab]` (float32) of more tokens of the latest `forward`, by their indices; n is at least
         1.
         """
-        name = self.module.base_model_prefix
-        layers = getattr(self.module, name)
-        setattr(self.module, name, _Replay(self._output))
+        layers = self.module.get_submodule(self._trunk)
+        self.module.set_submodule(self._trunk, _Replay(self._output))
         try:
             return self._call(torch.tensor(rows, device=self._inputs[0].device), None)
         finally:
-            setattr(self.module, name, layers)
+            self.module.set_submodule(self._trunk, layers)
 
     @property
     def last_hidden(self) -> Tensor:
@@ -163,11 +178,32 @@ class Model:
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
 
+    @torch.no_grad()
+    def layer_arguments(self, positions: Tensor, rope_lengths: Tensor) -> LayerArguments:
+        """Returns what the model hands to each layer besides hidden states, for tokens `[tokens]` on its device.
+
+        Examples are RoPE of the layer's type and query scaling. No layer runs.
+        """
+        if self._longrope is not None:
+            self._longrope.pin(rope_lengths)
+        layers = getattr(self.module, self.module.base_model_prefix)
+        with recorded_arguments(self.layers) as found:
+            row = {"input_ids": torch.zeros_like(positions)[None], "position_ids": positions[None]}
+            layers(**row, use_cache=False, attend=None)
+        return found
+
     def stored_attention(self, layer: int) -> dict[str, Tensor]:
         """Returns the unsharded parameters of a layer's attention, on the CPU."""
+        return {name: self._stored[path].cpu() for name, path in self._attention_paths(layer).items()}
+
+    def attention_shapes(self, layer: int) -> dict[str, torch.Size]:
+        """Returns the shapes of the unsharded parameters of a layer's attention."""
+        return {name: self._stored.shape(path) for name, path in self._attention_paths(layer).items()}
+
+    def _attention_paths(self, layer: int) -> dict[str, str]:
         attention = attention_modules(self.module)[layer]
         [path] = [path for path, module in self.module.named_modules() if module is attention]
-        return {name: self._stored[f"{path}.{name}"].cpu() for name, _ in attention.named_parameters()}
+        return {name: f"{path}.{name}" for name, _ in attention.named_parameters()}
 
     @property
     def weight_bytes(self) -> int:
@@ -193,28 +229,28 @@ class Model:
 
     def _fuse(self, layers: Mapping[int, nn.Module], weights: Path, *, whole_steps: bool) -> None:
         """Lets our own kernels compute what they know of these layers, and of the output head if it is here."""
+        positions = probe_positions(self.module.config, self.info.context_length)
         # A share of tensor parallelism reads the weights that the levels stand for.
         levels = {} if self.shard.size > 1 else map_levels(weights)
         own_weights = self.module.named_parameters(remove_duplicate=False)
         by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
         with self.summed_by(lambda partial: partial):
             reduce = None if self.shard.size == 1 else self._sum
-            fused = fuse_layers(layers, self.specs, reduce, self._rotary_of_positions, by_address)
+            fused = fuse_layers(layers, self.specs, reduce, self._rotary_of_positions, by_address, positions)
         head = None
         if self.stage is None or self.stage.is_last:
             head = fuse_head(self.module.get_output_embeddings(), by_address)
         if whole_steps and head is not None and len(fused) == self.info.num_layers:
             in_order = [fused[layer] for layer in layers]
-            self._whole_step = whole_step(self.module, in_order, head, self._rotary_of_row, self._by_layers)
+            rotary, forward = self._rotary_of_row, self._all_logits
+            self._whole_step = whole_step(self.module, in_order, head, rotary, forward, positions)
+            self._rotary_table.clear()
 
     def _rotary_of_positions(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary(positions, _one_length(positions))
 
     def _rotary_of_row(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
         return self._rotary_table(positions) if self._longrope is None else self.rotary(positions, rope_lengths)
-
-    def _by_layers(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self._all_logits(tokens, positions, _one_length(positions), attend)
 
     def _all_logits(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, attend: Attend) -> Tensor:
         keep = torch.arange(len(tokens), device=tokens.device)
@@ -237,17 +273,17 @@ class Model:
         return {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
 
 
+def _skeleton(files: ModelFiles) -> PreTrainedModel:
+    config = load_config(files.config_dir, files.trust_remote_code)
+    return build_skeleton(config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=SERVE)
+
+
 class _Replay(nn.Module):
     """Stands for the decoder layers when the head is asked for more of what they gave last."""
 
     def __init__(self, output: object) -> None:
         super().__init__()
         self._output = output
-
-    @property
-    def decoder(self) -> _Replay:
-        """Itself: some heads call the decoder inside the base model, such as OPT's."""
-        return self
 
     def forward(self, *_: object, **__: object) -> object:
         return self._output
@@ -267,7 +303,7 @@ def _serve(
     return as_output(attend(layer, query[0], key[0], value[0]))
 
 
-AttentionInterface.register(_SERVE, _serve)
+AttentionInterface.register(SERVE, _serve)
 
 
 def _one_length(positions: Tensor) -> Tensor:
@@ -279,7 +315,7 @@ def _single_tokens(attend: Attend) -> SingleTokens | None:
     return found
 
 
-def _fill(model: nn.Module, stored: StoredTensors, device: torch.device, shard: Shard) -> int:
+def _fill(model: nn.Module, stored: Stored, device: torch.device, shard: Shard) -> int:
     """Replaces every meta parameter and buffer by the stored one, or its share; tied names get one Parameter.
 
     Returns the bytes of the parameters that had to be copied.
@@ -304,7 +340,7 @@ def _fill(model: nn.Module, stored: StoredTensors, device: torch.device, shard: 
     return copied_bytes
 
 
-def _share(stored: StoredTensors, name: str, device: torch.device, shard: Shard) -> tuple[Tensor, bool]:
+def _share(stored: Stored, name: str, device: torch.device, shard: Shard) -> tuple[Tensor, bool]:
     """Returns a rank's share of a parameter, and whether it is a view of the stored one, or as good as that.
 
     Of a matrix that was drawn for it nothing else is kept, and it is gone before the next one is drawn.

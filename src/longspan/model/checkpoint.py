@@ -192,7 +192,10 @@ def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, tr
 
 
 class _NoProducts(TorchFunctionMode):
-    """Leaves out products with matrices, which say nothing about a model and read all of its weights."""
+    """Leaves out products with matrices, which say nothing about a model and read all of its weights.
+
+    Embeddings are the tokens themselves, so that tensors which depend on tokens differ.
+    """
 
     def __torch_function__(
         self,
@@ -204,6 +207,9 @@ class _NoProducts(TorchFunctionMode):
         if function is functional.linear:
             given, weight = args[:2]
             return given.new_zeros(*given.shape[:-1], len(weight))
+        if function is functional.embedding:
+            tokens, weight = args[:2]
+            return tokens[..., None].to(weight.dtype).expand(*tokens.shape, weight.shape[1])
         return function(*args, **(kwargs or {}))
 
 

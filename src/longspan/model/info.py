@@ -16,7 +16,9 @@ class ModelInfo:
     """The facts that are stored with a model's weights.
 
     `context_length` is in tokens (prompt and output together); `specs` has one entry per layer; `hidden_size` is the
-    width of what passes from layer to layer, and `layer_weights` how many elements a layer has, on average.
+    width of hidden states, and `layer_weights` how many elements a layer has, on average.
+    `passed_width` counts the numbers of a token that pass from layer to layer: several hidden states in some models.
+    `reads_tokens` says that layers behind the first are handed something that depends on tokens, besides hidden states.
     `rope_switch_length` is set for longrope models: a request whose length (tokens) is above it uses the long
     factors, for all of its tokens.
     `layers_return_tuples` says that hidden states are the first of what each layer returns.
@@ -31,6 +33,8 @@ class ModelInfo:
     specs: tuple[AttnSpec, ...]
     rope_switch_length: int | None
     layers_return_tuples: bool
+    passed_width: int
+    reads_tokens: bool
 
     @property
     def head_layers(self) -> float:

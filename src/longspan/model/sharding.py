@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +19,22 @@ from torch import Tensor
 
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import HeadShare, cut_evenly, split_heads
-from longspan.model.files import ModelError, ModelFiles
+from longspan.model.files import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_ROUTER = re.compile(r"\.gate\.weight$")
+_ATTENTION = re.compile(r"\.(self_)?att(n|ention)\.")
+_WHOLE = re.compile(
+    r"\.(gate|wg|router|router\.layer|router\.proj|shared_expert_gate|per_layer_input_gate|per_layer_projection"
+    r"|linear_left|linear_right|modality_router|correction_coefs|prediction_coefs)\.weight$"
+)
+"""Matrices that every rank has completely: routers, and others that are small."""
+_ALIGNED = (8, 4)
+"""Numbers of 16 bytes in bfloat16 and in float32."""
 _SUMMED = re.compile(r"\.(o_proj|down_proj|experts)$")
+_NORM = re.compile(r"norm\w*$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,57 +54,97 @@ class Shard:
         return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
 
     def cut(self, name: str, weight: Tensor) -> Tensor:
-        """Returns this rank's slice of a parameter."""
+        """Returns this rank's slice of a parameter; a view of it, unless its pieces lie apart.
+
+        Raises:
+            ModelError: for a matrix that no rule knows.
+        """
+        if (found := self.pieces(name, weight.shape)) is None:
+            return weight
+        dim, ranges = found
+        if weight.ndim == 1 and not any(ranges):  # what is added to a sum, by another rank
+            return torch.zeros_like(weight)
+        pieces = [weight.narrow(dim, own.start, len(own)) for own in ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def pieces(self, name: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
+        """Returns the dimension in which a parameter is cut, and the ranges of it that this rank has.
+
+        There are several if the parameter joins several projections. None stands for all of the parameter. A bias that
+        is added to a sum over ranks is in one of them, and the range of the others is empty.
+        """
         layer = _LAYER.search(name)
         if self.size == 1 or layer is None:
-            return weight
+            return None
         spec = self.specs[int(layer[1])]
         module, _, kind = name.rpartition(".")
         leaf = kind if kind.endswith("_proj") else module.rpartition(".")[2]  # an expert's own parameter, or a module
-        if (cut := self._projection(leaf, weight, spec)) is not None:
-            return cut
-        is_head_norm = leaf in ("q_norm", "k_norm")
-        if (weight.ndim == 1 and not is_head_norm) or _ROUTER.search(name) or weight.numel() == spec.head_dim:
-            return weight
-        raise ModelError(
-            f"tensor parallelism is not supported for this architecture: it is not known how to cut {name}"
-        )
+        is_attention = _ATTENTION.search(name) is not None
+        found = self._of_attention(leaf, shape, spec) if is_attention else self._of_feed_forward(leaf, shape)
+        if found is None and len(shape) > 1 and shape.numel() != spec.head_dim and not _WHOLE.search(name):
+            raise ModelError(f"it is not known how to cut {name}")
+        return found
 
-    def _projection(self, leaf: str, weight: Tensor, spec: AttnSpec) -> Tensor | None:
-        """Cuts the weight or the bias of a projection by its name; None for any other parameter."""
-        share = self.share(spec)
+    def _of_attention(self, leaf: str, shape: torch.Size, spec: AttnSpec) -> tuple[int, tuple[range, ...]] | None:
+        """Cuts a parameter of attention by heads."""
+        share, dim = self.share(spec), spec.head_dim
+        if leaf == "o_proj":
+            return self._added_once(shape) if len(shape) == 1 else (1, (_rows(share.heads, dim),))
+        if leaf == "qkv_proj":
+            q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
+            keys = _rows(share.kv_heads, dim)
+            return 0, (_rows(share.heads, dim), *(range(keys.start + at, keys.stop + at) for at in (q, q + kv)))
+        if not shape or ("norm" in leaf and shape.numel() == dim):
+            return None
+        sizes = {
+            spec.num_heads * dim: _rows(share.heads, dim),  # queries, gates, norms over all heads
+            spec.num_kv_heads * dim: _rows(share.kv_heads, dim),
+            spec.num_heads: share.heads,  # a number, or a row, for each head
+        }
+        if leaf in ("k_proj", "v_proj"):
+            return 0, (sizes[spec.num_kv_heads * dim],)
+        return (0, (sizes[shape[0]],)) if shape[0] in sizes else None
+
+    def _of_feed_forward(self, leaf: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
+        """Cuts a parameter by the inner dimension."""
         match leaf:
-            case "q_proj":
-                cut = _of_heads(weight, share.heads, spec)
-            case "k_proj" | "v_proj":
-                cut = _of_heads(weight, share.kv_heads, spec)
-            case "qkv_proj":
-                heads = (share.heads, share.kv_heads, share.kv_heads)
-                numbers = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-                parts = weight.split([number * spec.head_dim for number in numbers])
-                cut = torch.cat([_of_heads(part, own, spec) for part, own in zip(parts, heads, strict=True)])
-            case "gate_proj" | "up_proj":  # [inner, hidden]
-                cut = self._even(weight, 0)
+            case "gate_proj" | "up_proj" | "ffn_sub_norm":  # [inner, hidden], or [inner]
+                return 0, (self._even(shape[0]),)
             case "gate_up_proj":  # two of these below each other, or [experts, 2 * inner, hidden]
-                dim = max(0, weight.ndim - 2)
-                cut = torch.cat([self._even(half, dim) for half in weight.chunk(2, dim)], dim)
-            case "o_proj" | "down_proj" if weight.ndim == 1:  # what is added to a sum is added once
-                cut = weight if self.index == 0 else torch.zeros_like(weight)
-            case "o_proj":
-                cut = _of_heads(weight, share.heads, spec, dim=1)
+                dim = max(0, len(shape) - 2)
+                gate, inner = self._even(shape[dim] // 2), shape[dim] // 2
+                return dim, (gate, range(gate.start + inner, gate.stop + inner))
+            case "down_proj" if len(shape) == 1:
+                return self._added_once(shape)
             case "down_proj":  # [hidden, inner] or [experts, hidden, inner]
-                cut = self._even(weight, weight.ndim - 1)
-            case _:
-                return None
-        return cut
+                return len(shape) - 1, (self._even(shape[-1]),)
+        return None
 
-    def _even(self, weight: Tensor, dim: int) -> Tensor:
-        start, stop = cut_evenly(weight.shape[dim], self.size)[self.index]
-        return weight.narrow(dim, start, stop - start)
+    def _added_once(self, shape: torch.Size) -> tuple[int, tuple[range, ...]]:
+        return 0, (range(shape[0] if self.index == 0 else 0),)
+
+    def _even(self, total: int) -> range:
+        """Cuts at multiples of `_ALIGNED` if every rank gets some. Products of stacked experts need aligned rows."""
+        unit = next((unit for unit in _ALIGNED if total % unit == 0 and total // unit >= self.size), 1)
+        start, stop = cut_evenly(total // unit, self.size)[self.index]
+        return range(start * unit, stop * unit)
+
+    def counted(self, name: str, size: int) -> slice | None:
+        """Returns the columns of its share that this rank counts in sums over a norm of `size` numbers.
+
+        Each column is counted once, by the first rank that has it. None for a norm that every rank has completely.
+        """
+        shares = [replace(self, index=index).pieces(name, torch.Size([size])) for index in range(self.index + 1)]
+        ranges = [share[1][0] for share in shares if share is not None]
+        if not ranges:
+            return None
+        *before, own = ranges
+        known = max((one.stop for one in before), default=0)
+        return slice(max(0, known - own.start), len(own))
 
 
-def _of_heads(weight: Tensor, heads: range, spec: AttnSpec, dim: int = 0) -> Tensor:
-    return weight.narrow(dim, heads.start * spec.head_dim, len(heads) * spec.head_dim)
+def _rows(heads: range, rows: int) -> range:
+    return range(heads.start * rows, heads.stop * rows)
 
 
 def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> None:
@@ -115,26 +163,44 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
                 )
 
 
-def check_can_be_split(files: ModelFiles, specs: tuple[AttnSpec, ...]) -> None:
-    """Raises ModelError unless the rules know every weight of a layer, and where its attention is."""
-    from longspan.model.skeleton import build_skeleton, load_config  # noqa: PLC0415 - imports transformers' models: seconds
+def sum_partial_results(
+    module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor], shape: Callable[[str], torch.Size]
+) -> None:
+    """Makes a model sum over ranks by `reduce` what its sharded layers compute.
 
-    skeleton = build_skeleton(load_config(files.config_dir, files.trust_remote_code), files.trust_remote_code)
-    shard = Shard(index=0, size=2, specs=specs)
-    for name, weight in skeleton.named_parameters():
-        shard.cut(name, weight)
-    layers = getattr(skeleton, skeleton.base_model_prefix)
-    if len(attention_modules(skeleton)) != len(specs) or not hasattr(layers, "rotary_emb"):
-        raise ModelError(f"{skeleton.config.model_type} cannot be split by heads: its attention is not of a known form")
-
-
-def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor]) -> None:
-    """Makes a model pass the partial outputs of its sharded layers through `reduce`."""
+    These are outputs, and squares in norms over all heads or over the inner dimension. `shape` returns that of an
+    unsharded parameter by its name.
+    """
     for name, layer in module.named_modules():
         if _LAYER.search(name) and _SUMMED.search(name):
             layer.register_forward_hook(lambda _module, _inputs, output: reduce(output))
+        elif _LAYER.search(f"{name}.") and _NORM.search(name) and getattr(layer, "weight", None) is not None:
+            total = shape(f"{name}.weight").numel()
+            if layer.weight.ndim == 1 and (counted := shard.counted(f"{name}.weight", total)) is not None:
+                layer.register_forward_hook(_summed_norm(layer, counted, total, reduce))
     for layer, attention in attention_modules(module).items():
         _tell_head_counts(attention, shard.local_specs[layer])
+
+
+def _summed_norm(
+    norm: Any,  # noqa: ANN401 - a module, whatever its class
+    counted: slice,
+    total: int,
+    reduce: Callable[[Tensor], Tensor],
+) -> Callable[[object, tuple[Tensor, ...], Tensor], Tensor]:
+    """Returns a hook that turns the RMSNorm of a share into that of all ranks, which differ by a factor per token."""
+    epsilon: float = getattr(norm, "variance_epsilon", None) or norm.eps
+
+    def scaled(_norm: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        own = inputs[0].shape[-1]
+        if own == total:  # unsharded weights
+            return output
+        squares = inputs[0].float().square()
+        summed = reduce(squares[..., counted].sum(-1, keepdim=True))
+        factor = ((squares.mean(-1, keepdim=True) + epsilon) / (summed / total + epsilon)).sqrt()
+        return (output * factor).to(output.dtype)
+
+    return scaled
 
 
 def attention_modules(module: PreTrainedModel) -> dict[int, Any]:

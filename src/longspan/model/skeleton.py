@@ -6,9 +6,11 @@ Importing transformers' models takes a second or two, so only who builds one imp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -125,7 +127,8 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
             length, or sliding windows other than those observed.
     """
     config = model.config
-    specs, returns_tuples = _probe_layers(model)
+    observed = observe(model)
+    specs = _all_specs(model, observed.specs)
     _check_windows(config, specs)
     return ModelInfo(
         num_layers=config.num_hidden_layers,
@@ -136,7 +139,9 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         eos_token_ids=_eos_token_ids(config, config_dir),
         specs=specs,
         rope_switch_length=_rope_switch_length(config),
-        layers_return_tuples=returns_tuples,
+        layers_return_tuples=observed.returns_tuples,
+        passed_width=observed.passed_width,
+        reads_tokens=not _are_equal(observed.arguments, observe(model, [1, 0]).arguments),
     )
 
 
@@ -153,28 +158,80 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
 
 
+def trunk_path(model: PreTrainedModel) -> str:
+    """Returns the path of the module that calls the layers; the output head reads its output."""
+    layers = decoder_layers(model)
+    path: str = next(path for path, module in model.named_modules() if module is layers)
+    return path.rpartition(".")[0]
+
+
 def _has_number(layer: nn.Module, number: int) -> bool:
     return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
 
 
-def _probe_layers(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
-    """Returns the attention of every layer, and whether layers return tuples."""
-    pair = torch.tensor([[0, 1]], device=model.device)
-    specs: dict[int, AttnSpec] = {}
-    kinds: dict[nn.Module, type] = {}
-    firsts = [module[0] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    hooks = [one.register_forward_hook(lambda *called: kinds.update({called[0]: type(called[-1])})) for one in firsts]
-    with torch.no_grad():
-        model(input_ids=pair, position_ids=pair, use_cache=False, specs=specs)
-    for hook in hooks:
-        hook.remove()
+def _all_specs(model: PreTrainedModel, specs: Mapping[int, AttnSpec]) -> tuple[AttnSpec, ...]:
     num_layers: int = model.config.num_hidden_layers
     if sorted(specs) != list(range(num_layers)):
         raise ModelError(
             f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
             "longspan needs all of them to"
         )
-    return tuple(specs[layer] for layer in range(num_layers)), kinds[decoder_layers(model)[0]] is tuple
+    return tuple(specs[layer] for layer in range(num_layers))
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """The facts that a run of a few tokens shows, of a model with the attention `PROBE`.
+
+    Attributes:
+        specs: of the layers that call it.
+        arguments: the tensors that each layer is handed besides hidden states.
+    """
+
+    specs: dict[int, AttnSpec]
+    returns_tuples: bool = False
+    passed_width: int = 0
+    arguments: list[Tensor]
+
+
+def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1)) -> Observed:
+    found = Observed(specs={}, arguments=[])
+
+    def before(_layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        others = dict(named)
+        hidden: Tensor = given[0] if given else others.pop("hidden_states")
+        found.passed_width = hidden.numel() // len(tokens)
+        found.arguments += _tensors((given[1:], tuple(others.values())))
+
+    def after(_layer: nn.Module, _given: object, output: object) -> None:
+        found.returns_tuples = isinstance(output, tuple)
+
+    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in decoder_layers(model)]
+    hooks += [layer.register_forward_hook(after) for layer in decoder_layers(model)]
+    row = torch.tensor([list(tokens)], device=model.device)
+    with torch.no_grad():
+        model(
+            input_ids=row,
+            position_ids=torch.arange(len(tokens), device=model.device)[None],
+            use_cache=False,
+            specs=found.specs,
+        )
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Yields the tensors in a value. Those in dictionaries are results of layers before, if any."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _are_equal(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
 def _probe(

@@ -2,46 +2,67 @@
 
 Foreign layers become modules that hand through what they get, so that the model itself runs as it is. The first layer
 of a stage takes the hidden states of the stage before in place of those that the model hands it: whatever a model does
-between its embedding and its first layer is done once.
+between its embedding and its first layer is done once. A model that hands tokens to later layers as well keeps its
+embeddings in every stage.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longspan.attn.spec import AttnSpec
 from longspan.model.info import ModelInfo
 from longspan.model.skeleton import decoder_layers
+
+LayerArguments = Mapping[int, Mapping[str, Any]]
+"""The arguments of layers by name, without hidden states."""
+_SHARED = "shared_kv_states"
+"""The argument by which layers hand each other keys and values."""
+_OTHERS = inspect.Parameter.VAR_KEYWORD
 
 
 class Stage:
     """Some consecutive layers of a model, whose module loses all others.
 
+    Args:
+        specs: of all layers, on a rank with this share of the heads.
+
     Attributes:
         is_first, is_last: whether it has the embedding, and the output head.
+        width: the numbers of a token that it gets from the stage before; 0 for the first.
     """
 
-    def __init__(self, module: PreTrainedModel, info: ModelInfo, layers: range) -> None:
+    def __init__(self, module: PreTrainedModel, info: ModelInfo, layers: range, specs: Sequence[AttnSpec]) -> None:
         self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
         self._module = module
+        self._passed = info.passed_width
         self._taken: Tensor | None = None
         self._given: Tensor | None = None
         own = decoder_layers(module)
+        self._coming, self._leaving = (_SharedKv(own, specs, cut) for cut in (layers.start, layers.stop))
+        self.width = 0 if self.is_first else self._passed + self._coming.width
         for number, layer in enumerate(own):
             if number not in layers:
-                own[number] = _HandedThrough(layer, as_tuple=info.layers_return_tuples)
+                own[number] = PassThrough(layer, number, as_tuple=info.layers_return_tuples)
         if not self.is_first:
-            module.set_input_embeddings(_NoEmbedding(info.hidden_size, module.dtype))
+            if not info.reads_tokens:
+                width = module.get_input_embeddings().weight.shape[1]
+                module.set_input_embeddings(_NoEmbedding(width, module.dtype))
             own[layers.start].register_forward_pre_hook(self._take, with_kwargs=True)
         if not self.is_last:
             module.set_output_embeddings(nn.Identity())
-            own[layers.stop - 1].register_forward_hook(self._give)
+            own[layers.stop - 1].register_forward_hook(self._give, with_kwargs=True)
 
     def before_head(self, hidden: Tensor | None, **arguments: object) -> Tensor:
-        """Returns the hidden states `[1, tokens, hidden]` behind its layers, of a stage that is not the last."""
+        """Returns `[1, tokens, width]` for the next stage, of a stage that is not the last."""
         self.begin(hidden)
         getattr(self._module, self._module.base_model_prefix)(**arguments)
         given, self._given = self._given, None
@@ -49,26 +70,70 @@ class Stage:
         return given
 
     def begin(self, hidden: Tensor | None) -> None:
-        """Sets what the first layer gets in the next call: hidden states of the stage before; None for the first."""
+        """Sets what the first layer gets in the next call: `[1, tokens, width]`; None for the first stage."""
         assert (hidden is None) == self.is_first, "all stages but the first continue another"
         self._taken = hidden
 
     def _take(self, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self._taken is None:  # only the arguments are of interest
+            return given, named
+        hidden, shared = self._taken.split([self._passed, self._coming.width], dim=-1)
+        self._coming.put(shared, named)
+        replaced = named["hidden_states"] if "hidden_states" in named else given[0]
+        *before, num_tokens, width = replaced.shape  # some models have several hidden states of a token
+        hidden = hidden.view(num_tokens, *before, width).movedim(0, -2)
         if "hidden_states" in named:
-            return given, {**named, "hidden_states": self._taken}
-        return (self._taken, *given[1:]), named
+            return given, {**named, "hidden_states": hidden}
+        return (hidden, *given[1:]), named
 
-    def _give(self, _layer: nn.Module, _given: object, output: Any) -> None:  # noqa: ANN401 - a tensor, or several
-        self._given = output[0] if isinstance(output, tuple) else output
+    def _give(self, _layer: nn.Module, _given: object, named: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        hidden = hidden.movedim(-2, 0).reshape(1, -1, self._passed)
+        self._given = torch.cat((hidden, *self._leaving.get(named)), dim=-1) if self._leaving.width else hidden
 
 
-class _HandedThrough(nn.Module):
-    """Stands for a layer of another stage. Models read words of their layers, such as `attention_type`."""
+class _SharedKv:
+    """Keys and values of layers before a cut between stages which layers behind it attend to as well.
 
-    def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
+    Such models hand a dictionary from layer to layer, in which some layers store their KV by the type of the layer.
+
+    Attributes:
+        width: the numbers of a token.
+    """
+
+    def __init__(self, layers: nn.ModuleList, specs: Sequence[AttnSpec], cut: int) -> None:
+        attention = [
+            next((one for one in layer.modules() if hasattr(one, "is_kv_shared_layer")), None) for layer in layers
+        ]
+        read = {one.layer_type for one in attention[cut:] if one is not None and one.is_kv_shared_layer}
+        stored = {
+            one.layer_type: specs[number]
+            for number, one in enumerate(attention[:cut])
+            if one is not None and one.store_full_length_kv and one.layer_type in read
+        }
+        self._shapes = {name: (spec.num_kv_heads, spec.head_dim) for name, spec in sorted(stored.items())}
+        self.width = sum(2 * heads * dim for heads, dim in self._shapes.values())
+
+    def get(self, named: Mapping[str, Any]) -> list[Tensor]:
+        """Returns what a layer has found or stored, as tensors `[1, tokens, numbers]`."""
+        pairs = [named[_SHARED][name] for name in self._shapes]
+        return [tensor.transpose(1, 2).flatten(2) for pair in pairs for tensor in pair]
+
+    def put(self, packed: Tensor, named: Mapping[str, Any]) -> None:
+        """Stores what a stage before has got, from `[1, tokens, width]`."""
+        sizes = [heads * dim for heads, dim in self._shapes.values() for _ in range(2)]
+        pieces = iter(packed.split(sizes, dim=-1))
+        for name, shape in self._shapes.items():
+            named[_SHARED][name] = tuple(next(pieces).unflatten(2, shape).transpose(1, 2) for _ in range(2))
+
+
+class PassThrough(nn.Module):
+    """Stands for a layer that is not here. Models read words of their layers, such as `attention_type`."""
+
+    def __init__(self, layer: nn.Module, number: int, *, as_tuple: bool) -> None:
         super().__init__()
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
-        self._as_tuple = as_tuple
+        self.layer_idx, self._as_tuple = number, as_tuple
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor]:
         return (hidden_states,) if self._as_tuple else hidden_states
@@ -83,3 +148,44 @@ class _NoEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.zeros(*tokens.shape, self._width, dtype=self._dtype, device=tokens.device)
+
+
+@contextmanager
+def recorded_arguments(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, dict[str, Any]]]:
+    """Records the arguments of each layer in place of computing it. The call of the model ends at the last one."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def record(number: int, layer: nn.Module) -> Callable[..., Any]:
+        signature = _signature(type(layer).forward)
+
+        def forward(*given: object, **named: object) -> Any:  # noqa: ANN401 - what the layer is given
+            bound = signature.bind(layer, *given, **named).arguments
+            others = {name: bound.pop(name) for name in list(bound) if signature.parameters[name].kind is _OTHERS}
+            found[number] = {**bound, **{name: value for some in others.values() for name, value in some.items()}}
+            if number == last:
+                raise _AllRecorded
+            return given[0] if given else named["hidden_states"]
+
+        return forward
+
+    last = max(layers)
+    before = {number: vars(layer).get("forward") for number, layer in layers.items()}
+    for number, layer in layers.items():
+        vars(layer)["forward"] = record(number, layer)
+    try:
+        with suppress(_AllRecorded):
+            yield found
+    finally:
+        for number, layer in layers.items():
+            del vars(layer)["forward"]
+            if before[number] is not None:
+                vars(layer)["forward"] = before[number]
+
+
+@cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+class _AllRecorded(Exception):  # noqa: N818 - not an error
+    """The arguments of the last layer are known."""

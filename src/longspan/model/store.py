@@ -134,6 +134,9 @@ class StoredTensors(Mapping[str, Tensor]):
     What is in the file is a view of it, on the CPU. Its pages are shared by all processes of the host for as long as
     nobody writes to them, and tied names share one tensor object. Matrices that are not are drawn on `device` whenever
     somebody asks for them, and kept by nobody else.
+
+    Attributes:
+        info: the facts that are stored with them.
     """
 
     def __init__(self, weights: Path, device: torch.device) -> None:
@@ -142,6 +145,7 @@ class StoredTensors(Mapping[str, Tensor]):
             self._mapped: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
             self._aliases: dict[str, str] = json.loads(file.metadata()["aliases"])
             matrices = file.metadata().get("matrices")
+            self.info = ModelInfo.from_json(file.metadata()["info"])
         self._matrices = None if matrices is None else msgspec.json.decode(matrices, type=Matrices)
         self._device = device
 
@@ -151,6 +155,12 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def is_drawn(self, name: str) -> bool:
         return self._matrices is not None and self.owner(name) in self._matrices.shapes
+
+    def shape(self, name: str) -> torch.Size:
+        """Returns the shape of a tensor, which is not drawn for that."""
+        if self._matrices is not None and self.is_drawn(name):
+            return torch.Size(self._matrices.shapes[self.owner(name)])
+        return self._mapped[self.owner(name)].shape
 
     def __getitem__(self, name: str) -> Tensor:
         owner = self.owner(name)

@@ -18,12 +18,12 @@ from torch import Tensor
 from longspan.attn.backends.native import NativeCpu
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
-from longspan.model.fused import MAX_ERROR, FusedLayer, Product, Rotary, norm_of
+from longspan.model.fused import COST, FusedLayer, Product, Rotary, check_known, check_rows, norm_of, spread
 from longspan.native.chain import Args, Chain, LinearArgs, PagedArgs, StoreArgs, fields
 
 _log = logging.getLogger("longspan")
-_PROBE = (0, 1, 5, 17, 23)
-"""Positions of the tokens by which a model is checked, each of a request of its own."""
+_PROBE = 64
+"""The most tokens by which a model is checked, each of a request of its own. More of them take longer at each start."""
 _PROBE_SLOTS = 32
 _FEWEST_ROWS, _MOST_ROWS = 1 << 12, 1 << 17
 """Bounds of the positions in a table: the most are 64 MiB with heads of 128 numbers."""
@@ -37,7 +37,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 One that has a method `single_tokens` may tell by it that its step can be computed as a whole.
 """
-Forward = Callable[[Tensor, Tensor, Attend], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
+"""Computes logits `[tokens, vocab]` of tokens, positions and RoPE lengths `[tokens]`, layer by layer."""
 RotaryOf = Callable[[Tensor, Tensor], Rotary]
 """Computes cosines and sines `[1, tokens, rotary_dim]` of positions and RoPE lengths `[tokens]`."""
 
@@ -79,8 +80,7 @@ class WholeStep:
         rotary: RotaryOf,
     ) -> None:
         base = getattr(module, module.base_model_prefix)
-        if not hasattr(base, "norm"):
-            raise ValueError(f"{type(base).__name__} has no last norm that is known")
+        check_known(module, base)
         self._norm, epsilon = norm_of(base.norm)  # the kernel knows its address only
         self._embeddings = module.get_input_embeddings().weight
         width = layers[0].products[0].problem.inputs
@@ -136,35 +136,37 @@ class WholeStep:
         """Lets go of the pool of the latest step."""
         self._kv = ()
 
-    def check(self, forward: Forward) -> None:
-        """Raises ValueError unless it computes what the model does layer by layer."""
+    def check(self, forward: Forward, positions: Sequence[int]) -> None:
+        """Raises ValueError unless it computes what the model does layer by layer, see `whole_step`."""
+        probe = spread(positions, _PROBE)
         numbers = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, len(self._embeddings), (len(_PROBE),), generator=numbers)
-        positions, offsets, blocks = torch.tensor(_PROBE), torch.tensor(_PROBE), torch.arange(len(_PROBE))
-        lengths = torch.full_like(positions, max(_PROBE) + 1)
+        rows, tokens = (
+            torch.arange(len(probe)),
+            torch.randint(0, len(self._embeddings), (len(probe),), generator=numbers),
+        )
+        where, offsets = torch.tensor(probe), rows % _PROBE_SLOTS
 
         def pools() -> list[PagedKv]:
             random = torch.Generator().manual_seed(1)
-            shapes = [(len(_PROBE), spec.num_kv_heads, _PROBE_SLOTS, spec.head_dim) for spec in self._specs]
+            shapes = [(len(probe), spec.num_kv_heads, _PROBE_SLOTS, spec.head_dim) for spec in self._specs]
             pairs = [(torch.randn(shape, generator=random), torch.randn(shape, generator=random)) for shape in shapes]
             return [PagedKv(keys=keys.bfloat16(), values=values.bfloat16()) for keys, values in pairs]
 
         own_kv, backend = pools(), NativeCpu()
-        reads = [Reads(blocks=[row], start=0, stop=position + 1) for row, position in enumerate(_PROBE)]
+        reads = [Reads(blocks=[row], start=0, stop=offset + 1) for row, offset in enumerate(offsets.tolist())]
         plans = [backend.plan(reads, kv) for kv in own_kv]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            backend.store(own_kv[layer], blocks, offsets, k, v)
+            backend.store(own_kv[layer], rows, offsets, k, v)
             return backend.attend_paged(q, own_kv[layer], plans[layer], self._specs[layer])[0]
 
         with torch.no_grad():
-            own = forward(tokens, positions, attend)
-            step = SingleTokens(blocks=blocks, offsets=offsets, kv=pools(), plans=plans)
-            found = self(tokens, positions, lengths, step)
+            own = forward(tokens, where, where + 1, attend)
+            step = SingleTokens(blocks=rows, offsets=offsets, kv=pools(), plans=plans)
+            found = self(tokens, where, where + 1, step)
         self.forget_pool()
-        error = ((found.float() - own.float()).norm() / own.float().norm()).item()
-        if not error <= MAX_ERROR:
-            raise ValueError(f"its logits would differ by {error:.1%}")
+        self._make_room(1)
+        check_rows(found, own, probe, scale=own)
 
     def _make_room(self, num_tokens: int) -> None:
         """Makes buffers for so many tokens, which all layers share, and tells every kernel where they are."""
@@ -224,6 +226,10 @@ class RotaryTable:
         cos, sin = (table.index_select(0, positions)[None] for table in (self._cos, self._sin))
         return cos, sin
 
+    def clear(self) -> None:
+        """Frees the table. The next step computes as much as it needs."""
+        self._cos, self._sin = torch.empty(2, 0, 0)
+
 
 def whole_step(
     module: Any,  # noqa: ANN401 - whatever its class
@@ -231,17 +237,17 @@ def whole_step(
     head: Product,
     rotary: RotaryOf,
     forward: Forward,
+    positions: Sequence[int],
 ) -> WholeStep | None:
     """Returns what computes whole steps of a model, whose layers and head are fused, if it is of the form for that.
 
-    `forward` computes logits `[tokens, vocab]` of tokens and positions `[tokens]`, layer by layer, all of them with the
-    RoPE length of the longest.
+    It is checked against `forward`, at `positions` or as many of them as one step can have.
     """
     try:
         found = WholeStep(module, layers, head, rotary)
-        found.check(forward)
+        found.check(forward, positions)
     except ValueError as error:
-        _log.info("decode steps are computed layer by layer: %s", error)
+        _log.info("decode steps are computed layer by layer, so %s: %s", COST, error)
         return None
     return found
 

@@ -15,6 +15,7 @@ from longspan.model.whole_step import SingleTokens
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.host_pool import HostPool
 from longspan.runtime.layerwise import Layerwise, LayerwiseStep
+from longspan.runtime.layerwise.layers import Arguments
 from longspan.runtime.moves import StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
@@ -48,14 +49,16 @@ class StepAttention:
         self.num_alone = packed.num_alone
         self._channels = [(c, attention_exchange(c.exchange)) for c in packed.channels if not c.exchange.is_layerwise]
         self._layerwise: LayerwiseStep | None = None
-        if whole_layers := [channel for channel in packed.channels if channel.exchange.is_layerwise]:
+        if any(channel.exchange.is_layerwise for channel in packed.channels):
             assert layerwise is not None, "layerwise exchanges need a model"
-            self._layerwise = layerwise.step(whole_layers, comm, pool=pool, watch=watch)
+            self._layerwise = layerwise.step(packed, comm, pool=pool, watch=watch)
         self._started: dict[int, object] = {}
-        self._start(pool.layers.start)
+        self._start(pool.layers[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the attention of this rank's packed tokens, or of the first `num_alone` of them."""
+        num_heads = self._specs[layer].num_heads
+        assert len(q) == num_heads, f"layer {layer} computes {len(q)} query heads instead of {num_heads}"
         with self._watch.during("attention"):
             if self._moves is not None:
                 self._moves.complete(layer)
@@ -83,7 +86,7 @@ class StepAttention:
                 )
                 for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
-            self._start(layer + 1)
+            self._start(self._pool.after(layer))
             return out
 
     def single_tokens(self) -> SingleTokens | None:
@@ -104,6 +107,11 @@ class StepAttention:
         kv, rows = self._pool.kv, tuple(range(num_tokens))
         plans = [parts.plan(rows, 0, 0, one, spec.window) for one, spec in zip(kv, self._specs, strict=True)]
         return SingleTokens(blocks=packed.slots.blocks, offsets=packed.slots.offsets, kv=kv, plans=plans)
+
+    def arguments_alone(self, layer: int) -> Arguments:
+        """Returns what a layer is handed for the first `num_alone` packed tokens, beside those of layerwise parts."""
+        assert self._layerwise is not None, "only such steps have two kinds of tokens"
+        return self._layerwise.arguments_alone(layer)
 
     def layerwise(self, layer: int, hidden: Tensor) -> Tensor:
         """Returns the output of a layer's attention `[tokens, hidden]` for the tokens of layerwise exchanges."""
@@ -135,9 +143,9 @@ class StepAttention:
         assert self._host is not None, "what lies on a host is read there"
         return HostSource(parts=channel.hosted, kv=self._host.layer(layer), staging=self._host.staging)
 
-    def _start(self, layer: int) -> None:
+    def _start(self, layer: int | None) -> None:
         """Starts what channels can send and receive of a layer before anything of it is computed."""
-        if layer not in self._pool.layers:
+        if layer is None:
             return
         for channel, exchange in self._channels:
             if exchange.start is not None:

@@ -115,7 +115,7 @@ class BlockMessages:
         self._pool, self._specs, self._cluster, self.rank = pool, specs, cluster, rank
         self._instance, self._stage, self._shard = cluster.at(rank)
         self.layers = pool.layers
-        self.device = pool.layer(self.layers.start).keys.device
+        self.device = pool.layer(self.layers[0]).keys.device
 
     def of_rank(self, move: MoveKV) -> RankMove:
         """Picks the blocks of a move that this rank sends or receives."""
@@ -196,5 +196,5 @@ class BlockMessages:
             blocks=blocks,
             heads=heads,
             block_bytes=2 * len(heads) * math.prod(keys.shape[2:]) * keys.itemsize,
-            is_final=layer + 1 == min(self.layers.stop, self._cluster.layers(instance, stage).stop),
+            is_final=layer + 1 == min(self.layers[-1] + 1, self._cluster.layers(instance, stage).stop),
         )

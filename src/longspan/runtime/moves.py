@@ -277,7 +277,7 @@ class Moves:
     def send_layer(self, move: RankMove, layer: int, sent: Counter[tuple[str, Link]]) -> None:
         """Sends what this rank has of one layer, and counts it in `sent`. Nobody writes it before it has come."""
         layers = self._messages.layers
-        if layer == layers.start and move.to:
+        if layer == layers[0] and move.to:
             self._leaving[move.number] += 1  # until all of its messages are counted
         for blocks in self._messages.leaving(move, layer):
             self._leaving[move.number] += blocks.is_final
@@ -379,9 +379,9 @@ class StepMoves:
                 messages.copy_own(move, starts[move.request_id])
         self._rebalances = [messages.of_rank(move) for move in forward.rebalances if not move.is_local]
         self._streams = [messages.of_rank(move) for move in forward.streams]
-        self._num_complete = self._num_streamed = messages.layers.start
+        self._num_complete = self._num_streamed = messages.layers[0]
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
-        self._start(messages.layers.start)
+        self._start(messages.layers[0])
 
     @property
     def any_left(self) -> bool:

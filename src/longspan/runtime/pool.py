@@ -66,13 +66,14 @@ class KvPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        layers: range | None = None,
+        layers: Sequence[int] | None = None,
         memory: KvMemory | None = None,
         backend: AttentionBackend | None = None,
     ) -> None:
         self._backend = backend_of(device, compiled=False) if backend is None else backend
         self.block_size = block_size
         self.layers = range(len(specs)) if layers is None else layers
+        self._next: dict[int, int | None] = dict(zip(self.layers, (*self.layers[1:], None), strict=True))
         own = [specs[layer] for layer in self.layers]
         shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in own]
         sizes = [math.prod(shape) for shape in shapes for _ in range(2)]
@@ -117,6 +118,10 @@ class KvPool:
 
     def layer(self, layer: int) -> PagedKv:
         return self._layers[layer]
+
+    def after(self, layer: int) -> int | None:
+        """Returns the pool's next layer; None after its last one."""
+        return self._next[layer]
 
     def _heads(self, layer: int, heads: range) -> tuple[Tensor, Tensor]:
         kv = self._layers[layer]

@@ -82,6 +82,8 @@ class Worker:
         self._instance, self._stage, self._shard = cluster.at(rank)
         num_stages = cluster.pp(self._instance)
         self._is_last, self._most_steps = self._stage + 1 == num_stages, num_stages + 1
+        readers = range(num_stages if model.info.reads_tokens else 1)
+        self._reads_tokens, self._readers = self._stage in readers, [one for one in readers if one + 1 < num_stages]
         self._device, self._dtype = model.module.device, model.module.dtype
         self._backend, self._layerwise = backend, Layerwise(model)
         self._requests = RankRequests(vocabulary, self._device, samples=self._is_last)
@@ -110,7 +112,7 @@ class Worker:
                 send_report(reports, report)
             match inbox.next():
                 case messages.RunForward(step):
-                    send_report(reports, self._run(step))
+                    send_report(reports, self.run(step))
                 case messages.RunMoves(moves):
                     for report in self._moves.send(moves):
                         send_report(reports, report)
@@ -153,7 +155,7 @@ class Worker:
         self._layerwise.close()
         self._model.forget_pool()
 
-    def _run(self, forward: Forward) -> messages.Done:
+    def run(self, forward: Forward) -> messages.Done:
         """Computes this rank's share of a step and samples."""
         packed = pack(
             forward,
@@ -172,7 +174,7 @@ class Worker:
             num_layers=self._model.info.num_layers,
         )
         moves = StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self._moves, sent=comm.sent)
-        if self._stage == 0 or self._is_last:  # which embed tokens, or count them
+        if self._reads_tokens or self._is_last:  # which embed tokens, or count them
             passed_on = {one.request_id for one in packed.unknown if one.source == self._instance}
             holding = [n for n, (ids, *_) in enumerate(self._unread, 1) if not passed_on.isdisjoint(ids)]
             self._read_samples(max(holding, default=0))
@@ -225,7 +227,8 @@ class Worker:
         """Waits for the hidden states of this rank's tokens from the stage before; there is none before the first."""
         if self._stage == 0:
             return None
-        shape = (1, len(packed.tokens), self._model.info.hidden_size)
+        assert self._model.stage is not None, "only a part of a model comes behind another"
+        shape = (1, len(packed.tokens), self._model.stage.width)
         message = Message([(shape, self._dtype)], self._device)
         group = comm.stages(self._hidden, "hidden_states")
         group.start(sends={}, receives={self._stage - 1: message}, hop=_HIDDEN_HOP).wait()
@@ -239,7 +242,7 @@ class Worker:
         if tokens and self._stage:
             message = Message.of([torch.tensor(tokens, device=self._device)])
             group = comm.stages(self._samples, "tokens")
-            self._let_go(group.start(sends={0: message}, receives={}, hop=_SAMPLES_HOP))
+            self._let_go(group.start(sends=dict.fromkeys(self._readers, message), receives={}, hop=_SAMPLES_HOP))
 
     def _let_go(self, sent: Pending) -> None:
         """Keeps what was sent until it has left: no more steps than these are in flight."""
@@ -248,8 +251,8 @@ class Worker:
             self._leaving.popleft().wait()
 
     def _expect_samples(self, packed: Packed, comm: StepComm) -> None:
-        """Begins to receive what the last stage will sample, which a later step of the first one may compute."""
-        if self._stage == 0 and packed.request_ids:
+        """Begins to receive what the last stage will sample, which a later step of this one may read."""
+        if self._reads_tokens and packed.request_ids:
             message = Message([((len(packed.request_ids),), torch.int64)], self._device)
             group = comm.stages(self._samples, "tokens")
             pending = group.start(sends={}, receives={group.size - 1: message}, hop=_SAMPLES_HOP)

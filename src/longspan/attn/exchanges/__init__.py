@@ -51,7 +51,7 @@ class Call:
     started: object = None
     layer: int = 0
     num_layers: int = 1
-    layers: range = range(1)
+    layers: Sequence[int] = range(1)
     first_kv_head: int = 0
     host: HostSource | None = None
 

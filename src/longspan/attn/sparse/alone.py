@@ -28,7 +28,7 @@ class SparseLayer:
     setting: SparseSetting
     layer: int
     num_layers: int
-    layers: range
+    layers: Sequence[int]
     first_kv_head: int
 
     def of_share(self, share: HeadShare) -> SparseLayer:

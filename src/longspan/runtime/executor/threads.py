@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
 import zmq
@@ -49,14 +50,7 @@ class ThreadLauncher:
 
     def transports(self, rank: int, num_ranks: int) -> Transports:  # noqa: ARG002 - mailboxes are for any number
         """Returns the links of a rank among these."""
-        exchange, rebalances, moves, stages = self.wires
-        return Transports(
-            steps=StepLanes.one(MemoryTransport(exchange, rank)),
-            rebalances=MemoryTransport(rebalances, rank),
-            moves=MemoryTransport(moves, rank, waits_for_sends=True),
-            hidden=MemoryTransport(stages, rank),
-            samples=MemoryTransport(stages, rank),
-        )
+        return memory_transports(self.wires, rank)
 
     def probe(self, rank: int) -> MemoryProbe | None:  # noqa: ARG002 - of whichever
         """Returns what counts the memory of a rank's device; the memory of a CPU is not measured."""
@@ -72,6 +66,18 @@ class ThreadLauncher:
 
     def clean_up(self) -> None:
         torch.set_num_threads(self._threads_before)
+
+
+def memory_transports(wires: Sequence[Wires], rank: int) -> Transports:
+    """Returns the links of a rank among threads: over wires for exchanges, rebalances, moves and stages."""
+    exchange, rebalances, moves, stages = wires
+    return Transports(
+        steps=StepLanes.one(MemoryTransport(exchange, rank)),
+        rebalances=MemoryTransport(rebalances, rank),
+        moves=MemoryTransport(moves, rank, waits_for_sends=True),
+        hidden=MemoryTransport(stages, rank),
+        samples=MemoryTransport(stages, rank),
+    )
 
 
 class WorkerThread:

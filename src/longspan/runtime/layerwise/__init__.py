@@ -13,12 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longspan.attn.paged import on_device
 from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN
 from longspan.model.adapter import Model
+from longspan.model.files import ModelError
 from longspan.model.sharding import attention_modules
-from longspan.runtime.batch import Channel
+from longspan.model.stages import LayerArguments
+from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.layerwise.gather_hidden import HiddenLayers
-from longspan.runtime.layerwise.layers import HookedAttention, StepContext
+from longspan.runtime.layerwise.layers import Arguments, HookedAttention, StepContext
 from longspan.runtime.layerwise.unsharded_alltoall import HostWeights, UnshardedLayers
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
@@ -50,14 +53,16 @@ class Layerwise:
     @cached_property
     def _layers(self) -> dict[int, HookedAttention]:
         modules = attention_modules(self._model.module)
+        if modules.keys() != self._model.layers.keys():
+            raise ModelError("its attention is not of a known form: it has no o_proj")
         return {layer: HookedAttention(module, self._model.specs) for layer, module in modules.items()}
 
     @cached_property
     def _host_weights(self) -> HostWeights:
         return HostWeights(self._model.stored_attention, self._model.module.device)
 
-    def step(self, channels: Sequence[Channel], comm: StepComm, *, pool: KvPool, watch: Stopwatch) -> LayerwiseStep:
-        """Begins a step with these channels, whose tokens come last in the packed row, in this order."""
+    def step(self, packed: Packed, comm: StepComm, *, pool: KvPool, watch: Stopwatch) -> LayerwiseStep:
+        """Begins a step, in whose packed row the tokens of layerwise channels come last, in the order of these."""
         context = StepContext(
             model=self._model,
             layers=self._layers,
@@ -66,7 +71,7 @@ class Layerwise:
             pool=pool,
             watch=watch,
         )
-        return LayerwiseStep(context, channels)
+        return LayerwiseStep(context, packed)
 
     def close(self) -> None:
         """Gives the model its own calls back."""
@@ -77,12 +82,21 @@ class Layerwise:
 class LayerwiseStep:
     """The layerwise channels of one step, whatever their kind."""
 
-    def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
-        self._channels, self._model = channels, context.model
+    def __init__(self, context: StepContext, packed: Packed) -> None:
+        self._channels = channels = [channel for channel in packed.channels if channel.exchange.is_layerwise]
+        self._model = context.model
+        self._alone: LayerArguments = {}
+        if packed.num_alone:
+            row = packed.positions[: packed.num_alone], packed.rope_lengths[: packed.num_alone]
+            self._alone = context.model.layer_arguments(*on_device(row, context.model.module.device))
         self._exchanges = {
             kind: LAYERWISE[kind](context, [channel for channel in channels if channel.exchange.kind == kind])
             for kind in dict.fromkeys(channel.exchange.kind for channel in channels)
         }
+
+    def arguments_alone(self, layer: int) -> Arguments:
+        """Returns what a layer is handed for the tokens of no layerwise channel."""
+        return self._alone[layer]
 
     def output(self, layer: int, hidden: Tensor) -> Tensor:
         """Returns the output `[tokens, hidden]` of a layer's attention for all tokens of the channels."""

@@ -17,7 +17,7 @@ class HiddenLayers:
 
     def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
         self._context = context
-        self._rotary = {c.number: context.rotary(c, range(len(c.parts[0].q_runs))) for c in channels}
+        self._arguments = {c.number: context.arguments(c, range(len(c.parts[0].q_runs))) for c in channels}
 
     def begin(self, layer: int) -> None: ...
 
@@ -33,9 +33,8 @@ class HiddenLayers:
                 channel.store(context.pool, layer, keys, values)
                 return out
 
-        partial = context.layers[layer].compute(
-            gathered.gather(hidden), self._rotary[channel.number], attend, index=channel.rank, size=group.size
-        )
+        arguments, share = self._arguments[channel.number][layer], {"index": channel.rank, "size": group.size}
+        partial = context.layers[layer].compute(gathered.gather(hidden), arguments, attend, **share)
         return gathered.scatter(partial)
 
     def _sparse(self, layer: int, channel: Channel) -> SparseLayer | None:

@@ -4,6 +4,7 @@ several instances gathered, or with all heads where the model has a share of the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,18 +17,20 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.runs import positions
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, head_counts
+from longspan.model.stages import LayerArguments
 from longspan.model.whole_step import Attend
 from longspan.runtime.batch import Channel
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines `[1, tokens, rotary_dim]`."""
+Arguments = Mapping[str, Any]
+"""The arguments of a layer, which it hands on to its attention, by name."""
 Weights = Mapping[str, Tensor]
 """The parameters of an attention module, by their names in it."""
 
-_NAME = "self_attn"
+NAME = "self_attn"
+"""The name of attention in the paths of its parameters, by which they are cut."""
 
 
 class UnshardedWeights(Protocol):
@@ -44,47 +47,60 @@ class HookedAttention:
     """One attention module of a model, whose calls it takes over. `specs` are what the model's layers compute here.
 
     The model is called with an `Attend` that may have a method `layerwise(layer, hidden) -> output` for its last packed
-    tokens, and then has `num_alone`: how many tokens come before those, or None when the step has no such tokens.
+    tokens, and then has `num_alone`: how many tokens come before those, or None when the step has no such tokens. Its
+    method `arguments_alone(layer)` returns the arguments of a layer for the tokens before.
     """
 
     def __init__(self, module: nn.Module, specs: tuple[AttnSpec, ...]) -> None:
         self._module, self._specs = module, specs
         self._layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
         self._forward: Callable[..., Any] = module.forward
+        self._names = {*inspect.signature(type(module).forward).parameters} - {"self", "hidden_states"}
         self._shares: dict[tuple[int, int], dict[str, Tensor]] = {}
         module.forward = self._call
 
     def close(self) -> None:
         self._module.forward = self._forward
 
-    def compute(self, hidden: Tensor, rotary: Rotary, attend: Attend, *, index: int, size: int) -> Tensor:
+    def compute(self, hidden: Tensor, arguments: Arguments, attend: Attend, *, index: int, size: int) -> Tensor:
         """Returns what one of `size` shares of the heads adds to the output `[tokens, hidden]`, for `hidden` alike."""
         shard = Shard(index=index, size=size, specs=self._specs)
         if (index, size) not in self._shares:
             weights = self._module.named_parameters()
-            cut = {name: shard.cut(f"layers.{self._layer}.{_NAME}.{name}", weight) for name, weight in weights}
+            cut = {name: shard.cut(f"layers.{self._layer}.{NAME}.{name}", weight) for name, weight in weights}
             self._shares[index, size] = cut
-        return self.compute_with(self._shares[index, size], shard.local_specs[self._layer], hidden, rotary, attend)
+        spec = shard.local_specs[self._layer]
+        return self.compute_with(self._shares[index, size], spec, hidden, arguments, attend)
 
-    def compute_with(self, weights: Weights, spec: AttnSpec, hidden: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def compute_with(
+        self, weights: Weights, spec: AttnSpec, hidden: Tensor, arguments: Arguments, attend: Attend
+    ) -> Tensor:
         """Returns the output `[tokens, hidden]` of other weights, with the heads of `spec`."""
-        arguments = {"hidden_states": hidden[None], "position_embeddings": rotary, "attention_mask": None}
+        named = {"hidden_states": hidden[None], **self._own(arguments), "attend": attend}
         with head_counts(self._module, spec):
-            output = functional_call(self._module, dict(weights), (), {**arguments, "attend": attend})
-        return output[0][0]  # type: ignore[no-any-return]
+            output = functional_call(self._module, dict(weights), (), named)
+        return _first(output)[0]
 
-    def _call(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+    def _call(self, hidden_states: Tensor, **arguments: Any) -> Any:  # noqa: ANN401 - what its model expects
         attend: Any = arguments.get("attend")
         num_alone = getattr(attend, "num_alone", None)
         if num_alone is None:
-            return self._forward(hidden_states=hidden_states, **arguments)  # type: ignore[no-any-return]
+            return self._forward(hidden_states=hidden_states, **arguments)
         outputs = []
         if num_alone:
-            rotary = tuple(part[:, :num_alone] for part in arguments.pop("position_embeddings"))
-            alone = hidden_states[:, :num_alone]
-            outputs.append(self._forward(hidden_states=alone, position_embeddings=rotary, **arguments)[0][0])
+            alone = self._own(attend.arguments_alone(self._layer))
+            made = self._forward(hidden_states=hidden_states[:, :num_alone], **alone, attend=attend)
+            outputs.append(_first(made)[0])
         outputs.append(attend.layerwise(self._layer, hidden_states[0, num_alone:]))
         return torch.cat(outputs)[None], None
+
+    def _own(self, arguments: Arguments) -> dict[str, Any]:
+        """Picks the arguments that the layer hands on to its attention."""
+        return {name: arguments[name] for name in self._names if name in arguments}
+
+
+def _first(output: Any) -> Tensor:  # noqa: ANN401 - a tensor, or several
+    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +114,16 @@ class StepContext:
     pool: KvPool
     watch: Stopwatch
 
-    def rotary(self, channel: Channel, members: Iterable[int]) -> Rotary:
-        """Returns cosines and sines of the tokens of some members, ordered by member, then by part."""
-        rows = [
+    def arguments(self, channel: Channel, members: Iterable[int], rows: slice = slice(None)) -> LayerArguments:
+        """Returns what layers are handed for the tokens of some members, or for some `rows` of these.
+
+        They are ordered by member, then by part.
+        """
+        tokens = [
             (position, length)
             for member in members
             for part, length in zip(channel.parts, channel.rope_lengths, strict=True)
             for position in positions(part.q_runs[member])
         ]
-        of_rows, lengths = torch.tensor(rows, dtype=torch.int64, device=self.model.module.device).view(-1, 2).unbind(1)
-        return self.model.rotary(of_rows, lengths)
+        row = torch.tensor(tokens[rows], dtype=torch.int64, device=self.model.module.device).view(-1, 2)
+        return self.model.layer_arguments(*row.unbind(1))

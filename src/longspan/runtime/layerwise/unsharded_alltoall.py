@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.model.sharding import Shard, attention_modules
 from longspan.runtime.batch import Channel
-from longspan.runtime.layerwise.layers import StepContext, UnshardedWeights, Weights
+from longspan.runtime.layerwise.layers import NAME, StepContext, UnshardedWeights, Weights
 from longspan.runtime.step_comm import WEIGHTS
 
 
@@ -35,16 +35,21 @@ class UnshardedLayers:
     def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
         self._context = context
         self._parts = {c.number: _from_zero(c.parts) for c in channels}
-        self._rotary = {c.number: context.rotary(c, [c.rank]) for c in channels if c.num_tokens}
+        shard = context.model.shard
+        slices = {c.number: slice(*cut_evenly(c.num_tokens, shard.size)[shard.index]) for c in channels}
+        mine = {number: rows for number, rows in slices.items() if rows.stop > rows.start}
+        self._arguments = {
+            c.number: context.arguments(c, [c.rank], mine[c.number]) for c in channels if c.number in mine
+        }
         used = dict.fromkeys(c.exchange.weights for c in channels if c.num_tokens)
         self._sources = {source: self._fetch(source) for source in used}
         self._weights: dict[WeightSource | None, Weights] = {}
-        self._start(context.pool.layers.start)
+        self._start(context.pool.layers[0])
 
     def begin(self, layer: int) -> None:
         """Waits for the weights of a layer, and starts to fetch those of the next."""
         self._weights = {source: fetched.take(layer) for source, fetched in self._sources.items()}
-        self._start(layer + 1)
+        self._start(self._context.pool.after(layer))
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
         """Computes the slice of the tokens that is this rank's, and gathers the rest."""
@@ -76,11 +81,10 @@ class UnshardedLayers:
             q, kv = (hidden.new_empty(heads, 0, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads))
             attend(layer, q, kv, kv)
             return inside.gather(mine)
-        rotary = self._rotary[channel.number]
-        own = rotary[0][:, inside.mine], rotary[1][:, inside.mine]
+        arguments = self._arguments[channel.number][layer]
         weights = self._weights[channel.exchange.weights]
         with model.summed_by(lambda complete: complete):  # nothing to sum over the ranks of the instance
-            made = context.layers[layer].compute_with(weights, spec, mine, own, attend)
+            made = context.layers[layer].compute_with(weights, spec, mine, arguments, attend)
         return inside.gather(made)
 
     def _fetch(self, source: WeightSource | None) -> UnshardedWeights:
@@ -89,10 +93,11 @@ class UnshardedLayers:
             return context.host_weights()
         modules = attention_modules(context.model.module)
         shares = {layer: dict(module.named_parameters()) for layer, module in modules.items()}
-        return PeerWeights(shares, context.model.shard, partial(context.comm.inside, WEIGHTS))
+        shapes, connect = context.model.attention_shapes, partial(context.comm.inside, WEIGHTS)
+        return PeerWeights(shares, context.model.shard, shapes, connect)
 
-    def _start(self, layer: int) -> None:
-        if layer in self._context.pool.layers:
+    def _start(self, layer: int | None) -> None:
+        if layer is not None:
             for source in self._sources.values():
                 source.start(layer)
 
@@ -202,79 +207,84 @@ class PeerWeights:
     All ranks of the instance start and take the same layers in the same order.
     """
 
-    def __init__(self, shares: Mapping[int, Weights], shard: Shard, connect: Callable[[], Group]) -> None:
+    def __init__(
+        self,
+        shares: Mapping[int, Weights],
+        shard: Shard,
+        shapes: Callable[[int], Mapping[str, torch.Size]],
+        connect: Callable[[], Group],
+    ) -> None:
         self._shares, self._shard, self._connect = shares, shard, connect
+        self._layouts = cache(lambda layer: share_layouts(shard, layer, shapes(layer)))
         self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
 
     def start(self, layer: int) -> None:
         """Sends this rank's share of a layer to the others, and begins to receive theirs."""
-        share, shard = self._shares[layer], self._shard
-        blocks = [share_room(replace(shard, index=rank), layer, share) for rank in range(shard.size)]
-        blocks[shard.index] = share_message(shard, layer, share)
+        share, layouts = self._shares[layer], self._layouts(layer)
+        blocks = [share_room(layout, share) for layout in layouts]
+        blocks[self._shard.index] = share_message(layouts[self._shard.index], share)
         self._pending[layer] = Gathering(self._connect(), blocks), blocks
 
     def take(self, layer: int) -> Weights:
         """Joins the shares once they are here."""
         gathering, blocks = self._pending.pop(layer)
         gathering.wait()
-        return joined_weights(self._shard, layer, self._shares[layer], blocks)
+        return joined_weights(self._layouts(layer), self._shares[layer], blocks)
 
 
-def share_room(shard: Shard, layer: int, like: Weights) -> Message:
-    """Allocates a message for the part of a layer that this rank sends: what no lower rank has."""
+Layout = Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
+"""By parameter: the dimension of a cut, and the stretches of a rank's share that no rank before it has."""
+
+
+def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) -> Sequence[Layout]:
+    """Returns what each rank sends of a layer's attention, whose unsharded parameters have these shapes.
+
+    All ranks send equally many stretches of a parameter, and none of what every rank has completely.
+    """
+    layouts: list[dict[str, tuple[int, list[tuple[int, int]]]]] = []
+    known: dict[str, list[int]] = {}
+    for index in range(shard.size):
+        layouts.append({})
+        for name, shape in shapes.items():
+            if (pieces := replace(shard, index=index).pieces(f"layers.{layer}.{NAME}.{name}", shape)) is None:
+                continue
+            dim, ranges = pieces
+            stops, start, stretches = known.setdefault(name, [0] * len(ranges)), 0, []
+            for kind, own in enumerate(ranges):
+                first = min(len(own), max(0, stops[kind] - own.start))
+                stretches.append((start + first, start + len(own)))
+                start, stops[kind] = start + len(own), max(stops[kind], own.stop)
+            layouts[-1][name] = dim, stretches
+    return layouts
+
+
+def share_room(layout: Layout, like: Weights) -> Message:
+    """Allocates a message for what a rank sends; `like` is the share of any rank."""
     shapes = []
-    for name, weight in like.items():
-        dim, stretches = _stretches(shard, shard.specs[layer], name, weight)
+    for name, (dim, stretches) in layout.items():
         for start, stop in stretches:
-            shape = list(weight.shape)
+            shape = list(like[name].shape)
             shape[dim] = stop - start
-            shapes.append((tuple(shape), weight.dtype))
+            shapes.append((tuple(shape), like[name].dtype))
     return Message(shapes, next(iter(like.values())).device)
 
 
-def share_message(shard: Shard, layer: int, share: Weights) -> Message:
+def share_message(layout: Layout, share: Weights) -> Message:
     """Fills `share_room` from the rank's own share."""
-    pieces = []
-    for name, weight in share.items():
-        dim, stretches = _stretches(shard, shard.specs[layer], name, weight)
-        pieces += [weight.narrow(dim, start, stop - start) for start, stop in stretches]
-    return Message.of(pieces)
+    return Message.of(
+        [
+            share[name].narrow(dim, start, stop - start)
+            for name, (dim, stretches) in layout.items()
+            for start, stop in stretches
+        ]
+    )
 
 
-def joined_weights(shard: Shard, layer: int, share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:
+def joined_weights(layouts: Sequence[Layout], share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:
     """Joins the weights of a layer from the messages of all ranks, and from `share` what every rank has completely."""
     rooms = [iter(message.tensors) for message in messages]
-    whole = {}
-    for name, weight in share.items():
-        dim, stretches = _stretches(replace(shard, index=0), shard.specs[layer], name, weight)
+    whole = dict(share)
+    for name, (dim, stretches) in layouts[0].items():
         pieces = [[next(room) for _ in stretches] for room in rooms]
-        in_order = [piece for kind in zip(*pieces, strict=True) for piece in kind]
-        whole[name] = torch.cat(in_order, dim) if in_order else weight
+        whole[name] = torch.cat([piece for kind in zip(*pieces, strict=True) for piece in kind], dim)
     return whole
-
-
-def _stretches(shard: Shard, spec: AttnSpec, name: str, weight: Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Finds the dimension and the stretches of a rank's share of a parameter that no rank before it has.
-
-    All ranks have equally many stretches: one of queries, keys and values each for fused projections, none for what
-    every rank has completely. `weight` is the share of any rank.
-    """
-    share = shard.share(spec)
-    before = split_heads(spec.num_heads, spec.num_kv_heads, shard.size)[: shard.index]
-    num_known = max((one.kv_heads.stop for one in before), default=0) - share.kv_heads.start
-    dim = spec.head_dim
-    q, kv = len(share.heads) * dim, len(share.kv_heads) * dim
-    known = max(0, num_known) * dim
-    match name.rpartition(".")[0]:
-        case "q_proj":
-            return 0, [(0, q)]
-        case "k_proj" | "v_proj":
-            return 0, [(known, kv)]
-        case "qkv_proj":
-            return 0, [(0, q), (q + known, q + kv), (q + kv + known, q + 2 * kv)]
-        case "o_proj" if weight.ndim == 2:
-            return 1, [(0, q)]
-        case "o_proj":
-            return 0, [(0, len(weight) if shard.index == 0 else 0)]
-        case _:
-            return 0, []

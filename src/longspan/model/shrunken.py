@@ -1,0 +1,298 @@
+"""Small copies of a model, on which a split is tried before workers start.
+
+A copy keeps the number of layers, the order of their kinds, widths, heads and experts, since faults of a split depend
+on them. It has weights for the first layer of each kind in each pipeline stage only; hidden states pass the others
+unchanged. Its vocabulary and its sliding windows are small, and its weights are random.
+
+Where the copy would have more than `_MOST_WEIGHTS` weights, widths are divided by a common power of two, and head sizes
+with them if RoPE allows. Numbers of heads and experts stay. A width that is a multiple of 8 times the ranks stays one,
+and so do remainders of widths that are not: shares are as even, and as aligned, as those of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from longspan.attn.spec import AttnSpec, rope_dicts
+from longspan.model.files import ModelFiles, one_line
+from longspan.model.info import ModelInfo
+from longspan.model.skeleton import (
+    PROBE,
+    build_skeleton,
+    decoder_layers,
+    load_config,
+    observe,
+    quiet_transformers,
+)
+from longspan.model.stages import PassThrough
+
+_log = logging.getLogger("longspan")
+_MOST_WEIGHTS = 64 << 20
+"""Weights of a copy, 270 MB in float32, unless only larger copies work. More of them take more than a second."""
+_VOCAB_SIZE = 64
+_SLOPE = 0.7
+"""The last outputs of a matrix are `exp(2 * 0.7)` = 4 times as large as the first."""
+_LENGTHS = {"sliding_window": 5, "original_max_position_embeddings": 8, "floor_scale": 4}
+"""Lengths in tokens that are shorter in a copy, so that prompts of a dozen tokens are longer."""
+_DIVISORS = (2, 4, 8, 16, 32, 64)
+_ALIGNED = 8
+"""Numbers of an aligned share: 16 bytes in bfloat16."""
+_WIDTH = re.compile("(_size|_dim|_rank)$|^d_model$|^d_ff$|^n_embd$|^n_inner$")
+_NO_WIDTH = re.compile("vocab|window|chunk|block|kernel|cache|group|patch|batch|conv|head|position|num_")
+_HEAD_DIMS = ("head_dim", "global_head_dim")
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError)
+"""The exceptions of a model whose modules do not fit each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrunkenModel:
+    """A copy of a model, with the attributes of `StoredTensors` that a `Model` needs.
+
+    Attributes:
+        module: the copy as transformers builds it, with its weights.
+        info: the facts of the copy.
+        layers: the layers that it has.
+        tensors: all parameters and buffers, by their names.
+        aliases: for names of tied parameters, the name that has the tensor.
+    """
+
+    module: PreTrainedModel
+    info: ModelInfo
+    layers: Sequence[int]
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[self.owner(name)]
+
+    def owner(self, name: str) -> str:
+        """Returns the first of the names that are tied to this one."""
+        return self.aliases.get(name, name)
+
+    def is_drawn(self, name: str) -> bool:
+        """Returns False for every name, since all tensors are here."""
+        return name not in self.tensors and name not in self.aliases
+
+    def shape(self, name: str) -> torch.Size:
+        return self[name].shape
+
+    def skeleton(self, attention: str) -> PreTrainedModel:
+        """Returns a model of its own with the same tensors, and with an attention function of transformers."""
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in self.tensors.values()}
+        module = copy.deepcopy(self.module, shared)
+        module.config._attn_implementation = attention  # noqa: SLF001 - as `set_attn_implementation`, unchecked
+        return module
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Returns logits `[tokens, vocab]` of one prompt as transformers computes them, by its own attention."""
+        module = self.skeleton("eager")
+        with torch.no_grad():
+            output = module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+class NoCopyError(ValueError):
+    """No copy of a model can be built and run; the message is the reason of the last attempt."""
+
+
+def shrink(
+    files: ModelFiles,
+    info: ModelInfo,
+    *,
+    stages: Sequence[range],
+    tp: int,
+    try_out: Callable[[ShrunkenModel], object],
+    dtype: torch.dtype = torch.float32,
+) -> ShrunkenModel:
+    """Returns a small copy for these stages that `try_out` can run.
+
+    A model may refuse to be small, for example when its code needs tokens that the small vocabulary lacks.
+
+    Raises:
+        NoCopyError: when no copy of at most sixteen times the usual size works.
+    """
+    config = load_config(files.config_dir, files.trust_remote_code)
+    layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code)))
+    kept = _kept(layers, info.specs, stages)
+    num_weights = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    sizes = [
+        (chosen, has_small_vocab, divisor, with_heads)
+        for chosen, has_small_vocab in ((kept, True), (kept, False), ([*range(len(layers))], True))
+        for divisor, with_heads in _divisors(config, tp)
+    ]
+    reason = "its layers are too large"
+    for most_weights in (_MOST_WEIGHTS, 4 * _MOST_WEIGHTS, 16 * _MOST_WEIGHTS):
+        for chosen, has_small_vocab, divisor, with_heads in sizes:
+            if sum(num_weights[layer] for layer in chosen) > most_weights * divisor**2:
+                continue
+            try:
+                small = _small_config(config, divisor, with_heads=with_heads, has_small_vocab=has_small_vocab)
+                module = _empty(files, small, info, chosen, dtype)
+                if (total := sum(weight.numel() for weight in module.parameters())) > most_weights:
+                    continue
+                _draw(module)
+                found = _with_facts(module, info, chosen)
+                try_out(found)
+            except FAILURES as error:
+                reason = one_line(error)
+                continue
+            if total > _MOST_WEIGHTS:
+                _log.info("the split is tried on %.1f GB of weights, since no smaller copy works", total * 4e-9)
+            return found
+    raise NoCopyError(reason)
+
+
+def _kept(layers: Sequence[nn.Module], specs: Sequence[AttnSpec], stages: Sequence[range]) -> list[int]:
+    """Returns the first layer of each kind in each stage."""
+    kept: list[int] = []
+    for stage in stages:
+        first: dict[object, int] = {}
+        for layer in stage:
+            first.setdefault((specs[layer], tuple(_kind(layers[layer]))), layer)
+        kept += first.values()
+    return kept
+
+
+def _kind(layer: nn.Module) -> Iterator[object]:
+    """Yields the facts by which layers differ, apart from the values of their weights."""
+    for name, module in layer.named_modules():
+        yield name, type(module)
+        yield from (
+            (key, value) for key, value in vars(module).items() if key != "training" and isinstance(value, bool | str)
+        )
+    for name, weight in layer.named_parameters():
+        yield name, tuple(weight.shape)
+
+
+def _divisors(config: PreTrainedConfig, tp: int) -> Iterator[tuple[int, bool]]:
+    """Yields divisors of widths, from 1 on, and whether head sizes are divided too."""
+    yield 1, False
+    widths = [one for value in _widths(config).values() for one in (value if isinstance(value, list) else [value])]
+    head_dims = [value for name, value in vars(config).items() if name in _HEAD_DIMS and isinstance(value, int)]
+    has_lists = any(isinstance(value, list) for rope in rope_dicts(config) for value in rope.values())
+    for divisor in _DIVISORS:
+        if all(_divides(divisor, width, tp) for width in widths):
+            if head_dims and not has_lists and all(_divides(divisor, head_dim, 1) for head_dim in head_dims):
+                yield divisor, True
+            yield divisor, False
+
+
+def _divides(divisor: int, width: int, tp: int) -> bool:
+    return width % divisor == 0 and all(
+        (width % unit == 0) == (width // divisor % unit == 0) for unit in (_ALIGNED, _ALIGNED * tp)
+    )
+
+
+def _widths(config: PreTrainedConfig) -> dict[str, int | list[int]]:
+    """Returns the widths of a configuration by name; a list is one of all layers."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if _WIDTH.search(name) and not _NO_WIDTH.search(name) and _is_width(value)
+    }
+
+
+def _is_width(value: object) -> TypeGuard[int | list[int]]:
+    """Tells whether a value is a number above 1, which stands for something else, or a list of such numbers."""
+    many = value if isinstance(value, list) else [value]
+    return bool(many) and all(type(one) is int and one > 1 for one in many)
+
+
+def _small_config(
+    config: PreTrainedConfig, divisor: int, *, with_heads: bool, has_small_vocab: bool
+) -> PreTrainedConfig:
+    changes: dict[str, Any] = {
+        name: [width // divisor for width in value] if isinstance(value, list) else value // divisor
+        for name, value in _widths(config).items()
+    }
+    for name, value in vars(config).items():
+        if type(value) is not int:
+            continue
+        if with_heads and name in _HEAD_DIMS:
+            changes[name] = value // divisor
+        elif name in _LENGTHS:
+            changes[name] = min(value, _LENGTHS[name])
+        elif has_small_vocab and "vocab_size" in name:
+            changes[name] = min(value, _VOCAB_SIZE)
+        elif has_small_vocab and name.endswith("_token_id"):
+            changes[name] = value % _VOCAB_SIZE
+    small = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(small, name, value)
+    for rope in rope_dicts(small):
+        assert isinstance(rope, dict), "the copy's own"
+        rope.update({name: min(rope[name], most) for name, most in _LENGTHS.items() if isinstance(rope.get(name), int)})
+    return small
+
+
+def _empty(
+    files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: Sequence[int], dtype: torch.dtype
+) -> PreTrainedModel:
+    """Builds a model without numbers, whose other layers pass on what they get. Their memory is never touched."""
+    with quiet_transformers(), no_init_weights():
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=files.trust_remote_code
+        )
+    module.tie_weights()
+    layers = decoder_layers(module)
+    for number in {*range(len(layers))} - {*kept}:
+        layers[number] = PassThrough(layers[number], number, as_tuple=info.layers_return_tuples)
+    return module.eval()
+
+
+def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int]) -> ShrunkenModel:
+    observed = observe(module)
+    specs = list(info.specs)
+    for layer, spec in observed.specs.items():
+        wanted = info.specs[layer]
+        if (spec.num_heads, spec.num_kv_heads) != (wanted.num_heads, wanted.num_kv_heads):
+            raise ValueError(f"layer {layer} of the copy has other heads than the model")
+        if spec.head_dim % _ALIGNED and not wanted.head_dim % _ALIGNED:
+            raise ValueError(f"heads of the copy have {spec.head_dim} numbers")
+        specs[layer] = spec
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        owner = first_name.setdefault(id(tensor), name)
+        if owner != name:
+            aliases[name] = owner
+        tensors[owner] = tensor
+    facts = replace(
+        info,
+        specs=tuple(specs),
+        vocab_size=module.get_input_embeddings().weight.shape[0],
+        hidden_size=module.config.hidden_size,
+        passed_width=observed.passed_width,
+        rope_switch_length=None if info.rope_switch_length is None else _LENGTHS["original_max_position_embeddings"],
+    )
+    return ShrunkenModel(module=module, info=facts, layers=kept, tensors=tensors, aliases=aliases)
+
+
+def _draw(module: nn.Module) -> None:
+    """Fills a model's parameters with random numbers that keep activations near 1, so that each of them matters.
+
+    Later outputs of a matrix are larger, so that heads and channels differ in more than their random numbers: the mean
+    over a share is not that over all.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    for name, weight in module.named_parameters():
+        with torch.no_grad():
+            weight.normal_(generator=numbers)
+            if weight.ndim > 1:
+                slope = torch.linspace(-_SLOPE, _SLOPE, weight.shape[-2]).exp()[:, None]
+                weight.mul_(slope * weight.shape[-1] ** -0.5)
+            else:
+                weight.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)

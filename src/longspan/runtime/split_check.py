@@ -1,0 +1,156 @@
+"""Splits are accepted by trial: a small copy of the model runs each one and must agree with transformers.
+
+A trial takes about a second, most of it imports. Its result stays in the cache folder, by configuration, split,
+versions and the code that shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, LOCAL, RING_KV, Exchange, WeightSource
+from longspan.errors import ParameterError
+from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
+from longspan.model.info import ModelInfo
+
+if TYPE_CHECKING:
+    from longspan.runtime.dry_run import DryRuns
+
+_log = logging.getLogger("longspan")
+_CODE = ("attn", "model", "runtime")
+"""The packages whose code decides whether a split is right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A split that is tried, and the exchange by which its instances share a prompt."""
+
+    spec: ParallelSpec
+    exchange: Exchange = LOCAL
+
+    def __str__(self) -> str:
+        return f"{self.spec} {self.exchange}"
+
+    def refusal(self, reason: str) -> ValueError:
+        """Returns the error that names the parameter to change."""
+        spec = self.spec
+        if self.exchange == GATHER_HIDDEN or self.exchange.weights is not None:
+            name = self.exchange.kind
+            how = "" if self.exchange.weights is None else f" with unsharded weights ({self.exchange.weights})"
+            problem = f"{name}{how} does not work for this model ({reason}): choose exchange ring_kv"
+            return ParameterError("exchange", problem, name)
+        if spec.tp > 1 and spec.pp > 1:
+            return ParameterError("parallel", f"{spec} does not work for this model ({reason}): use tp 1 or pp 1", spec)
+        if spec.tp > 1:
+            problem = f"{spec.tp} does not work for this model ({reason}): use pp, or more instances with tp 1"
+            return ParameterError("tp", problem, spec.tp)
+        if spec.pp > 1:
+            problem = f"{spec.pp} does not work for this model ({reason}): use tp, or more instances with pp 1"
+            return ParameterError("pp", problem, spec.pp)
+        return ModelError(f"this model is not supported: longspan would compute something else ({reason})")
+
+
+def check_splits(
+    files: ModelFiles,
+    info: ModelInfo,
+    cluster: Cluster,
+    *,
+    gathers_hidden: bool = False,
+    weights: Sequence[WeightSource] = (),
+) -> None:
+    """Tries the splits of a cluster which were not tried before.
+
+    Args:
+        gathers_hidden: whether prompts may be shared by `gather_hidden`.
+        weights: where `alltoall` may take unsharded weights from.
+
+    Raises:
+        ValueError: for a split that gives wrong results, or that a worker would fail with.
+    """
+    results = _Results(files, info, cluster)
+    for trial in _trials(cluster, gathers_hidden=gathers_hidden, weights=weights):
+        if reason := results.reason(trial):
+            for part in _parts(trial):
+                if simpler := results.reason(part):
+                    raise part.refusal(simpler)
+            raise trial.refusal(reason)
+
+
+def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightSource]) -> Iterator[Trial]:
+    """Yields the splits of a cluster that together use all of its shards, stages and exchanges."""
+    num_members = len(cluster.prefill)
+    if cluster.num_instances > 1 and not gathers_hidden:
+        yield Trial(spec=ParallelSpec(instances=2), exchange=RING_KV)
+    for tp, pp in sorted({(cluster.tp(instance), cluster.pp(instance)) for instance in cluster.instances}):
+        if num_members > 1 and gathers_hidden:
+            for size in sorted({2, num_members}):
+                yield Trial(spec=ParallelSpec(instances=size, tp=tp, pp=pp), exchange=GATHER_HIDDEN)
+        elif tp * pp > 1 or cluster.num_instances == 1:
+            yield Trial(spec=ParallelSpec(tp=tp, pp=pp))
+        for source in weights if num_members > 1 and tp > 1 else ():
+            yield Trial(spec=ParallelSpec(instances=2, tp=tp, pp=pp), exchange=ALLTOALL._replace(weights=source))
+
+
+def _parts(trial: Trial) -> Iterator[Trial]:
+    """Yields simpler splits than one that does not work, so that an error names the part at fault."""
+    tp, pp = trial.spec.tp, trial.spec.pp
+    specs = (ParallelSpec(), ParallelSpec(tp=tp), ParallelSpec(pp=pp), ParallelSpec(tp=tp, pp=pp))
+    yield from (part for spec in dict.fromkeys(specs) if (part := Trial(spec=spec)) != trial)
+
+
+class _Results:
+    """The results of trials: stored ones, and those of this process."""
+
+    def __init__(self, files: ModelFiles, info: ModelInfo, cluster: Cluster) -> None:
+        self._files, self._info = files, info
+        self._tp = max(cluster.tp(instance) for instance in cluster.instances)
+
+    @cached_property
+    def _dry_runs(self) -> DryRuns:
+        from longspan.runtime.dry_run import DryRuns  # noqa: PLC0415 - imports transformers' models: seconds
+
+        return DryRuns(self._files, self._info, tp=self._tp)
+
+    def reason(self, trial: Trial) -> str:
+        """Returns the reason why a split does not work; an empty one if it does."""
+        path = cache_root() / "splits" / f"{_key(self._files, self._info, trial)}.txt"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        _log.info("trying split %s on a small copy of the model, once", trial)
+        cluster = Cluster.of(str(trial.spec)).with_layers(self._info.num_layers, self._info.head_layers)
+        reason = self._dry_runs.problem(cluster, trial.exchange)
+        try:
+            write_file(path, reason)
+        except (ModelError, OSError) as error:
+            _log.info("the split is tried at every start, since its result cannot be stored: %s", error)
+        return reason
+
+
+def _key(files: ModelFiles, info: ModelInfo, trial: Trial) -> str:
+    own = [file for pattern in ("config.json", "*.py") for file in sorted(files.config_dir.glob(pattern))]
+    known = [str(trial), files.dtype, info.to_json(), _code_key(), *(_digest([file]) for file in own)]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+
+
+@cache
+def _code_key() -> str:
+    """Identifies the code that computes: that of longspan by its text, that of others by versions."""
+    package = Path(__file__).parents[1]
+    code = _digest(file for folder in _CODE for file in sorted((package / folder).rglob("*.py")))
+    return " ".join((code, *(version(name) for name in ("transformers", "torch"))))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for file in files:
+        found.update(hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()
