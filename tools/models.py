@@ -10,9 +10,9 @@ Each cell of the table says one of these:
 - `lost`: the start failed without a reason of longspan's own, a worker was lost, or no answer came in time;
 - `not tried`: transformers itself cannot compute with the tiny configuration.
 
-Results are kept in `docs/models.json` with a hash of the class's source, of its tiny configuration and of longspan's
+Results are kept in `tools/models.json` with a hash of the class's source and tiny configuration, and one of longspan's
 model code. Rows whose hashes still hold are not run again, unless they are named. Any cell that is wrong or lost makes
-the exit status 1.
+the exit status 1. `docs/generate.py` writes `docs/models.md` from the results.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,13 +47,14 @@ import transformers
 from engines import ThreadLLM
 from oracle import TOLERANCE, Expected, Oracle, assert_exact
 from tiny_models import write_checkpoint
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from longspan import SamplingParams
+from longspan import LLM, SamplingParams
 from longspan.errors import ParameterError
 from longspan.model.files import ModelError, one_line
+from longspan.outputs import RequestOutput
 
-RESULTS = ROOT / "docs" / "models.json"
+RESULTS = ROOT / "tools" / "models.json"
 CELLS: dict[str, dict[str, Any]] = {
     "1": {"instances": 1},
     "2": {"instances": 2, "policy": "context", "policy_options": {"threshold": "20"}},
@@ -64,19 +67,23 @@ CELLS: dict[str, dict[str, Any]] = {
     },
 }
 FAULTS = ("wrong", "lost")
+_SPLIT_HEADS = ("tp2", "gather_hidden")
 
 _MAX_TOKENS = 4
 _random = np.random.default_rng(0)
 _PROMPTS = tuple(_random.integers(3, tiny_types.VOCABULARY - 1, length).tolist() for length in (5, 63, 97))
 """Below and above a window, a block, and the tokens of a step."""
-_CHANGED = -10
-"""A position of the last prompt that the windows of all layers show to its last token."""
-_SAMPLING = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0, ignore_eos=True, output_logits=True)
+_CHANGED = slice(-20, -4)
+"""Positions of the last prompt that the windows of all layers show to its last token."""
+_GREEDY = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0, ignore_eos=True, output_logits=True)
+_SAMPLING = [_GREEDY, _GREEDY, replace(_GREEDY, prompt_logprobs=0)]
 _ENGINE = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48, "dtype": "float32"}
 _MAX_WEIGHTS = 20_000_000
 """Elements. A larger configuration is a mistake in `tiny_types`."""
 _GENERIC = ("masking_utils", "modeling_rope_utils", "cache_utils", "modeling_layers", "integrations/moe")
 _PACKAGES = ("attn", "model", "runtime")
+
+_LOG = re.compile(r" \(see the log of process.*")
 
 Cell = dict[str, str]
 """`verdict`, and `reason` unless that is exact."""
@@ -110,7 +117,7 @@ def main() -> int:
     keys = {row: keys_of(row) for row in rows}
     todo = [row for row in rows if asked.types or not keys[row].items() <= known.get(row.name, {}).items()]
     print(f"{len(rows)} rows, {len(todo)} of them to be run")
-    for number, (row, cells) in enumerate(_run(todo, asked.jobs, asked.limit, is_quiet=asked.types is None), 1):
+    for number, (row, cells) in enumerate(run(todo, asked.jobs, asked.limit, is_quiet=asked.types is None), 1):
         known[row.name] = {**keys[row], "cells": cells}
         _write(asked.file, known)
         shown = "  ".join(f"{name} {cell['verdict']}" for name, cell in cells.items())
@@ -135,13 +142,17 @@ def keys_of(row: Row) -> dict[str, str]:
     """Returns the hashes that a row's results belong to: of transformers' classes and the tiny configuration, and of
     longspan's model code.
     """
-    config = CONFIG_MAPPING[row.kind]
-    classes = {config, MODEL_FOR_CAUSAL_LM_MAPPING[config]}
-    paths = sorted({Path(inspect.getfile(one)) for one in classes})
+    folder = Path(inspect.getfile(CONFIG_MAPPING[row.kind])).parent
+    paths = [path for kind in ("configuration", "modeling") for path in sorted(folder.glob(f"{kind}_*.py"))]
     paths += [Path(transformers.__file__).parent / f"{name}.py" for name in _GENERIC]
-    fields = json.dumps(tiny_types.tiny_fields(row.kind, row.variant), sort_keys=True, default=str)
-    own = [path for package in _PACKAGES for path in sorted((ROOT / "src" / "longspan" / package).rglob("*.py"))]
-    return {"source": _hash(paths, fields), "longspan": _hash(own)}
+    fields = json.dumps(tiny_types.tiny_fields(row.kind, row.variant), sort_keys=True)
+    return {"source": _hash(paths, fields), "longspan": _own_hash()}
+
+
+@cache
+def _own_hash() -> str:
+    package = ROOT / "src" / "longspan"
+    return _hash([Path(__file__), *(path for name in _PACKAGES for path in sorted((package / name).rglob("*.py")))])
 
 
 def _hash(paths: Sequence[Path], more: str = "") -> str:
@@ -161,7 +172,9 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
 def _write(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes all results at once, so that a run that is stopped leaves a whole file."""
     names = {row.name: row for row in all_rows()}
-    known = {name: rows[name] for name in sorted(rows, key=lambda name: names.get(name, Row(kind=name))) if name in names}
+    known = {
+        name: rows[name] for name in sorted(rows, key=lambda name: names.get(name, Row(kind=name))) if name in names
+    }
     text = json.dumps({"transformers": transformers.__version__, "rows": known}, indent=1)
     draft = file.with_suffix(".draft")
     draft.write_text(text + "\n", encoding="utf-8")
@@ -179,47 +192,58 @@ class _Job:
     process: BaseProcess
     results: Connection
     deadline: float
-    cells: dict[str, Cell] = field(default_factory=dict)
+    cells: dict[str, Cell]
+
+    @property
+    def missing(self) -> list[str]:
+        """The cells that are still to be filled in, in order."""
+        return [name for name in CELLS if name not in self.cells]
+
+    def take(self, limit_s: float, *, is_ready: bool) -> str | None:
+        """Takes the next cell, if it is there; returns why there will be none, if the process ended or hangs."""
+        if is_ready:
+            try:
+                name, self.cells[name] = self.results.recv()
+            except EOFError:
+                self.process.join()
+                return f"the process ended with exit code {self.process.exitcode}"
+            self.deadline = time.monotonic() + limit_s
+        elif self.deadline <= time.monotonic():
+            return f"no answer in {limit_s:g} s"
+        return None
 
 
-def _run(rows: Sequence[Row], jobs: int, limit_s: float, *, is_quiet: bool) -> Iterator[tuple[Row, dict[str, Cell]]]:
+def run(rows: Sequence[Row], jobs: int, limit_s: float, *, is_quiet: bool) -> Iterator[tuple[Row, dict[str, Cell]]]:
     """Yields rows as they are filled in. A process that ends or hangs loses one cell; the next goes on behind it."""
-    waiting, running = [*reversed(rows)], set[_Job]()
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            running.add(_start(waiting.pop(), {}, limit_s, is_quiet=is_quiet))
-        soonest = min(job.deadline for job in running)
-        ready = wait([job.results for job in running], max(0.0, soonest - time.monotonic()))
-        for job in [*running]:
-            lost = None
-            if job.results in ready:
-                try:
-                    name, cell = job.results.recv()
-                    job.cells[name], job.deadline = cell, time.monotonic() + limit_s
-                except EOFError:
-                    job.process.join()
-                    lost = f"the process ended with exit code {job.process.exitcode}"
-            elif job.deadline <= time.monotonic():
-                lost = f"no answer in {limit_s:g} s"
-            if lost is None:
-                continue
-            job.process.kill()
-            job.process.join()
-            running.remove(job)
-            if missing := [name for name in CELLS if name not in job.cells]:
-                job.cells[missing[0]] = {"verdict": "lost", "reason": lost}
-            if len(job.cells) < len(CELLS):
-                running.add(_start(job.row, job.cells, limit_s, is_quiet=is_quiet))
-            else:
-                yield job.row, {name: job.cells[name] for name in CELLS}
+    with tempfile.TemporaryDirectory(prefix="longspan-models-") as folder:
+        start = partial(_start, folder=folder, limit_s=limit_s, is_quiet=is_quiet)
+        waiting, running = [*reversed(rows)], set[_Job]()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.add(start(waiting.pop(), {}))
+            soonest = min(job.deadline for job in running)
+            ready = wait([job.results for job in running], max(0.0, soonest - time.monotonic()))
+            for job in [*running]:
+                if (lost := job.take(limit_s, is_ready=job.results in ready)) is None:
+                    continue
+                job.process.kill()
+                job.process.join()
+                running.remove(job)
+                if missing := job.missing:
+                    job.cells[missing[0]] = {"verdict": "lost", "reason": lost}
+                if job.missing:
+                    running.add(start(job.row, job.cells))
+                else:
+                    yield job.row, {name: job.cells[name] for name in CELLS}
 
 
-def _start(row: Row, cells: dict[str, Cell], limit_s: float, *, is_quiet: bool) -> _Job:
+def _start(row: Row, cells: dict[str, Cell], *, folder: str, limit_s: float, is_quiet: bool) -> _Job:
     # A fork of this process, which has imported all that is needed and computed nothing: it starts at once.
     context = multiprocessing.get_context("fork")
     results, sender = context.Pipe(duplex=False)
     missing = [name for name in CELLS if name not in cells]
-    process = context.Process(target=_fill, args=(row, missing, sender), kwargs={"is_quiet": is_quiet}, daemon=True)
+    options = {"folder": folder, "is_quiet": is_quiet}
+    process = context.Process(target=_fill, args=(row, missing, sender), kwargs=options, daemon=True)
     process.start()
     sender.close()
     return _Job(row=row, process=process, results=results, deadline=time.monotonic() + limit_s, cells=cells)
@@ -228,34 +252,46 @@ def _start(row: Row, cells: dict[str, Cell], limit_s: float, *, is_quiet: bool) 
 # ---------------------------------------------------------------- one row
 
 
-def _fill(row: Row, names: Sequence[str], results: Connection, *, is_quiet: bool) -> None:
+def _fill(row: Row, names: Sequence[str], results: Connection, *, folder: str, is_quiet: bool) -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if is_quiet:
         logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="longspan-models-") as folder:
-        os.environ["LONGSPAN_CACHE"] = folder
-        for name, cell in fill(row, Path(folder) / "model", names):
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        os.environ["LONGSPAN_CACHE"] = str(Path(own) / "cache")
+        for name, cell in fill(row, Path(own), names):
             results.send((name, cell))
 
 
 def fill(row: Row, folder: Path, names: Sequence[str] = tuple(CELLS)) -> Iterator[tuple[str, Cell]]:
-    """Yields the named cells of a row, whose checkpoint is written to `folder`."""
-    model = TinyModel(row, folder)
+    """Yields the named cells of a row, whose checkpoints are written to `folder`.
+
+    Where heads are split and even shares are exact, uneven ones must not be wrong either.
+    """
+    model = TinyModel(row, folder / "even")
+    uneven = None
     for name in names:
-        yield name, model.cell(name)
+        cell = model.cell(name)
+        if name in _SPLIT_HEADS and cell["verdict"] == "exact":
+            uneven = uneven or TinyModel(row, folder / "uneven", even=False)
+            other = uneven.cell(name)
+            if other["verdict"] in (*FAULTS, "refused"):
+                verdict = "exact" if other["verdict"] == "refused" else other["verdict"]
+                cell = {"verdict": verdict, "reason": f"with 6 query heads and 3 KV heads: {other['reason']}"}
+        yield name, cell
 
 
 class TinyModel:
     """A checkpoint of a row's configuration, and the answers that are expected of it."""
 
-    def __init__(self, row: Row, folder: Path) -> None:
+    def __init__(self, row: Row, folder: Path, *, even: bool = True) -> None:
         self._name, self._folder = row.name, folder
         self._problem: str | None = None
-        self._expected: list[Expected] | None = None
+        self._expected: list[Expected] = []
+        self._logprobs = np.empty(0)
         try:
-            self._problem = _write_model(row, folder)
+            self._problem = _write_model(tiny_types.tiny_config(row.kind, row.variant, even=even), folder)
         except Exception as error:  # noqa: BLE001 - of any class of transformers
             self._problem = one_line(error)
 
@@ -269,42 +305,55 @@ class TinyModel:
             return {"verdict": "refused", "reason": str(error).replace(str(self._folder), "the folder")}
         except Exception as error:  # noqa: BLE001 - it is recorded
             return self._lost(name, error)
+        self._expect()
         try:
-            self._expect()
-            if self._problem is not None:
-                return {"verdict": "not tried", "reason": self._problem}
-            answers = llm.generate(list(_PROMPTS), _SAMPLING, use_tqdm=False)
-            for answer, expected in zip(answers, self._expected or (), strict=True):
-                assert_exact(answer, expected)
-        except AssertionError as error:
-            return {"verdict": "wrong", "reason": str(error)}
+            return {"verdict": "not tried", "reason": self._problem} if self._problem else self._compared(llm)
         except Exception as error:  # noqa: BLE001 - it is recorded
             return self._lost(name, error)
         finally:
             with suppress(Exception):
                 llm.shutdown()
+
+    def _compared(self, llm: LLM) -> Cell:
+        answers = llm.generate([*_PROMPTS], _SAMPLING, use_tqdm=False)
+        try:
+            for answer, expected in zip(answers, self._expected, strict=True):
+                assert_exact(answer, expected)
+            self._assert_prompt_exact(answers[-1])
+        except AssertionError as error:
+            return {"verdict": "wrong", "reason": str(error)}
         return {"verdict": "exact"}
 
     def _lost(self, name: str, error: Exception) -> Cell:
         logging.getLogger(__name__).error("%s %s", self._name, name, exc_info=error)
-        return {"verdict": "lost", "reason": one_line(error)}
+        return {"verdict": "lost", "reason": _LOG.sub("", one_line(error))}
+
+    def _assert_prompt_exact(self, answer: RequestOutput) -> None:
+        """Compares the log-probability of each token of the last prompt, but for the first, which has none."""
+        assert answer.prompt_logprobs is not None
+        pairs = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
+        found = [scored[token].logprob for token, scored in pairs if scored is not None]
+        expected = self._logprobs[range(len(found)), answer.prompt_token_ids[1:]]
+        difference = float(np.abs(np.array(found) - expected).max())
+        assert difference <= TOLERANCE, f"log-probabilities of the prompt differ by {difference:.2g}"
 
     def _expect(self) -> None:
         """Asks transformers for the answers, and checks that they are worth comparing."""
-        if self._problem is not None or self._expected is not None:
+        if self._problem is not None or self._expected:
             return
         try:
             oracle = Oracle(self._folder)
             self._expected = [oracle.complete(prompt, _MAX_TOKENS) for prompt in _PROMPTS]
+            self._logprobs = oracle.logprobs(_PROMPTS[-1])
             self._problem = _weakness(oracle)
         except Exception as error:  # noqa: BLE001 - of any class of transformers
             self._problem = f"transformers does not compute with it: {one_line(error)}"
 
 
-def _write_model(row: Row, folder: Path) -> str | None:
+def _write_model(config: PreTrainedConfig, folder: Path) -> str | None:
     """Writes a checkpoint, or the configuration alone when it is of no use, and returns the reason then."""
-    config = tiny_types.tiny_config(row.kind, row.variant)
     config.save_pretrained(folder)
+    written = (folder / "config.json").read_bytes()
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
@@ -313,6 +362,9 @@ def _write_model(row: Row, folder: Path) -> str | None:
     if (number := sum(weight.numel() for weight in skeleton.parameters())) > _MAX_WEIGHTS:
         return f"its tiny configuration has {number} weights"
     write_checkpoint(config, folder)
+    if skeleton.config.model_type != config.model_type:
+        # The model is a part of the type's, and checkpoints of the type come with the configuration of all of it.
+        (folder / "config.json").write_bytes(written)
     return None
 
 
@@ -324,7 +376,7 @@ def _weakness(oracle: Oracle) -> str | None:
     cached = [torch.tensor(logits).log_softmax(-1).numpy() for logits in expected.logits]
     if (difference := float(np.abs(anew - np.stack(cached)).max())) > TOLERANCE / 2:
         return f"transformers itself differs by {difference:.2g} with and without its cache"
-    prompt[_CHANGED] += 1
+    prompt[_CHANGED] = [token + 1 for token in prompt[_CHANGED]]
     if float(np.abs(oracle.complete(prompt, 1).logits[0] - expected.logits[0]).max()) < 10 * TOLERANCE:
         return "its answers hardly depend on the prompt"
     return None

@@ -24,17 +24,29 @@ _WINDOW = 24
 _ORIGINAL_LENGTH = 32
 """Tokens, of RoPE before it is stretched. Most positions lie beyond."""
 
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "lru_width")
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+_WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size")
+"""A class whose window is None by default keeps that."""
+_GROWING = {
+    *(*_WIDTHS, *_QUERY_HEADS, *_KEY_HEADS),
+    *("kv_n_heads", "num_attention_heads_per_layer", "swa_num_attention_heads", "swa_num_key_value_heads"),
+}
+
 SIZES: Fields = {
     "vocab_size": VOCABULARY,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "lru_width"), _WIDTH),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers"), _LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), _HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), _KV_HEADS),
+    **dict.fromkeys(_WIDTHS, _WIDTH),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers"), _LAYERS
+    ),
+    **dict.fromkeys(_QUERY_HEADS, _HEADS),
+    **dict.fromkeys(_KEY_HEADS, _KV_HEADS),
     **dict.fromkeys(("head_dim", "d_head", "kv_channels", "dim_head", "attention_head_size"), _HEAD_DIM),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim"), _INNER),
     **dict.fromkeys(("d_inner", "dff", "dim_ff", "feed_forward_size", "dense_intermediate_size"), _INNER),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), 512),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), _WINDOW),
+    **dict.fromkeys(_WINDOWS, _WINDOW),
     # Encoders of encoder-decoder models.
     **dict.fromkeys(("encoder_layers", "num_encoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS),
@@ -94,7 +106,10 @@ _DOTS3 = _LATENT | {
 }
 _GEMMA4 = {"global_head_dim": 2 * _HEAD_DIM}
 _NO_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-_ASSISTANT = {"backbone_hidden_size": _WIDTH, "text_config": _GEMMA4 | _NO_INPUTS}
+_ASSISTANT = {
+    "backbone_hidden_size": _WIDTH,
+    "text_config": _GEMMA4 | _NO_INPUTS | {"num_kv_shared_layers": _LAYERS},
+}
 _INKLING = {
     "swa_num_attention_heads": _HEADS,
     "swa_num_key_value_heads": _KV_HEADS,
@@ -144,7 +159,7 @@ CHANGES: dict[str, Fields] = {
     "dots3_note": {
         "text_config": _DOTS3,
         "vision_config": {"adapter_in_dim": _WIDTH, "adapter_out_dim": _WIDTH},
-        "audio_config": {"adapter_out_dim": _WIDTH},
+        "audio_config": {"adapter_input_size": _WIDTH, "adapter_out_dim": _WIDTH},
     },
     "dots3_note_text": _DOTS3,
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -218,6 +233,7 @@ VARIANTS: dict[str, dict[str, Fields]] = {
             **_NO_INPUTS,
         },
     },
+    "gemma4_unified_text": {"no shared KV": {"num_kv_shared_layers": 0}},
     "gpt_bigcode": {"several KV heads": {"multi_query": False}},
     "gpt_neox": {"sequential": {"use_parallel_residual": False}},
     "llama": {
@@ -242,26 +258,32 @@ def causal_types() -> tuple[str, ...]:
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
-def tiny_fields(kind: str, variant: str | None = None) -> Fields:
-    """Returns the fields that are given to the configuration class of a type."""
+def tiny_fields(kind: str, variant: str = "", *, even: bool = True) -> Fields:
+    """Returns the fields that are given to the configuration class of a type; see `tiny_config`."""
     changes = CHANGES.get(kind, {}) | (VARIANTS[kind][variant] if variant else {})
-    return _shrunken(CONFIG_MAPPING[kind], changes)
+    fields = _shrunken(CONFIG_MAPPING[kind], changes)
+    return fields if even else _uneven(fields)
 
 
-def tiny_config(kind: str, variant: str | None = None) -> PreTrainedConfig:
-    """Makes the configuration of a type; raises as its class does."""
-    return CONFIG_MAPPING[kind](**tiny_fields(kind, variant))
+def tiny_config(kind: str, variant: str = "", *, even: bool = True) -> PreTrainedConfig:
+    """Makes the configuration of a type; raises as its class does.
+
+    Two ranks get as many heads each if it is `even`; otherwise there are 6 query heads and 3 KV heads, and the ranks
+    get 4 and 2 query heads.
+    """
+    return CONFIG_MAPPING[kind](**tiny_fields(kind, variant, even=even))
 
 
 def _shrunken(of: type[PreTrainedConfig], changes: Mapping[str, Any]) -> Fields:
     """Shrinks the defaults of a class, and of the classes inside of it; the `changes` go by the same names."""
     specs = of.sub_configs_defaults
-    defaults = {field.name: getattr(of, field.name, None) for field in dataclasses.fields(of)} | _defaults(of)
+    defaults: Fields = {field.name: getattr(of, field.name, None) for field in dataclasses.fields(of)} | _defaults(of)
     fields: Fields = {name: SIZES[name] for name in defaults if name in SIZES}
+    fields |= {name: None for name in _WINDOWS if name in fields and defaults[name] is None}
     fields |= {name: _TOKENS[name] for name in defaults if name in _TOKENS}
-    fields |= {name: _alternating(defaults[name]) for name in _KINDS if defaults.get(name)}
-    if defaults.get("rope_parameters"):
-        fields["rope_parameters"] = _short_ropes(defaults["rope_parameters"])
+    fields |= {name: _alternating(kinds) for name in _KINDS if (kinds := defaults.get(name))}
+    if ropes := defaults.get("rope_parameters"):
+        fields["rope_parameters"] = _short_ropes(ropes)
     for name, spec in specs.items():
         inner = spec.config_class if spec.model_type is None else CONFIG_MAPPING[spec.model_type]
         fields[name] = {"model_type": inner.model_type, **_shrunken(inner, changes.get(name) or {})}
@@ -272,9 +294,25 @@ def _shrunken(of: type[PreTrainedConfig], changes: Mapping[str, Any]) -> Fields:
 def _defaults(of: type[PreTrainedConfig]) -> Fields:
     """Returns what a class makes of no fields at all; nothing where it needs some."""
     try:
-        return of().to_dict()
+        found: Fields = of().to_dict()
     except (ValueError, TypeError, StrictDataclassError):
         return {}
+    return found
+
+
+def _uneven(fields: Fields) -> Fields:
+    """Multiplies the numbers of heads, and the widths that go with them, by one and a half."""
+    changed: Fields = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            changed[name] = _uneven(value)
+        elif name in _GROWING and isinstance(value, list):
+            changed[name] = [one * 3 // 2 for one in value]
+        elif name in _GROWING and value > 1:
+            changed[name] = value * 3 // 2
+        else:
+            changed[name] = value
+    return changed
 
 
 def _alternating(kinds: list[str]) -> list[str]:
@@ -284,7 +322,7 @@ def _alternating(kinds: list[str]) -> list[str]:
 
 
 def _short_ropes(parameters: Mapping[str, Any]) -> Fields:
-    """Shortens the length from which RoPE is stretched, of one set of parameters or of one per layer type."""
+    """Reduce the length beyond which RoPE is stretched, in one set of parameters or in one per layer type."""
     short = {name: _short_ropes(value) if isinstance(value, Mapping) else value for name, value in parameters.items()}
     if "original_max_position_embeddings" in short:
         short["original_max_position_embeddings"] = _ORIGINAL_LENGTH
