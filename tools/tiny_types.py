@@ -217,6 +217,7 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     "gemma3n_text": {"no shared KV": {"num_kv_shared_layers": 0}},
     "gemma4_text": {
         "no shared KV": {"num_kv_shared_layers": 0},
+        "wide layers with shared KV": {"use_double_wide_mlp": True},
         "neither": {"num_kv_shared_layers": 0, **_NO_INPUTS},
         "keys as values": {
             "num_kv_shared_layers": 0,
@@ -234,6 +235,8 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         },
     },
     "gemma4_unified_text": {"no shared KV": {"num_kv_shared_layers": 0}},
+    "glm4_moe": {"norms of heads": {"use_qk_norm": True}},
+    "gpt2": {"scales of layers": {"scale_attn_by_inverse_layer_idx": True}},
     "gpt_bigcode": {"several KV heads": {"multi_query": False}},
     "gpt_neox": {"sequential": {"use_parallel_residual": False}},
     "llama": {
@@ -242,7 +245,9 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         "longrope": {"rope_parameters": _LONGROPE},
         "dynamic": {"rope_parameters": _FULL_ROPE | {"rope_type": "dynamic", "factor": 16.0}},
     },
+    "minimax_m3_vl_text": {"sparse layers": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (_LAYERS // 2)}},
     "mistral": {"no window": {"sliding_window": None}},
+    "olmo": {"clipped": {"clip_qkv": 0.5}},
     "opt": {"narrow embedding": {"word_embed_proj_dim": _WIDTH // 2, "do_layer_norm_before": False}},
     "phi3": {"longrope": {"original_max_position_embeddings": _ORIGINAL_LENGTH, "rope_parameters": _LONGROPE}},
     "qwen2": {"windows": _QWEN_WINDOWS},
