@@ -374,6 +374,8 @@ def _weakness(oracle: Oracle) -> str | None:
     expected = oracle.complete(prompt, _MAX_TOKENS)
     anew = oracle.logprobs([*prompt, *expected.token_ids])[-_MAX_TOKENS - 1 : -1]
     cached = [torch.tensor(logits).log_softmax(-1).numpy() for logits in expected.logits]
+    if not np.isfinite(anew).all():
+        return "its logits are not finite"
     if (difference := float(np.abs(anew - np.stack(cached)).max())) > TOLERANCE / 2:
         return f"transformers itself differs by {difference:.2g} with and without its cache"
     prompt[_CHANGED] = [token + 1 for token in prompt[_CHANGED]]
