@@ -6,6 +6,7 @@
 # make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
 # make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
 # make claims every claim of every paper, docs/claims.md
+# make models every model type of transformers, docs/models.md
 # make site   the documentation, built into site/       make site-tools what that needs
 # make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches
 
@@ -21,7 +22,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all tests lint format docs claims picture site site-tools bench peers evals clients fuzz attack clean
+.PHONY: help demo serve test test-all tests lint format docs claims models picture site site-tools bench peers evals clients fuzz attack clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -70,6 +71,10 @@ docs: $(STAMP)
 # The page is written also when a required claim fails, which is the error then.
 claims: $(STAMP)
 	$(BIN)/python benchmarks/papers/claims.py; failed=$$?; $(BIN)/python docs/generate.py && exit $$failed
+
+# The page is written also when a cell is wrong or lost, which is the error then.
+models: $(STAMP)
+	$(BIN)/python tools/models.py; failed=$$?; $(BIN)/python docs/generate.py && exit $$failed
 
 picture: $(STAMP)
 	$(BIN)/python docs/picture.py

@@ -1,4 +1,5 @@
-"""Writes those parts of the pages that the code knows: flags, limits, metrics, refused fields, recorded errors, claims.
+"""Writes those parts of the pages that the code knows: flags, limits, metrics, refused fields, recorded errors, claims,
+models.
 
 `python docs/generate.py` rewrites them, `--check` only says whether they are up to date.
 """
@@ -9,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +26,7 @@ from longspan.serve.requests import UNSERVED
 
 PAGES = sorted(Path(__file__).parent.glob("*.md"))
 _CLAIMS = Path(__file__).parents[1] / "benchmarks" / "papers" / "claims.json"
+_MODELS = Path(__file__).parents[1] / "tools" / "models.json"
 _VERDICTS = ("holds", "fails", "not modelled")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
 _LIMITS = "Limits of what one request may ask for."
@@ -144,6 +146,44 @@ def _claim(one: dict[str, str]) -> Row:
     )
 
 
+def _models() -> str:
+    found = json.loads(_MODELS.read_text(encoding="utf-8"))
+    rows: dict[str, dict[str, dict[str, str]]] = {name: row["cells"] for name, row in found["rows"].items()}
+    cells = list(next(iter(rows.values())))
+    reasons: dict[str, int] = {}
+    types, variants = ([name for name in rows if (", " in name) == has_words] for has_words in (False, True))
+    tables = [
+        _table((head, *cells), [(f"`{name}`", *_verdicts(rows[name], reasons, types)) for name in names])
+        for head, names in (("type", types), ("type, variant", variants))
+    ]
+    verdicts = sorted({cell["verdict"] for row in rows.values() for cell in row.values()})
+    numbers = [
+        (verdict, *(str(sum(rows[name][cell]["verdict"] == verdict for name in types)) for cell in cells))
+        for verdict in verdicts
+    ]
+    notes = [(str(number), reason) for reason, number in reasons.items()]
+    return "\n".join(
+        (
+            f"Transformers {found['transformers']} has {len(types)} types.\n",
+            _table(("types that are", *cells), numbers),
+            "## Types\n\n" + tables[0],
+            "## Variants\n\n" + tables[1],
+            "## Reasons\n\n" + _table(("number", "reason"), notes),
+        )
+    )
+
+
+def _verdicts(row: dict[str, dict[str, str]], reasons: dict[str, int], types: Sequence[str]) -> Iterator[str]:
+    """Yields the text of each cell of a row, and numbers the reasons as they come; types share those that name them."""
+    for cell in row.values():
+        verdict = f"**{cell['verdict']}**" if cell["verdict"] in {"wrong", "lost"} else cell["verdict"]
+        if reason := cell.get("reason"):
+            first, _, others = reason.partition(" ")
+            shared = f"the type {others}".removeprefix("the type is not supported: ") if first in types else reason
+            verdict += f" [{reasons.setdefault(shared, len(reasons) + 1)}]"
+        yield verdict
+
+
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -161,6 +201,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "computed_errors": _computed_errors,
     "served_errors": _served_errors,
     "claims": _claims,
+    "models": _models,
 }
 
 if __name__ == "__main__":

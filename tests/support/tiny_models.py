@@ -100,8 +100,9 @@ def write_checkpoint(config: PreTrainedConfig, folder: Path, seed: int = 0) -> P
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:  # biases and norm weights, which start as zeros or ones
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            for tensor in model.state_dict().values():
+                # Biases, norm weights and the experts' offsets, which start as zeros or ones. Tied ones share memory.
+                if tensor.ndim == 1 and tensor.is_floating_point():
+                    tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
     return folder
