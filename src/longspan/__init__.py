@@ -4,11 +4,8 @@ The names below load on first use, so that ``import longspan`` is quick and need
 library, which needs none of the rest.
 """
 
-from typing import TYPE_CHECKING
-
-from longspan.core.exports import lazy_exports
-
-if TYPE_CHECKING:
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without importing typing: the command line handles signals before it imports more than this
     from longspan import attn
     from longspan.async_llm import AsyncLLM
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
@@ -34,20 +31,27 @@ __all__ = [
     "attn",
     "simulate",
 ]
+_OWNERS = {
+    "AsyncLLM": "longspan.async_llm",
+    "ClusterSpec": "longspan.sim.spec",
+    "LLM": "longspan.llm",
+    "RequestOutput": "longspan.outputs",
+    "SamplingParams": "longspan.core.sampling",
+    "StructuredOutputsParams": "longspan.core.sampling",
+    "TextPrompt": "longspan.text.input_processor",
+    "TokensPrompt": "longspan.text.input_processor",
+    "WorkloadSpec": "longspan.workload.spec",
+    "attn": "longspan.attn",
+    "simulate": "longspan.simulation",
+}
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "AsyncLLM": "longspan.async_llm",
-        "ClusterSpec": "longspan.sim.spec",
-        "LLM": "longspan.llm",
-        "RequestOutput": "longspan.outputs",
-        "SamplingParams": "longspan.core.sampling",
-        "StructuredOutputsParams": "longspan.core.sampling",
-        "TextPrompt": "longspan.text.input_processor",
-        "TokensPrompt": "longspan.text.input_processor",
-        "WorkloadSpec": "longspan.workload.spec",
-        "attn": "longspan.attn",
-        "simulate": "longspan.simulation",
-    },
-)
+
+def __getattr__(name: str) -> object:
+    from longspan.core.exports import lazy_exports  # noqa: PLC0415 - on first use
+
+    load, _ = lazy_exports(__name__, _OWNERS)
+    return load(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OWNERS})

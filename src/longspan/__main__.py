@@ -1,21 +1,21 @@
-"""The command ``longspan``, or ``python -m longspan``: a signal while it still imports ends it without a word."""
+"""The command `longspan`, or `python -m longspan`: it handles signals before it imports anything that takes long."""
 
 import os
 import signal
-from typing import NoReturn
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Runs the command line and exits."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _leave)
     from longspan.cli import app  # noqa: PLC0415 - signals first
 
     app.main()  # which handles them from here on
 
 
-def _leave(number: int, _: object) -> NoReturn:
-    os._exit(128 + number)  # nothing has been begun; an exception might end up in whatever is being imported
+def _leave(number: int, _: object) -> None:
+    os._exit(128 + number)  # nothing has begun; an exception may turn into another one in the module being imported
 
 
 if __name__ == "__main__":

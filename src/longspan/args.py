@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial, wraps
 from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
+from longspan import limits
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.csa_file import csa_settings
@@ -17,6 +18,9 @@ from longspan.policy import turns_of
 
 AUTO = "auto"
 """Stands in place of a parallel spec for the best one, where `longspan.planning` looks for it first."""
+MAX_THREADS_PER_CORE = 16
+"""Threads of all ranks per CPU core that this process may use. Above one per core they wait for each other; tests and
+demonstrations do with some more. Ranks on other devices need cores, too: each is a process that launches kernels."""
 _HOSTS = "LONGSPAN_HOSTS"
 _devices = partial(Option, group="Devices and weights", configures=True)
 _memory = partial(Option, group="Scheduling and memory", configures=True)
@@ -114,13 +118,31 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         if "csa" in options:
             options["csa"] = csa_settings(options["csa"], self.model)
         turns = turns_of(self.policy, cluster)
+        for one in turns or (cluster,):
+            self.check_ranks(one.num_ranks)
         cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in turns or (cluster,))
         return ResolvedArgs(
             cluster=cluster,
             turns=(cluster, *others) if others else (),
-            threads=self.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // cluster.num_ranks),
+            threads=self.threads_per_rank or max(1, limits.cores() // cluster.num_ranks),
             policy_options=options,
         )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises ParameterError for more ranks, or more threads of them, than `MAX_THREADS_PER_CORE` allows."""
+        num_cores = limits.cores()
+        most, cores = MAX_THREADS_PER_CORE * num_cores, f"{num_cores} CPU core{'s' * (num_cores > 1)}"
+        if num_ranks > most:
+            names = ("parallel", "prefill_parallel", "instances", "tp", "pp")
+            name = next((name for name in names if getattr(self, name) is not None), "parallel")
+            problem = f"takes {num_ranks} ranks, a process each, but {cores} are here for at most {most}: use fewer"
+            raise ParameterError(name, problem, getattr(self, name))
+        if num_ranks * (self.threads_per_rank or 1) > most:
+            problem = (
+                f"{self.threads_per_rank} makes {num_ranks * (self.threads_per_rank or 1)} threads, but {cores} are "
+                f"here for at most {most}: use fewer"
+            )
+            raise ParameterError("threads_per_rank", problem, self.threads_per_rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from longspan.errors import ParameterError
+from longspan.limits import read_bytes
 
 AUTO = "auto"
 """Stands for the tuned file of the model that comes with the package."""
@@ -48,7 +49,7 @@ def csa_settings(name: str, model: str) -> str:
 
 def _content(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return read_bytes(Path(name)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ParameterError("csa", f"{_FORMS}, but {name} cannot be read: {words}", name) from None

@@ -42,4 +42,4 @@ class WorkerLostError(RuntimeError):
 
 
 class OutOfMemoryError(WorkerLostError):
-    """A worker raised because its device has no memory left."""
+    """A worker raised because its device has no memory left, or the kernel killed it because its host has none."""

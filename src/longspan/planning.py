@@ -6,13 +6,13 @@ these options would be: its pools, its policy, and the profile of this machine.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
 import torch
 
+from longspan import limits
 from longspan.args import AUTO, EngineArgs
 from longspan.core.cluster import ParallelSpec
 from longspan.cost.fitted_cost import FittedCost
@@ -156,7 +156,7 @@ class Machine:
             ValueError: for wrong options, an unknown model, or when there is no profile of it.
         """
         check_options(given)
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = limits.cores()
         if given.device == "cuda":
             num_ranks = max(1, torch.cuda.device_count())
             threads = given.threads_per_rank or max(1, num_cores // num_ranks)

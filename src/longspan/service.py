@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
-import psutil
 import torch
 
 from longspan import native
@@ -33,11 +32,20 @@ from longspan.csa_file import AUTO, csa_settings
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
-from longspan.model.sharding import Shard, check_degree
+from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import ChosenPolicy, PolicySettings, make_policy
 from longspan.policy.choosing import Facts
+from longspan.pool_sizes import (
+    KvBytes,
+    by_rule,
+    check_host_memory,
+    measures_memory,
+    memory_remedy,
+    unbounded,
+    with_pools,
+)
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.device_memory import DeviceMemory, largest_step
 from longspan.runtime.disk_pool import DiskPool
@@ -45,7 +53,7 @@ from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, Wo
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.host_pool import HostMemory, map_blocks
 from longspan.runtime.messages import WorkerConfig
-from longspan.runtime.pool import bytes_per_block, default_kv_bytes, default_step_bytes
+from longspan.runtime.pool import bytes_per_block, default_step_bytes
 from longspan.runtime.split_check import check_splits
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
@@ -55,11 +63,7 @@ _SETTLE_S = 5.0
 
 _CUDA_STEP_TOKENS = 8192
 """The tokens of a step on a CUDA device, which needs more than a CPU to be busy."""
-_REMEDY = "use a larger tp or pp, or fewer max_num_batched_tokens"
 _log = logging.getLogger("longspan")
-
-KvBytes = Callable[[Cluster, int, int], int]
-"""`(cluster, instance, bytes of weights on each of its ranks) -> bytes of KV that each of them may have`"""
 
 
 class Service:
@@ -82,7 +86,7 @@ class Service:
     def _open(self, given: EngineArgs, launcher: Callable[[WorkerConfig], Launcher], acquired: ExitStack) -> None:
         """Does the work of the constructor; `acquired` gets all that must be released if it fails."""
         is_open = measures_memory(given)
-        self._kv_bytes: KvBytes = _unbounded if is_open else _by_rule(given.device)
+        self._kv_bytes: KvBytes = unbounded if is_open else by_rule(given)
         setup = ResolvedEngine.of(given, kv_bytes=self._kv_bytes)
         self._given, cluster = given, setup.config.cluster
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
@@ -113,7 +117,7 @@ class Service:
         if is_open:
             setup = self._with_measured_pools(setup, acquired)
         else:
-            self.executor = acquired.enter_context(self._start_workers(cluster))
+            self.executor = acquired.enter_context(self._with_given_pools(cluster))
         config = setup.config
         self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
         csa = str(self._policy.settings.options.get("csa", ""))
@@ -135,6 +139,14 @@ class Service:
             policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved
         )
 
+    def _with_given_pools(self, cluster: Cluster) -> WorkerExecutor:
+        """Start the workers; raise ValueError when the memory for their pools, or for the model, is not there."""
+        try:
+            return self._start_workers(cluster)
+        except OutOfMemoryError as error:
+            problem = f"rank {error.rank} has too little memory for the model and its KV: {memory_remedy(self._given)}"
+            raise ValueError(f"{problem}; {error.reason}") from error
+
     def _with_measured_pools(self, setup: ResolvedEngine, acquired: ExitStack) -> ResolvedEngine:
         """Starts the workers, which measure what memory KV may take, and gives them such pools.
 
@@ -151,8 +163,8 @@ class Service:
             self.executor.change_pools(setup.config.cluster)
         except OutOfMemoryError as error:
             step = f"a step of {setup.config.max_num_batched_tokens} tokens"
-            problem = f"the device of rank {error.rank} has too little memory for the model and {step}: {_REMEDY}"
-            raise ValueError(f"{problem}; {error.reason}") from error
+            problem = f"the device of rank {error.rank} has too little memory for the model and {step}"
+            raise ValueError(f"{problem}: {memory_remedy(self._given)}; {error.reason}") from error
         return setup
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
@@ -251,6 +263,7 @@ class Service:
         if num_more and wanted.num_ranks > MOST_GROWN:
             problem = f"{spec} takes {wanted.num_ranks} ranks, but a fleet grows to {MOST_GROWN} at most: start anew"
             raise ParameterError("parallel", problem, spec)
+        replace(given, parallel=spec, instances=None, tp=None, pp=None).check_ranks(wanted.num_ranks)
         if locations:
             more = range(before.num_ranks, before.num_ranks + num_more)
             locations += tuple(replace(locations[0], device=rank) for rank in more)
@@ -260,7 +273,7 @@ class Service:
             num_device_pools=before.host_pools.start,
             locations=locations,
         ).with_layers(self.info.num_layers, self.info.head_layers)
-        cluster = _with_pools(cluster, self.block_bytes, self.info, given, self._kv_bytes)
+        cluster = with_pools(cluster, self.block_bytes, self.info, given, self._kv_bytes)
         facts, policy = self._chosen_for(cluster)
         _check_split(self.info, self.files, cluster, policy)
         self.engine.reshard(cluster, policy)
@@ -365,7 +378,7 @@ class ResolvedEngine:
         Raises:
             ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
         """
-        resolved, kv_bytes = given.resolve(), kv_bytes or _by_rule(given.device)
+        resolved, kv_bytes = given.resolve(), kv_bytes or by_rule(given)
         if given.device == "cuda" and not torch.cuda.is_available():
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
@@ -377,8 +390,8 @@ class ResolvedEngine:
         clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.turns or (cluster,)]
         for one in clusters:
             _check_split(info, files, one, wanted)
-        _check_host_memory(given.host_kv_gib, clusters[0])
-        clusters = [_with_pools(one, block_bytes, info, given, kv_bytes) for one in clusters]
+        check_host_memory(given.host_kv_gib, clusters[0])
+        clusters = [with_pools(one, block_bytes, info, given, kv_bytes) for one in clusters]
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
         shape = info.shape(DTYPES[given.precision].itemsize)
@@ -560,54 +573,6 @@ def _kernels(backend: str, device: str, dtype: str) -> Path | None:
         return None
 
 
-def measures_memory(given: EngineArgs) -> bool:
-    """Tells whether workers measure what memory KV may take: on CUDA, unless the user says that."""
-    return given.device == "cuda" and given.kv_cache_memory_bytes is None and given.num_gpu_blocks_override is None
-
-
-def _by_rule(device: str) -> KvBytes:
-    return lambda cluster, _instance, weight_bytes: default_kv_bytes(cluster, device, weight_bytes)
-
-
-def _unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
-    """Stands for memory that will be measured: nothing is refused for want of it before."""
-    return 2**62
-
-
-def _with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes) -> Cluster:
-    _check_hosts(given.host_kv_gib, cluster)
-    cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
-    if given.num_gpu_blocks_override is not None:
-        return cluster.with_blocks((given.num_gpu_blocks_override,) * cluster.num_instances)
-    dtype, found = DTYPES[given.precision], []
-    for instance in cluster.instances:
-        of_rank, remedy = given.kv_cache_memory_bytes, "allow more"
-        if of_rank is None:
-            of_rank, remedy = kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype)), _REMEDY
-        per_block = _bytes_per_block(info, cluster, instance, given.block_size, dtype)
-        if of_rank < per_block:
-            problem = f"{max(0, of_rank)} bytes of KV memory per rank hold no block of {per_block} bytes"
-            raise ValueError(f"{problem}: {remedy}")
-        found.append(of_rank // per_block)
-    return cluster.with_blocks(found)
-
-
-def _check_hosts(gib: float, cluster: Cluster) -> None:
-    """Raises ParameterError when instances have no host each."""
-    for instance in cluster.instances if gib else ():
-        if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
-            problem = f"is for instances on one host each, but instance {instance} has ranks on several: leave it out"
-            raise ParameterError("host_kv_gib", problem, gib)
-
-
-def _check_host_memory(gib: float, cluster: Cluster) -> None:
-    """Raises ParameterError when hosts cannot have pools of so much memory, which nobody has yet."""
-    needed, available = gib * (max(cluster.hosts) + 1), psutil.virtual_memory().available / 2**30
-    if needed > available:
-        problem = f"{gib:g} needs {needed:.1f} GiB, but {available:.1f} are available: allow less"
-        raise ParameterError("host_kv_gib", problem, gib)
-
-
 def _open_disks(
     given: EngineArgs,
     files: ModelFiles,
@@ -628,21 +593,3 @@ def _open_disks(
         path = folder / model / f"host-{host}"
         disks[pool] = acquired.enter_context(closing(DiskPool(path, model, num_blocks=num_blocks, host=blocks)))
     return disks
-
-
-def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_size: int, dtype: torch.dtype) -> int:
-    """Counts what the fullest rank has of a block."""
-    specs = Shard(index=0, size=cluster.tp(instance), specs=info.specs).local_specs
-    stages = (cluster.layers(instance, stage) for stage in range(cluster.pp(instance)))
-    return max(bytes_per_block([specs[i] for i in layers], block_size, dtype) for layers in stages)
-
-
-def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
-    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both.
-
-    Of a model whose layers read tokens, the last stage has both.
-    """
-    pp = cluster.pp(instance)
-    layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))
-    ends = info.vocab_size * info.hidden_size * (2 if pp == 1 or info.reads_tokens else 1)
-    return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize

@@ -29,6 +29,7 @@ from longspan.cost.csa_search import STEP, Configuration, Group
 from longspan.cost.csa_tuned import Point
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
+from longspan.limits import read_bytes
 from longspan.profiling.links import time_links
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def text_of(llm: LLM, data: Path | None) -> evals.Text:
     if data is None:
         return evals.Text.of(lambda text: llm.tokenize(text, add_special_tokens=False), begin=begin)
     try:
-        content = data.read_text(encoding="utf-8")
+        content = read_bytes(data).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(f"--data {str(data)!r} cannot be read: {words}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -219,6 +220,53 @@ def test_flags_count_before_variables_before_the_file(
     found = started[0][0].engine
     assert (found.max_num_seqs, found.max_num_batched_tokens, found.block_size) == (3, 20, 32)
     assert (found.enable_prefix_caching, found.max_model_len) == (True, None)
+
+
+KUBERNETES = {
+    "LONGSPAN_SERVICE_HOST": "10.0.0.1",
+    "LONGSPAN_SERVICE_PORT": "8123",
+    "LONGSPAN_SERVICE_PORT_HTTP": "8123",
+    "LONGSPAN_PORT": "tcp://10.0.0.1:8123",
+    **{
+        f"LONGSPAN_PORT_8123_{protocol.upper()}{name}": value
+        for protocol in ("tcp", "udp", "sctp")
+        for name, value in {
+            "": f"{protocol}://10.0.0.1:8123",
+            "_PROTO": protocol,
+            "_PORT": "8123",
+            "_ADDR": "10.0.0.1",
+        }.items()
+    },
+}
+"""Variables in containers beside a Service named longspan."""
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:8123", "udp://10.0.0.1:8123", "tcp://[fd00::1]:8123"])
+def test_variables_of_kubernetes_change_nothing_and_one_is_logged(
+    address: str, started: list[Started], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run("serve") == 0
+    for name, value in (KUBERNETES | {"LONGSPAN_PORT": address}).items():
+        monkeypatch.setenv(name, value)
+    assert run("serve") == 0
+    assert started[0] == started[1]
+    [record] = [record for record in caplog.records if "Kubernetes" in record.message]
+    assert "LONGSPAN_PORT is ignored" in record.message
+    assert run("serve", "--port", "8124") == 0
+    assert started[2][1].port == 8124
+
+
+def test_kubernetes_sets_no_other_variable_of_a_flag() -> None:
+    variables = {name for option in OPTIONS.values() for name in option.parameter.env_var}
+    assert variables & KUBERNETES.keys() == {"LONGSPAN_PORT"}
+    assert not [name for name in variables - {"LONGSPAN_PORT"} if re.search(r"_SERVICE_|_PORT$|_PORT_\d", name)]
+
+
+def test_another_port_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LONGSPAN_PORT", "http://10.0.0.1:8123")
+    assert "LONGSPAN_PORT: must be a whole number" in failure(capsys)
 
 
 @pytest.mark.parametrize(

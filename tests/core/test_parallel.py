@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan import LLM, args
+from longspan import LLM, args, limits
 from longspan.args import EngineArgs
 from longspan.core.cluster import Location, ParallelSpec, hosts_of, locations_of_ranks
 from longspan.errors import ParameterError
@@ -127,6 +127,29 @@ def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
 def test_choices_that_there_are_not(named: dict[str, Any], says: str) -> None:
     with pytest.raises(ParameterError, match=says):
         EngineArgs(**named).resolve()
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter"),
+    [
+        ({"parallel": "500"}, "parallel"),
+        ({"parallel": "8xtp5"}, "parallel"),
+        ({"instances": 33}, "instances"),
+        ({"tp": 33}, "tp"),
+        ({"prefill_parallel": "30", "decode_parallel": "tp3"}, "prefill_parallel"),
+        ({"threads_per_rank": 33}, "threads_per_rank"),
+        ({"parallel": "8", "threads_per_rank": 5}, "threads_per_rank"),
+    ],
+)
+def test_more_ranks_or_threads_than_cores_can_serve_are_refused_by_name(
+    given: dict[str, Any], parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "cores", lambda: 2)
+    with pytest.raises(ParameterError, match="2 CPU cores are here for at most 32: use fewer") as refusal:
+        EngineArgs(**given).resolve()
+    assert refusal.value.parameter == parameter
+    monkeypatch.setattr(limits, "cores", lambda: 64)
+    EngineArgs(**given).resolve()
 
 
 def test_roles() -> None:

@@ -21,10 +21,11 @@ from engines import ThreadLLM
 from forked import Forked
 from leftovers import left_names, wait_until_gone
 
-from longspan import LLM, SamplingParams
+from longspan import LLM, SamplingParams, limits
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Free
-from longspan.errors import WorkerLostError
+from longspan.errors import OutOfMemoryError, WorkerLostError
+from longspan.limits import Memory
 from longspan.runtime import messages
 from longspan.runtime.executor import control_plane, processes, threads
 from longspan.runtime.executor.control_plane import WorkerExecutor
@@ -256,6 +257,30 @@ def test_who_ends_is_named_with_the_reason(act: Callable[[Puppets], None], rank:
     with pytest.raises(WorkerLostError) as lost:
         executor.poll(20.0)
     assert str(lost.value) == f"worker rank {rank} was lost: {reason} (rank {rank} has strings)"
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_worker_that_the_kernel_killed_for_lack_of_memory_says_what_helps(
+    is_limited: bool, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts such processes. Another rank may notice the loss before its end is known."""
+    count = [7]
+    monkeypatch.setattr(limits, "num_oom_kills", lambda: count[0])
+    monkeypatch.setattr(limits, "memory", lambda: Memory(total=3 * 2**29, available=0, is_limited=is_limited))
+    puppets = Puppets()
+    executor = WorkerExecutor(puppets, step_timeout_s=60.0)
+    count[0] += 1
+    if not is_first:
+        fails(2, peer=True)(puppets)
+    exits(1, -signal.SIGKILL)(puppets)
+    with pytest.raises(
+        OutOfMemoryError, match="rank 1 was lost: its process was killed by SIGKILL: the memory"
+    ) as lost:
+        executor.poll(20.0)
+    assert f"of this {'container' if is_limited else 'machine'} (1.5 GiB) was used up" in lost.value.reason
+    for flag in ("--kv-cache-memory-bytes", "--host-kv-gib", "--max-num-batched-tokens"):
+        assert flag in lost.value.reason
 
 
 NOTICES, ENDS = fails(2, peer=True), exits(2, 1)

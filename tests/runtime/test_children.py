@@ -17,6 +17,7 @@ import pytest
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.model.files import ModelFiles
+from longspan.runtime.child import start_child
 from longspan.runtime.executor import forkserver
 from longspan.runtime.executor.forkserver import Ended, KillWorker, Started, StartWorker, _ForkServer
 from longspan.runtime.messages import WorkerConfig
@@ -32,6 +33,13 @@ def test_a_server_that_has_ended_leaves_no_pipe_open() -> None:
     while not all(pipe is not None and pipe.closed for pipe in (server._process.stdin, server._process.stdout)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_a_server_whose_owner_is_gone_does_not_finish_its_imports() -> None:
+    child = start_child("longspan.runtime.executor.forkserver_main", stdout=subprocess.DEVNULL)
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(60) == 1, "it would end with 0 once it has imported everything"
 
 
 class Silent:

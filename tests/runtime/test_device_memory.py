@@ -22,11 +22,12 @@ from longspan.core.steps import Forward
 from longspan.model.adapter import Model
 from longspan.model.source import prepare
 from longspan.model.store import read_info
+from longspan.pool_sizes import weight_bytes
 from longspan.runtime.device_memory import CudaMemory, DeviceMemory, largest_step, measured
 from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import WINDOW_BYTES
 from longspan.runtime.worker import Worker
-from longspan.service import Service, weight_bytes
+from longspan.service import Service
 
 TOTAL, STEP, ROOM = 10**8, 10**6, 5 * 10**6
 RANK = RankMemory(room_bytes=ROOM, pool_bytes=0, weight_bytes=2 * 10**6, step_bytes=STEP, num_devices=8)

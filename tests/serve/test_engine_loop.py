@@ -22,7 +22,7 @@ from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.steps import Completion, Step
-from longspan.errors import WorkerLostError
+from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.policy import ChosenPolicy, make_policy
 from longspan.serve import engine_loop
 from longspan.serve.engine_loop import EngineLoop
@@ -54,6 +54,7 @@ class Workers:
     def __init__(self, clock: VirtualClock) -> None:
         self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
+        self.loss = WorkerLostError(0, "it was killed")
         self.stuck: set[int] = set()  # requests of the engine whose next token cannot be sampled
         self.non_finite: set[int] = set()  # those for which the model computes NaN from now on
         self.wakeup: Any = None
@@ -65,7 +66,7 @@ class Workers:
     def poll(self, timeout_s: float | None) -> list[Completion]:
         if self.are_lost:
             self.are_gone = True
-            raise WorkerLostError(0, "it was killed")
+            raise self.loss
         return [self._stuck(completion) for completion in self._inner.poll(timeout_s)]
 
     def _stuck(self, completion: Completion) -> Completion:
@@ -208,6 +209,7 @@ class ApiServer:
                 self._end(number, "full")
             case Failed(int(number), reason, param):
                 assert ("refused" in reason) == (param == "prompt"), "its sender is told what to mend"
+                self.reasons.append(reason)
                 self._end(number, "refused" if "refused" in reason else "failed" if param is None else param)
             case StepOutputs() as step:
                 for delta in step.deltas:
@@ -304,6 +306,20 @@ def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_n
     assert server.states == ["Restarting", "Restarted"] * 2
     assert server.num_ended == {"error": 1, "length": 1}
     server.check()
+
+
+@pytest.mark.parametrize("kind", [WorkerLostError, OutOfMemoryError])
+def test_a_request_that_fails_with_workers_is_told_of_a_lack_of_memory(kind: type[WorkerLostError]) -> None:
+    server = ApiServer()
+    server.add(60, 12)
+    for _ in range(2):
+        server.turn()
+        server.cluster.executor.are_lost, server.cluster.executor.loss = True, kind(0, "it was killed")
+        server.turn()
+    server.finish()
+    [reason] = server.reasons
+    assert reason.startswith("workers were lost 2 times")
+    assert ("memory" in reason) == (kind is OutOfMemoryError)
 
 
 @pytest.mark.parametrize("num_turns", [1, 4])

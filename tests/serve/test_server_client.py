@@ -17,6 +17,7 @@ from fake_engine import (
     DIE,
     DIE_ONCE,
     ENDS_AT_ONCE,
+    IS_KILLED,
     NEVER_STARTS,
     SAY,
     SAY_AND_DIE_ONCE,
@@ -27,7 +28,7 @@ from fake_engine import (
 from fake_engine_install import told, until
 from msgspec.structs import replace
 
-from longspan import SamplingParams
+from longspan import SamplingParams, limits
 from longspan.args import EngineArgs
 from longspan.serve import client, run
 from longspan.serve.client import EngineClient, Output, OutputQueue
@@ -380,6 +381,24 @@ def test_an_engine_that_cannot_start_says_why(events: Path, name: str, error: ty
                 pass
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("num_kills", [[3, 3], [3, 4, 4]], ids=["by a user", "for lack of memory"])
+def test_an_engine_that_is_killed_for_lack_of_memory_says_so(
+    events: Path, num_kills: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts the processes that it kills for that."""
+    count = iter(num_kills)
+    monkeypatch.setattr(limits, "num_oom_kills", lambda: next(count, num_kills[-1]))
+
+    async def check() -> str:
+        with pytest.raises(EngineLostError, match="ended with code -9") as lost:
+            async with started(events.with_name(IS_KILLED)):
+                pass
+        return str(lost.value)
+
+    said = asyncio.run(check())
+    assert ("memory" in said and "--kv-cache-memory-bytes" in said) == (num_kills[0] < num_kills[-1])
 
 
 def test_a_start_can_be_given_up(events: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ PACED = 9  # max_tokens tokens, 20 ms apart
 STUCK = 10  # one token; then its grammar cannot go on
 
 NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", "wrong", "ends-at-once"
-NEVER_QUITS = "never-quits"
+NEVER_QUITS, IS_KILLED = "never-quits", "is-killed"
 """What the name of the file makes of the start."""
 
 _SETTINGS: dict[str, Any] = {
@@ -156,6 +157,8 @@ def main() -> None:
     threading.Thread(target=_end_with_server, daemon=True).start()
     if events.name == ENDS_AT_ONCE:
         sys.exit(3)
+    if events.name == IS_KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
     if events.name == NEVER_STARTS:
         time.sleep(600)
     if events.name == STARTS_LATE:

@@ -1,24 +1,27 @@
 """The command `longspan`: its verbs, and what becomes of errors.
 
 Numbers are checked where they are used (`LLM`, `SamplingParams`, `ParallelSpec`), not here; this file turns what they
-raise into one line and an exit code: 0 done, 1 a worker was lost (or the reader of stdout left), 2 a mistake of the
-user, 130 Ctrl-C, 143 SIGTERM.
+raise into one line and an exit code: 0 done, 1 a worker was lost or the output cannot be written (without a line if
+its reader has left), 2 a mistake of the user, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from contextlib import suppress
+from typing import Annotated, NoReturn, TextIO
 
 from cyclopts import App, CycloptsError, Parameter
 
 import longspan
+from longspan.cli import signals
 from longspan.cli.options import read_config
 from longspan.errors import WorkerLostError
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 app = App(
     name="longspan",
     help="Serves one long prompt over several devices, exactly.",
@@ -49,22 +52,44 @@ def bench(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits; never shows a stack trace for what a user can cause."""
+    signals.catch()
+    _open_standard_files()
     try:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _on_signal)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
-        returned = _run(sys.argv[1:] if arguments is None else arguments)
+        code, message = _outcome(sys.argv[1:] if arguments is None else arguments)
+    except Exception:
+        if signals.exit_code() is None:
+            raise
+        code, message = 1, ""  # the signal was taken for something else on its way
+    if signals.exit_code() is None and message:
+        with suppress(OSError):
+            print(f"longspan: {' '.join(message.split())}", file=sys.stderr)
+    for file in (sys.stdout, sys.stderr):
+        code = _flush(file) or code
+    sys.exit(signals.exit_code() or code)
+
+
+def _outcome(arguments: Sequence[str]) -> tuple[int, str]:
+    """Runs a verb and returns the exit code with the error, if there is one."""
+    code, message = 1, ""
+    try:
+        returned = _run(arguments)
         sys.stdout.flush()
+        code = returned if isinstance(returned, int) else 0
     except ValueError as error:
-        _fail(str(error), code=2)
+        code, message = 2, str(error)
     except WorkerLostError as error:
-        _fail(str(error), code=1)
+        message = str(error)
+    except MemoryError as error:
+        message = f"there is too little memory: {error}"
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python can flush it
-        sys.exit(1)
+        pass  # the reader of stdout has left
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        message = f"{error.filename or 'the output'} cannot be written: {error.strerror}"
     except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(returned if isinstance(returned, int) else 0)
+        code = 130
+    return code, message
 
 
 def _run(arguments: Sequence[str]) -> object:
@@ -78,12 +103,18 @@ def _run(arguments: Sequence[str]) -> object:
         raise ValueError(str(error) if flag in str(error) else f"{flag}: {error}") from error
 
 
-def _fail(message: str, *, code: int) -> NoReturn:
-    print(f"longspan: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
+def _open_standard_files() -> None:
+    """Put the null device in place of standard files that are closed: sockets would get their numbers."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
-def _on_signal(number: int, _: object) -> NoReturn:
-    """Unwinds the stack, so that the workers are shut down on the way, and does it once."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
+def _flush(file: TextIO) -> int:
+    """Write out the text that a file still holds; drop it and return 1 if that fails, since Python would try again."""
+    try:
+        file.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        return 1
+    return 0

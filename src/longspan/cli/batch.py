@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from longspan.args import AUTO, EngineArgs
 from longspan.cli.auto_parallel import with_best_parallel
+from longspan.cli.inputs import TOO_LONG, read_lines
 from longspan.cli.options import ModelArgument, check_writable, start, verb, write_result
 from longspan.core.options import Option
 from longspan.core.transitions import phase_seconds
@@ -135,8 +136,7 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
         nonlocal num_bad
         num_bad += response is None or response["status_code"] != 200
         named = {"id": line.id, "custom_id": line.custom_id}
-        out.write(msgspec.json.encode({**named, "response": response, "error": error}) + b"\n")
-        out.flush()
+        append(out, msgspec.json.encode({**named, "response": response, "error": error}) + b"\n")
         done()
 
     def requests() -> Iterator[BatchLine]:
@@ -282,8 +282,10 @@ def occupancy(engine: Engine) -> list[str]:
 def read_batch(path: Path) -> Iterator[BatchLine]:
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(file, start=1):
-                if text.strip():
+            for number, text in enumerate(read_lines(file), start=1):
+                if text is None:
+                    yield BatchLine(number=number, custom_id=None, error=f"line {number} is no request: it {TOO_LONG}")
+                elif text.strip():
                     yield parse_batch_line(text, number)
     except OSError as error:
         raise ValueError(f"input file {str(path)!r} cannot be read: {error.strerror}") from None
@@ -347,8 +349,10 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
     Nothing is left of a file that was not there, if a mistake is found before there is a line.
     """
     is_new = not path.exists()
+    if not is_new and not path.is_file():
+        raise ValueError(f"output file {str(path)!r} must be an ordinary file: its answers are read before a run")
     try:
-        file = path.open("ab")
+        file = path.open("ab", buffering=0)
     except OSError as error:
         raise _not_written(path, error) from None
     with file:
@@ -362,6 +366,16 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
             if is_new and not file.tell():
                 path.unlink(missing_ok=True)
             raise
+
+
+def append(file: IO[bytes], line: bytes) -> None:
+    """Writes a line to an unbuffered file; raises ValueError when the disk is full. A cut line is removed later."""
+    rest = memoryview(line)
+    while rest:
+        try:
+            rest = rest[file.write(rest) :]
+        except OSError as error:
+            raise _not_written(Path(file.name), error) from None
 
 
 def _named(text: bytes) -> _Named:

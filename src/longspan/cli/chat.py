@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from longspan.args import EngineArgs
-from longspan.cli.generate import SAMPLING, FormOptions, read_text, stats_table, stream_to_stdout
+from longspan.cli.generate import SAMPLING, FormOptions, stats_table, stream_to_stdout
+from longspan.cli.inputs import TOO_LONG, read_lines, read_text
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.core.options import Option
 from longspan.core.sampling import SamplingParams
@@ -159,7 +160,13 @@ class Conversation:
 def _lines() -> Iterator[str]:
     """Yields the lines of stdin, edited with readline on a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield from sys.stdin
+        for number, line in enumerate(read_lines(sys.stdin.buffer), start=1):
+            if line is None:
+                raise ValueError(f"line {number} of stdin {TOO_LONG}, so it is no turn of a conversation: shorten it")
+            try:
+                yield line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"line {number} of stdin is not UTF-8: {error}") from None
         return
     with suppress(ImportError):
         import_module("readline")  # input() uses it from then on

@@ -21,6 +21,7 @@ from longspan.cli.options import ModelArgument, check_writable, start, verb, wri
 from longspan.core.options import Option, id_list
 from longspan.errors import ParameterError
 from longspan.evals import Recording, Subject
+from longspan.limits import read_bytes
 
 if TYPE_CHECKING:
     from longspan.core.sampling import SamplingParams
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _ENGINE = EngineArgs()
 _LENGTHS = (1024, 2048, 4096, 8192)
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_MAX_SAVED_BYTES = 2**30
+"""Bytes of the largest file for --against: 500 bytes for each of 2 million tokens."""
 
 
 def _depth_list(text: str) -> tuple[float, ...]:
@@ -196,7 +199,7 @@ def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingPa
 
 def _read(path: Path) -> Recording:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Recording)
+        return msgspec.json.decode(read_bytes(path, _MAX_SAVED_BYTES), type=Recording)
     except OSError as error:
         raise ValueError(f"--against {str(path)!r} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan.args import EngineArgs
+from longspan.cli.inputs import STDIN, read_text
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.core.options import Option, id_list
 from longspan.core.quantities import seconds
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from longspan.llm import LLM
     from longspan.outputs import CompletionOutput, LogprobsOfToken, RequestOutput
 
-STDIN = "-"
 _form = partial(Option, group="Structured outputs: give one")
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
 """The command line takes these values for granted, unlike Python and the server."""
@@ -224,19 +224,3 @@ def _file_or_text(name: str, value: str) -> str:
         if error.errno == errno.ENAMETOOLONG:  # so it is a text
             return value
         raise ParameterError(name, f": file {value!r} cannot be read: {error.strerror}", value) from None
-
-
-def read_text(path: Path, what: str) -> str:
-    """Returns the text of a file or, for the path `-`, of stdin without the line end that closes it.
-
-    Raises:
-        ValueError: when it cannot be read or is not UTF-8; the message calls it `what`.
-    """
-    try:
-        if str(path) == STDIN:
-            return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None

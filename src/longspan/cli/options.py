@@ -9,8 +9,11 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -21,15 +24,19 @@ from cyclopts.validators import Number
 
 import longspan
 from longspan.args import EngineArgs
+from longspan.cli.signals import unwinding
 from longspan.core.exchange import exchanges
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
+from longspan.limits import read_bytes
 from longspan.policy import policy_names
 from longspan.runtime.executor.forkserver import start_server
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
 
+_log = logging.getLogger("longspan")
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 ReturnT = TypeVar("ReturnT")
 ModelArgument = Annotated[
     str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.", configures=True)
@@ -37,13 +44,16 @@ ModelArgument = Annotated[
 NameArgument = Annotated[str, Option("A name such as llama-3-8b, a folder with a config.json, or a hub id.")]
 
 
-def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
-    """Starts the workers of a model. They import beside us."""
+@contextmanager
+def start(model: str, engine: EngineArgs, *, seed: int | None) -> Iterator[LLM]:
+    """Starts the workers of a model, which import beside us, and stops them at the end, or at a signal."""
     engine.resolve()
     start_server()
     kind = longspan.LLM  # which imports it
     gc.freeze()  # what was imported stays: looking at it once more, when the process ends, takes half a second
-    return kind(**vars(replace(engine, model=model, seed=seed or 0)))
+    with ExitStack() as stack, unwinding():
+        llm = stack.enter_context(kind(**vars(replace(engine, model=model, seed=seed or 0))))
+        yield llm
 
 
 # ---------------------------------------------------------------- flags from dataclasses
@@ -90,7 +100,7 @@ class _Flag:
             converter=_whole_number if int in kinds else None,
             validator=() if option.minimum is None else Number(gte=option.minimum),
             env_var=variable if configurable and option.configures else None,
-            env_var_split=partial(_texts_in, variable) if list[str] in kinds else _one_text,
+            env_var_split=partial(_texts_in if list[str] in kinds else _one_text, variable),
             allow_leading_hyphen=not self.positional,
         )
         side = inspect.Parameter.POSITIONAL_ONLY if self.positional else inspect.Parameter.KEYWORD_ONLY
@@ -218,7 +228,7 @@ def _texts_in(variable: str, _: object, text: str, **__: object) -> list[str]:
     The error does not repeat the text, since some are secret.
     """
     if not text.startswith("["):
-        return _one_text(_, text)
+        return _one_text(variable, _, text)
     try:
         texts = json.loads(text)
     except (ValueError, RecursionError):
@@ -228,8 +238,14 @@ def _texts_in(variable: str, _: object, text: str, **__: object) -> list[str]:
     return cast(list[str], texts)
 
 
-def _one_text(_: object, text: str, **__: object) -> list[str]:
-    """Returns the text of a variable; an empty one is as good as none."""
+def _one_text(variable: str, _: object, text: str, **__: object) -> list[str]:
+    """Returns the text of a variable; an empty one is as good as none.
+
+    So is LONGSPAN_PORT=tcp://10.0.0.1:8000, which Kubernetes sets in containers beside a Service named longspan.
+    """
+    if variable.endswith("_PORT") and _SERVICE_LINK.match(text):
+        _log.warning("%s is ignored: Kubernetes has set it to the address of a Service (enableServiceLinks)", variable)
+        return []
     return [text] if text else []
 
 
@@ -283,7 +299,7 @@ def _mapping_in(path: str) -> dict[Any, object]:
     import yaml  # noqa: PLC0415 - only for who has such a file
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(read_bytes(Path(path)).decode("utf-8")) or {}
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--config: {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:

@@ -17,6 +17,7 @@ from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from longspan.core.cluster import ParallelSpec
     from longspan.core.exchange import Exchange
@@ -93,7 +94,7 @@ def _check(engine: EngineArgs) -> None:
         raise ValueError("profile measures prompts behind cached ones: leave out --no-enable-prefix-caching")
 
 
-def _start(model: str, engine: EngineArgs, spec: ParallelSpec, instances: int) -> LLM:
+def _start(model: str, engine: EngineArgs, spec: ParallelSpec, instances: int) -> AbstractContextManager[LLM]:
     """Starts some instances, with as many threads per rank as if all were there, and without a tokenizer."""
     alike = replace(engine, parallel=str(replace(spec, instances=instances)), skip_tokenizer_init=True)
     return start(model, alike, seed=0)

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +20,7 @@ from longspan.attn.collectives import all_gather, gather_hops
 from longspan.attn.comm import Group, Message, Transport
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
-from longspan.runtime.child import end_with_parent, start_child
+from longspan.runtime.child import end_with_parent, make_run_dir, start_child
 from longspan.runtime.worker_process import keep_to_cores, open_device, open_transports, own_cores
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)
@@ -31,24 +31,25 @@ _TIMEOUT_S = 60.0
 def time_links(num_ranks: int, device: str) -> list[Transfer]:
     """Returns transfers of every kind and some sizes between `num_ranks` ranks."""
     processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="longspan-links-") as folder:
-        logs = [Path(folder, f"log{rank}") for rank in range(num_ranks)]
-        try:
-            for rank, log in enumerate(logs):
-                arguments = [str(rank), str(num_ranks), f"{folder}/store", device]
-                with log.open("wb") as stderr:
-                    processes.append(start_child(__name__, *arguments, stdout=subprocess.PIPE, stderr=stderr))
-            stdout = processes[0].stdout
-            assert stdout is not None, "it is a pipe"
-            output = stdout.read()
-            for rank, process in enumerate(processes):
-                if process.wait(_TIMEOUT_S) != 0:
-                    said = logs[rank].read_text(errors="replace").strip().split("\n")
-                    raise WorkerLostError(rank, said[-1].strip() or "it said nothing")
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()  # closes the pipes
+    folder = make_run_dir()
+    logs = [Path(folder, f"log{rank}") for rank in range(num_ranks)]
+    try:
+        for rank, log in enumerate(logs):
+            arguments = [str(rank), str(num_ranks), f"{folder}/store", device]
+            with log.open("wb") as stderr:
+                processes.append(start_child(__name__, *arguments, stdout=subprocess.PIPE, stderr=stderr))
+        stdout = processes[0].stdout
+        assert stdout is not None, "it is a pipe"
+        output = stdout.read()
+        for rank, process in enumerate(processes):
+            if process.wait(_TIMEOUT_S) != 0:
+                said = logs[rank].read_text(errors="replace").strip().split("\n")
+                raise WorkerLostError(rank, said[-1].strip() or "it said nothing")
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()  # closes the pipes
+        shutil.rmtree(folder, ignore_errors=True)
     return msgspec.json.decode(output, type=list[Transfer])
 
 

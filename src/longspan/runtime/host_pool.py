@@ -22,6 +22,7 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster, split_heads
 from longspan.core.steps import MoveKV
+from longspan.errors import ParameterError
 from longspan.runtime.pool import KvPool
 
 
@@ -40,7 +41,11 @@ class HostMemory:
             else:
                 self._file = acquired.enter_context(tempfile.NamedTemporaryFile(prefix="longspan-kv-"))
                 self.path = Path(self._file.name)
-            self._file.truncate(num_bytes)
+            try:
+                self._file.truncate(num_bytes)
+            except OSError as error:
+                problem = f"needs {num_bytes / 2**30:.1f} GiB that cannot be allocated ({error.strerror}): allow less"
+                raise ParameterError("host_kv_gib", problem) from error
             acquired.pop_all()  # `close` closes it from now on
 
     def close(self) -> None:
@@ -56,7 +61,10 @@ def map_blocks(
         specs: of the whole model, per layer.
     """
     with memory.open("r+b") as file:
-        mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype)
+        try:
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype)
+        except OSError as error:
+            raise MemoryError(f"the KV pool of the host cannot be mapped ({error.strerror})") from error
     shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in specs for _ in range(2)]
     parts = mapped.split([torch.Size(shape).numel() for shape in shapes])
     both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -6,10 +6,10 @@ import math
 import mmap
 from collections.abc import Sequence
 
-import psutil
 import torch
 from torch import Tensor
 
+from longspan import limits
 from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -18,7 +18,14 @@ from longspan.cost.estimate import CPU_KV_BYTES, CPU_STEP_SHARE
 
 WINDOW_BYTES = 64 * 2**20
 """Messages that are under way from one rank to another at once, and so the memory for them at each end."""
-_CPU_SHARE = 0.3
+PROCESS_BYTES = 320 * 2**20
+"""Memory of a host for PyTorch and transformers in the process that workers are forked from, which they share."""
+_RANK_BYTES = 64 * 2**20
+"""Memory of each worker on a CPU for itself, without weights, KV and steps."""
+_CPU_SHARE = 0.4
+"""The part that KV on CPUs takes of what weights and processes leave: more of it leaves less for steps and others."""
+_LEAST_CPU_SHARE = 0.1
+"""The part that KV takes also where weights fill the memory: they are mapped, so that the kernel can drop them."""
 _CUDA_SHARE = 0.85
 
 
@@ -132,7 +139,10 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     """Makes zeros: on a CPU, in pages that take no memory until they are written."""
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes for KV cannot be allocated ({error.strerror})") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -140,16 +150,20 @@ def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dty
     return sum(2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize for spec in specs)
 
 
-def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int) -> int:
-    """Returns the KV memory per rank when the user names none, beside `weight_bytes` of weights on each.
+def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int, available: int | None = None) -> int:
+    """Return the KV memory per rank when the user names none, beside `weight_bytes` of weights on each.
 
-    On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA this is an estimate
-    for plans, since workers measure what they have: 85 % of the free device memory, less the weights and the KV that is
-    on its way to or from other instances.
+    On CPU the ranks share 4 GiB, or 40 % of the memory that is left if that is less: `available`, by default what this
+    process may still use, without the weights and what processes need. On CUDA this is an estimate for plans, since
+    workers measure what they have: 85 % of the free device memory, less the weights and the KV that is on its way to or
+    from other instances.
     """
     if device == "cpu":
-        total = min(CPU_KV_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
-        return total // cluster.num_ranks
+        available = limits.memory().available if available is None else available
+        left = available - PROCESS_BYTES - cluster.num_ranks * _RANK_BYTES
+        weights = weight_bytes * cluster.spec.tp * cluster.spec.pp  # one copy for all instances
+        total = max(_LEAST_CPU_SHARE * left, _CPU_SHARE * (left - weights))
+        return min(CPU_KV_BYTES, max(0, int(total))) // cluster.num_ranks
     free, _ = torch.cuda.mem_get_info(0)
     per_device = -(-cluster.num_ranks // torch.cuda.device_count())
     return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - move_bytes(cluster))

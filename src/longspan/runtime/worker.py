@@ -5,6 +5,7 @@ It is given all of them, so that the same worker runs in a process of its own or
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -369,5 +370,12 @@ def failure(rank: int, error: Exception) -> messages.Failed:
         rank=rank,
         reason=f"{type(error).__name__}: {error}",
         peer=isinstance(error, CommError),
-        memory=isinstance(error, torch.OutOfMemoryError),
+        memory=_lacks_memory(error),
     )
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Tell whether memory of the device or the host was not there. PyTorch says so in words only for CPUs."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

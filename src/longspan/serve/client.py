@@ -18,10 +18,11 @@ import zmq.asyncio
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
+from longspan import limits
 from longspan.core.options import option_text
 from longspan.errors import ParameterError
 from longspan.policy import PolicySettings
-from longspan.runtime.child import make_run_dir, start_child
+from longspan.runtime.child import lack_of_memory, make_run_dir, start_child
 from longspan.serve import messages
 from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError, ServeError
 from longspan.text.input_processor import EngineRequest
@@ -269,6 +270,7 @@ class EngineClient:
 
     async def _until_lost(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
         """Takes all that an engine core says until it ends or falls silent; returns which of the two."""
+        num_oom_kills = limits.num_oom_kills()
         listener, ended = asyncio.create_task(self._listen(socket)), asyncio.create_task(_ended(process))
         try:
             await asyncio.wait({listener, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -277,7 +279,8 @@ class EngineClient:
                 await asyncio.wait({listener}, timeout=_LAST_WORDS_S)
             if listener.done():
                 return f"the engine core has said nothing for {listener.result():g} s (--engine-timeout)"
-            return f"the engine core ended with code {await ended}"
+            lacked = lack_of_memory(code := await ended, num_oom_kills)
+            return f"the engine core ended with code {code}" + ("" if lacked is None else f": {lacked}")
         finally:
             abandon(listener)
             abandon(ended)

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from longspan.core.request import FinishReason, Request
-from longspan.errors import ParameterError, WorkerLostError
+from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.serve import messages
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
@@ -281,9 +281,9 @@ class EngineLoop:
                 served.num_losses += 1
                 if served.num_losses >= _MAX_LOSSES:
                     failed.append(served)
-                    self._send(
-                        messages.Failed(served.id, f"workers were lost {_MAX_LOSSES} times while this request ran")
-                    )
+                    cause = ", for lack of memory" if isinstance(error, OutOfMemoryError) else ""
+                    reason = f"workers were lost {_MAX_LOSSES} times while this request ran{cause}"
+                    self._send(messages.Failed(served.id, reason))
         if does_without:
             self._shrink(error)
             failed += self._outgrown(failed)

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -22,7 +23,7 @@ from longspan.serve.client import EngineClient, abandon
 from longspan.serve.errors import error_response
 from longspan.serve.messages import EngineSetup
 from longspan.serve.middleware import CONNECTIONS_LOG, HttpProtocol, Intake, RequestContext, path_of
-from longspan.serve.server import Server
+from longspan.serve.server import Server, WorkerPool
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import import_tokenizers, tokenizer_in
@@ -88,13 +89,15 @@ class _Signals:
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
+        before = [signal.getsignal(number) for number in _SIGNALS]
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._take, number)
         try:
             yield
         finally:
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
+            for number, handler in zip(_SIGNALS, before, strict=True):
+                loop.remove_signal_handler(number)  # which puts Python's own handler in its place
+                signal.signal(number, handler)
 
     def _take(self, number: int) -> None:
         self.numbers.append(number)
@@ -128,12 +131,14 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
 
 
 async def _start(engine: EngineClient, settings: ServerSettings, given: EngineArgs) -> Server:
-    beside = () if given.skip_tokenizer_init else (asyncio.to_thread(import_tokenizers),)
+    imports = WorkerPool("imports", 1)  # which the end of the process does not wait for
+    beside = () if given.skip_tokenizer_init else (imports.run(import_tokenizers),)
     started, *_ = await asyncio.gather(engine.start(), *beside)
     tokenizer = None
     if started.tokenizer_dir is not None:  # tokenizers take long to load
         folder, trust = Path(started.tokenizer_dir), started.trust_remote_code
-        tokenizer = await asyncio.to_thread(tokenizer_in, folder, started.name, trust_remote_code=trust)
+        load = partial(tokenizer_in, folder, started.name, trust_remote_code=trust)
+        tokenizer = await imports.run(load)
     size = {"vocab_size": started.vocab_size, "max_model_len": started.max_model_len}
     return Server(engine, InputProcessor(tokenizer=tokenizer, **size), settings)
 

@@ -110,6 +110,8 @@ class InputProcessor:
         text, given, salt = _unwrapped(prompt)
         if given is None:
             assert text is not None, "a prompt has a text or token ids"
+            if len(text) > self.max_model_len:
+                self.check_chars(len(text))  # tokens of a long text take a hundred times its memory
             return self.checked(text, self.tokenize(text) if text else (), params, cache_salt=salt)
         try:
             token_ids = [operator.index(token) for token in given]  # of any integer type

@@ -5,7 +5,6 @@ Who starts the workers, and where they run, is a `Launcher`'s business.
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 import weakref
@@ -19,11 +18,12 @@ from typing import NoReturn, Protocol, Self, TypeVar
 import msgspec
 import zmq
 
+from longspan import limits
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, MoveKV, Reshard, Sampled, Scored, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
-from longspan.runtime.child import unless_forked
+from longspan.runtime.child import how_ended, lack_of_memory, unless_forked
 from longspan.runtime.disk_pool import DiskLane, DiskPool
 
 _START_TIMEOUT_S = 600.0
@@ -115,6 +115,7 @@ class WorkerExecutor:
             self.wakeup: zmq.Socket[bytes] | int | None = None
             self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
             self._decoder = msgspec.msgpack.Decoder(messages.Report)
+            self._num_oom_kills = limits.num_oom_kills()
             self._finalizer = weakref.finalize(
                 self,
                 unless_forked(_clean_up),
@@ -297,9 +298,9 @@ class WorkerExecutor:
             case messages.Failed(rank, reason):
                 self._lose(rank, reason)
             case messages.Exited(rank, 1):  # it has said why, but what comes from two sockets comes in any order
-                self._blame(rank, _describe(1))
+                self._blame(rank, how_ended(1))
             case messages.Exited(rank, code):
-                self._lose(rank, _describe(code))
+                self._lose_ended(rank, code)
         return None
 
     def _blame(self, rank: int, reason: str) -> NoReturn:
@@ -312,8 +313,13 @@ class WorkerExecutor:
                 if report.rank == rank:
                     reason = report.reason
             if isinstance(report, messages.Exited) and report.rank != rank and report.code != 1:
-                self._lose(report.rank, _describe(report.code))
+                self._lose_ended(report.rank, report.code)
         self._lose(rank, reason)
+
+    def _lose_ended(self, rank: int, code: int) -> NoReturn:
+        if (lacked := lack_of_memory(code, self._num_oom_kills)) is not None:
+            self._lose(rank, f"{how_ended(code)}: {lacked}", OutOfMemoryError)
+        self._lose(rank, how_ended(code))
 
     def _lose(self, rank: int, reason: str, kind: type[WorkerLostError] = WorkerLostError) -> NoReturn:
         for worker in self._workers:
@@ -472,12 +478,6 @@ def _tell(worker: zmq.Socket[bytes], command: bytes) -> None:
     """Sends without waiting: nobody would ever read what is for a thread that has ended."""
     with suppress(zmq.Again):
         worker.send(command, zmq.NOBLOCK)
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        return f"its process was killed by {signal.Signals(-code).name}"
-    return f"its process exited with code {code}"
 
 
 def _clean_up(

@@ -160,11 +160,11 @@ class _ForkServer:
                 return
 
     def close(self) -> None:
-        """Ends the server and with it its workers."""
+        """Ends the server and with it its workers. Without workers it need not finish its imports."""
         with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
             self._pipe.close()
         try:
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(_END_TIMEOUT_S if self._workers else 0.0)
         except subprocess.TimeoutExpired:
             self.destroy()
 

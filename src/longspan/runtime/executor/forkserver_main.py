@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -77,11 +80,11 @@ class _Children:
 
 
 def main() -> None:
-    with uncollected():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with uncollected(), _ending_with_parent():
         for name in _MODULES:
             import_module(name)
     gc.freeze()  # so that collections in the workers do not copy shared pages
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     waking, wake = socket.socketpair()
     for end in (waking, wake):
         end.setblocking(False)
@@ -108,6 +111,28 @@ def main() -> None:
                         children.start(command)
                     case KillWorker(pid):
                         children.kill(pid)
+
+
+@contextmanager
+def _ending_with_parent() -> Iterator[None]:
+    """End this process at once when its parent is gone, while the block imports; no thread is left after it."""
+    stop, stopping = os.pipe()
+    pipes = select.poll()
+    pipes.register(sys.stdin.fileno(), 0)  # that its other end is closed is always told
+    pipes.register(stop, 0)
+
+    def watch() -> None:
+        if any(descriptor != stop for descriptor, _ in pipes.poll()):
+            os._exit(1)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.close(stopping)
+        watcher.join()
+        os.close(stop)
 
 
 def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:

@@ -1,0 +1,38 @@
+"""Texts that verbs read from files and stdin. Each has a bound, so that an endless one does not fill the memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from longspan.limits import MAX_TEXT_BYTES, read_all, read_bytes
+
+STDIN = "-"
+TOO_LONG = f"is longer than {MAX_TEXT_BYTES >> 20} MiB"
+
+
+def read_text(path: Path, what: str) -> str:
+    """Returns the text of a file or, for the path `-`, of stdin without the line end that closes it.
+
+    Raises:
+        ValueError: when it cannot be read, is too long or is not UTF-8; the message calls it `what`.
+    """
+    try:
+        is_stdin = str(path) == STDIN
+        data = read_all(sys.stdin.buffer).removesuffix(b"\n") if is_stdin else read_bytes(path)
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None
+
+
+def read_lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Yields the lines of a file with their ends; None in place of a line that is too long."""
+    while line := file.readline(MAX_TEXT_BYTES + 1):
+        is_whole = len(line) <= MAX_TEXT_BYTES
+        yield line if is_whole else None
+        while not is_whole and line and not line.endswith(b"\n"):
+            line = file.readline(MAX_TEXT_BYTES)

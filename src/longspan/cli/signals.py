@@ -1,0 +1,102 @@
+"""Signals of the command line: SIGINT, SIGTERM and SIGHUP end it with exit code 128 + number, whatever it is doing.
+
+While an engine runs, the first signal raises SystemExit, which unwinds the verb and shuts the engine down. At any other
+time, and at a second signal, the process ends at once: its children are killed and its folders removed. Nothing is
+raised into an import, where an exception turns into another one or ends in a crash. An exception that gets lost where C
+code calls Python is raised again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from longspan.runtime.child import end_all
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGAIN_S = 0.05
+"""Seconds until the exception is raised again, if nothing has begun to handle it."""
+
+
+class _State:
+    """The signal that ends this process, and whether it may unwind."""
+
+    def __init__(self) -> None:
+        self.exception: SystemExit | None = None
+        self.unwinds = False
+
+
+_state = _State()
+
+
+def catch() -> None:
+    """Handle signals from here on.
+
+    A shell starts jobs in the background with SIGINT ignored, which does not count; nohup ignores SIGHUP, which does.
+    """
+    _state.exception, _state.unwinds = None, False
+    for number in NUMBERS:
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _take)
+
+
+def exit_code() -> int | None:
+    """Return the exit code that a signal asks for; None if there was no signal."""
+    return None if _state.exception is None else int(str(_state.exception.code))
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Let the first signal raise SystemExit in the block."""
+    before = signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, lambda _, frame: _raise(frame))
+    _state.unwinds = True
+    try:
+        yield
+    finally:
+        _state.unwinds = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _take(number: int, frame: FrameType | None) -> None:
+    if _state.exception is not None or not _state.unwinds:
+        _end(number)
+    _state.exception = SystemExit(128 + number)
+    sys.unraisablehook = lambda _: None  # where it gets lost, Python would print it
+    _raise(frame)
+
+
+def _end(number: int) -> NoReturn:
+    """End the process, its children and their folders, without running anything that it interrupts."""
+    end_all()
+    os._exit(128 + number)
+
+
+def _raise(frame: FrameType | None) -> None:
+    """Raise the exception, unless that is under way or an import is; look again soon."""
+    if not _state.unwinds or _state.exception is None:
+        return
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    if not _is_handled(_state.exception) and not _imports(frame):
+        raise _state.exception
+
+
+def _is_handled(exception: BaseException) -> bool:
+    """Tell whether the interrupted code handles the exception, or another one that it led to."""
+    handled = sys.exception()
+    while handled is not None and handled is not exception:
+        handled = handled.__context__
+    return handled is exception
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Tell whether the interrupted code is part of an import."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None

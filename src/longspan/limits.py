@@ -1,0 +1,186 @@
+"""Memory and CPU cores that this process may use: those of the machine, or less where a container limits them.
+
+Limits are those of Linux's control groups, version 1 and 2, of the group of this process and all groups above it that
+it sees. The number of cores also follows the affinity of the process, which the kernel keeps inside its cpuset.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+MAX_TEXT_BYTES = 64 * 2**20
+"""Bytes of the longest prompt or file of options: some 16 million tokens, more than models have a context for."""
+_ROOT = Path("/")
+_UNIFIED = "cgroup2"
+"""File system type of version 2, where one hierarchy has all controllers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of memory that this process may use, with all other processes that share its limit.
+
+    Attributes:
+        total: of the machine, or the lowest limit.
+        available: the part that is free, or holds copies of files that the kernel drops on demand.
+        is_limited: whether a control group limits it to less than the machine has.
+    """
+
+    total: int
+    available: int
+    is_limited: bool
+
+
+def memory(root: Path = _ROOT) -> Memory:
+    """Return the memory that this process may use; `root` holds `proc` and the control groups."""
+    import psutil  # noqa: PLC0415 - verbs without an engine do without
+
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for group in _groups("memory", root):
+        used, files = _memory_used(group)
+        for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
+            limit = _number(group / name)
+            if limit is not None:
+                total, available = min(total, limit), min(available, limit - max(0, used - files))
+    return Memory(total=total, available=max(0, available), is_limited=total < machine.total)
+
+
+def cores(root: Path = _ROOT) -> int:
+    """Return the number of CPU cores that this process may use: those of its affinity, or of a lower quota.
+
+    A quota of 2.5 cores is 2: the kernel stops all threads at once when a third one has used it up.
+    """
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _groups("cpu", root):
+        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        if quota is None:
+            quota, period = (_as_number(word) for word in (*_words(group / "cpu.max"), "", "")[:2])
+        if quota is not None and period and quota > 0:
+            number = min(number, max(1, quota // period))
+    return number
+
+
+def num_oom_kills(root: Path = _ROOT) -> int:
+    """Count the processes that the kernel has killed for lack of memory: in our own control group, or on the machine.
+
+    A number that has grown between two calls says why a process was ended by SIGKILL meanwhile.
+    """
+    for group in _groups("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            if (found := _fields(group / name).get("oom_kill")) is not None:
+                return found
+    return _fields(root / "proc/vmstat").get("oom_kill", 0)
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a file that the user names; raise OSError if it is longer: some have no end, such as devices and pipes."""
+    with path.open("rb") as file:
+        return read_all(file, max_bytes)
+
+
+def read_all(file: IO[bytes], max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read the rest of an open file; raise OSError if it is longer."""
+    data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is longer than {max_bytes >> 20} MiB")
+    return data
+
+
+def _memory_used(group: Path) -> tuple[int, int]:
+    """Return the bytes that a group uses, and how many of them are copies of files."""
+    fields = _fields(group / "memory.stat")
+    if (used := _number(group / "memory.current")) is not None:
+        return used, sum(fields.get(name, 0) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+    files = sum(fields.get(name, 0) for name in ("total_inactive_file", "total_active_file"))
+    return _number(group / "memory.usage_in_bytes") or 0, files
+
+
+# ---------------------------------------------------------------- control groups
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of the groups of this process that may limit it, its own before those above it.
+
+    A container may not see the folder that the kernel names: what is mounted is then its own group, or one above it.
+    """
+    paths = _paths(controller, root)
+    mounts = [(paths[kind], top, point) for kind, top, point in _mounts(controller, root) if kind in paths]
+    is_seen = any(_below(path, top) is not None for path, top, _ in mounts)
+    for path, top, point in mounts:
+        below = _below(path, top)
+        if below is not None:
+            yield from (point / part for part in (below, *below.parents))
+        elif not is_seen:
+            yield point
+
+
+def _below(path: str, top: str) -> Path | None:
+    """Return where a group lies below the top of a mount, or None if it lies elsewhere."""
+    folder = Path(path)
+    if ".." in folder.parts or not folder.is_relative_to(top):
+        return None
+    return folder.relative_to(top)
+
+
+def _paths(controller: str, root: Path) -> dict[str, str]:
+    """Return the paths of our groups, by `cgroup` for version 1 and `cgroup2`, from lines `4:cpu,cpuacct:/path`."""
+    found = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if not controllers:
+            found[_UNIFIED] = path
+        elif controller in controllers.split(","):
+            found["cgroup"] = path
+    return found
+
+
+def _mounts(controller: str, root: Path) -> Iterator[tuple[str, str, Path]]:
+    """Yield the type, the top and the mount point of each hierarchy that has a controller.
+
+    Version 2 does not say which it has. Its files are missing where version 1 has them.
+    """
+    for line in _lines(root / "proc/self/mountinfo"):
+        front, _, back = line.partition(" - ")
+        kind, _, options = (*back.split(" "), "", "")[:3]
+        if kind == _UNIFIED or (kind == "cgroup" and controller in options.split(",")):
+            top, point = (_unescaped(word) for word in front.split(" ")[3:5])
+            yield kind, top, root / point.lstrip("/")
+
+
+def _unescaped(text: str) -> str:
+    r"""Decode a path of `mountinfo`, in which a space is `\040`."""
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file whose lines are a name and a number."""
+    pairs = (line.split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for `max`, or no file."""
+    return _as_number(" ".join(_words(path)))
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _as_number(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file; none if it is missing, or not for us."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,134 @@
+"""Sizes of KV pools: as the user says, as workers measured, or by a rule over the memory that this process may use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from longspan import limits
+from longspan.args import EngineArgs
+from longspan.core.cluster import Cluster
+from longspan.errors import ParameterError
+from longspan.model.info import ModelInfo
+from longspan.model.sharding import Shard
+from longspan.model.store import DTYPES
+from longspan.runtime.pool import PROCESS_BYTES, bytes_per_block, default_kv_bytes
+
+_log = logging.getLogger("longspan")
+KvBytes = Callable[[Cluster, int, int], int]
+"""`(cluster, instance, bytes of weights on each of its ranks) -> bytes of KV that each of them may have`"""
+
+
+def measures_memory(given: EngineArgs) -> bool:
+    """Tells whether workers measure what memory KV may take: on CUDA, unless the user says that."""
+    return given.device == "cuda" and given.kv_cache_memory_bytes is None and given.num_gpu_blocks_override is None
+
+
+def by_rule(given: EngineArgs) -> KvBytes:
+    """Return a rule that sizes pools by the memory that is available now: pools that are made anew lie in it later."""
+    available = limits.memory().available
+
+    def kv_bytes(cluster: Cluster, _instance: int, weight_bytes: int) -> int:
+        left = available - int(given.host_kv_gib * 2**30) * (max(cluster.hosts) + 1)
+        weights = weight_bytes * cluster.spec.tp * cluster.spec.pp
+        if given.device == "cpu" and weights > left:
+            _warn_once(
+                f"the weights take {weights / 2**30:.1f} GiB, but {max(0, left) / 2**30:.1f} are available: "
+                "they are read from the disk again and again"
+            )
+        return default_kv_bytes(cluster, given.device, weight_bytes, left)
+
+    return kv_bytes
+
+
+@cache
+def _warn_once(words: str) -> None:
+    _log.warning(words)
+
+
+def unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
+    """Stands for memory that will be measured: nothing is refused for want of it before."""
+    return 2**62
+
+
+def with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes) -> Cluster:
+    """Return the cluster with pools on devices, hosts and disks; raise ValueError when memory for them is missing."""
+    _check_hosts(given.host_kv_gib, cluster)
+    cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
+    dtype, found, needed = DTYPES[given.precision], [], 0
+    for instance in cluster.instances:
+        per_block = _bytes_per_block(info, cluster, instance, given.block_size, dtype)
+        num_blocks = given.num_gpu_blocks_override
+        if num_blocks is None:
+            of_rank, remedy = given.kv_cache_memory_bytes, "allow more"
+            if of_rank is None:
+                of_rank = kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype))
+                remedy = memory_remedy(given)
+            if of_rank < per_block:
+                problem = f"{max(0, of_rank)} bytes of KV memory per rank hold no block of {per_block} bytes"
+                raise ValueError(f"{problem}: {remedy}")
+            num_blocks = of_rank // per_block
+        found.append(num_blocks)
+        needed += num_blocks * per_block * len(cluster.ranks(instance))
+    _check_given(given, needed)
+    return cluster.with_blocks(found)
+
+
+def memory_remedy(given: EngineArgs) -> str:
+    """Say how an engine gets more memory; what hosts have may be less than all because of the limit of a container."""
+    remedy = "use a larger tp or pp, or fewer max_num_batched_tokens"
+    if given.device != "cpu":
+        return remedy
+    memory = limits.memory()
+    available, total = memory.available / 2**30, memory.total / 2**30
+    less = ", allow less host_kv_gib" if given.host_kv_gib else ""
+    limit = f"{available:.1f} of the {total:.1f} GiB of memory that this process may use are available"
+    return f"{remedy}{less}, or raise the memory limit of its container: {limit}"
+
+
+def check_host_memory(gib: float, cluster: Cluster) -> None:
+    """Raise ParameterError when hosts cannot have pools of so much memory, which nobody has yet."""
+    needed, available = gib * (max(cluster.hosts) + 1), (limits.memory().available - PROCESS_BYTES) / 2**30
+    if needed > available:
+        problem = f"{gib:g} needs {needed:.1f} GiB, but {max(0.0, available):.1f} are available for it: allow less"
+        raise ParameterError("host_kv_gib", problem, gib)
+
+
+def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
+    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both.
+
+    Of a model whose layers read tokens, the last stage has both.
+    """
+    pp = cluster.pp(instance)
+    layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))
+    ends = info.vocab_size * info.hidden_size * (2 if pp == 1 or info.reads_tokens else 1)
+    return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize
+
+
+def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_size: int, dtype: torch.dtype) -> int:
+    """Counts what the fullest rank has of a block."""
+    specs = Shard(index=0, size=cluster.tp(instance), specs=info.specs).local_specs
+    stages = (cluster.layers(instance, stage) for stage in range(cluster.pp(instance)))
+    return max(bytes_per_block([specs[i] for i in layers], block_size, dtype) for layers in stages)
+
+
+def _check_hosts(gib: float, cluster: Cluster) -> None:
+    """Raises ParameterError when instances have no host each."""
+    for instance in cluster.instances if gib else ():
+        if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
+            problem = f"is for instances on one host each, but instance {instance} has ranks on several: leave it out"
+            raise ParameterError("host_kv_gib", problem, gib)
+
+
+def _check_given(given: EngineArgs, needed: int) -> None:
+    """Raise ParameterError for pools on CPUs that take more than all memory: workers would be killed as they fill."""
+    names = [name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(given, name) is not None]
+    if given.device != "cpu" or not names:
+        return
+    value, total = getattr(given, names[0]), limits.memory().total
+    if needed > total:
+        problem = f"{value} needs {needed / 2**30:.1f} GiB for KV, but this process may use {total / 2**30:.1f} GiB"
+        raise ParameterError(names[0], f"{problem} of memory: allow less", value)
