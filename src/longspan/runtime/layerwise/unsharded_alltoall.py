@@ -233,7 +233,7 @@ class PeerWeights:
 
 
 Layout = Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
-"""By parameter: the dimension of a cut, and the stretches of a rank's share that no rank before it has."""
+"""Names the dimension of a parameter's cut, and the stretches of a rank's share that no rank before it has."""
 
 
 def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) -> Sequence[Layout]:
