@@ -41,7 +41,7 @@ from longspan.model import files, source
 from longspan.model import smollm2 as smollm2_module
 from longspan.model.adapter import Model
 from longspan.model.files import cache_root
-from longspan.model.skeleton import PROBE, build_skeleton, check_supported, gather_info
+from longspan.model.skeleton import PROBE, check_supported, gather_info
 from longspan.model.source import ModelError, prepare, smollm2_folder, smollm2_gguf
 from longspan.model.store import build_once
 
@@ -165,7 +165,7 @@ def test_what_only_a_dry_run_finds_is_refused(
     change: Callable[[PreTrainedModel], None], reason: str, tmp_path: Path
 ) -> None:
     config = LlamaConfig(**SMALL)
-    model = build_skeleton(config, trust_remote_code=False, attn_implementation=PROBE)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE).eval()
     assert gather_info(model, tmp_path).num_layers == 2
     change(model)
     with pytest.raises(ModelError, match=reason):
@@ -178,7 +178,7 @@ def test_end_tokens_are_those_of_the_configuration(
 ) -> None:
     """Unless the generation configuration has some."""
     config = LlamaConfig(**SMALL, eos_token_id=stated)
-    model = build_skeleton(config, trust_remote_code=False, attn_implementation=PROBE)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE).eval()
     assert gather_info(model, tmp_path).eos_token_ids == found
     GenerationConfig(eos_token_id=[5]).save_pretrained(tmp_path)
     assert gather_info(model, tmp_path).eos_token_ids == (5,)
