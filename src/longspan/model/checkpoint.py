@@ -6,18 +6,15 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
@@ -25,7 +22,7 @@ from longspan.model.files import ModelError, cache_root, one_line
 from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.quantization import GRID, NUMBERS, Quantization, is_quantised, quantise
-from longspan.model.skeleton import PROBE, gather_info, load_config, quiet_transformers
+from longspan.model.skeleton import PROBE, NoProducts, gather_info, load_config, quiet_transformers
 from longspan.model.store import DTYPES, NOTES, Matrices
 
 _MATRIX = 2
@@ -186,31 +183,9 @@ def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, tr
         deviation=getattr(config, "initializer_range", _DEVIATION),
         shapes=shapes,
     )
-    with _NoProducts():
+    with NoProducts():
         info = _info(model.eval(), config_dir)
     _write(model, info, path, {}, matrices)
-
-
-class _NoProducts(TorchFunctionMode):
-    """Leaves out products with matrices, which say nothing about a model and read all of its weights.
-
-    Embeddings are the tokens themselves, so that tensors which depend on tokens differ.
-    """
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        _types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what that function returns
-        if function is functional.linear:
-            given, weight = args[:2]
-            return given.new_zeros(*given.shape[:-1], len(weight))
-        if function is functional.embedding:
-            tokens, weight = args[:2]
-            return tokens[..., None].to(weight.dtype).expand(*tokens.shape, weight.shape[1])
-        return function(*args, **(kwargs or {}))
 
 
 def _quantise(model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:

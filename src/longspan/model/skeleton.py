@@ -6,7 +6,7 @@ Importing transformers' models takes a second or two, so only who builds one imp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -127,9 +129,10 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
             length, or sliding windows other than those observed.
     """
     config = model.config
-    observed = observe(model)
-    specs = _all_specs(model, observed.specs)
+    specs = _all_specs(model)
     _check_windows(config, specs)
+    with NoProducts():
+        observed, other = observe(model), observe(model, (1, 0))
     return ModelInfo(
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
@@ -141,7 +144,7 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         rope_switch_length=_rope_switch_length(config),
         layers_return_tuples=observed.returns_tuples,
         passed_width=observed.passed_width,
-        reads_tokens=not _are_equal(observed.arguments, observe(model, [1, 0]).arguments),
+        reads_tokens=not _are_equal(observed.arguments, other.arguments),
     )
 
 
@@ -169,7 +172,8 @@ def _has_number(layer: nn.Module, number: int) -> bool:
     return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
 
 
-def _all_specs(model: PreTrainedModel, specs: Mapping[int, AttnSpec]) -> tuple[AttnSpec, ...]:
+def _all_specs(model: PreTrainedModel) -> tuple[AttnSpec, ...]:
+    specs = _probe_specs(model, (0, 1))
     num_layers: int = model.config.num_hidden_layers
     if sorted(specs) != list(range(num_layers)):
         raise ModelError(
@@ -177,6 +181,38 @@ def _all_specs(model: PreTrainedModel, specs: Mapping[int, AttnSpec]) -> tuple[A
             "longspan needs all of them to"
         )
     return tuple(specs[layer] for layer in range(num_layers))
+
+
+def _probe_specs(model: PreTrainedModel, tokens: Sequence[int]) -> dict[int, AttnSpec]:
+    """Runs a model with the attention `PROBE`; returns the attention of every layer that calls it."""
+    specs: dict[int, AttnSpec] = {}
+    row = torch.tensor([list(tokens)], device=model.device)
+    where = torch.arange(len(tokens), device=model.device)[None]
+    with torch.no_grad():
+        model(input_ids=row, position_ids=where, use_cache=False, specs=specs)
+    return specs
+
+
+class NoProducts(TorchFunctionMode):
+    """Leaves out products with matrices, which read all weights of a model.
+
+    What depends on tokens still does: an output is the mean of the inputs, and an embedding is the token.
+    """
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what that function returns
+        if function is functional.linear:
+            given, weight = args[:2]
+            return given.mean(-1, keepdim=True).expand(*given.shape[:-1], len(weight)).clone()
+        if function is functional.embedding:
+            tokens, weight = args[:2]
+            return tokens[..., None].to(weight.dtype).expand(*tokens.shape, weight.shape[1]).clone()
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(kw_only=True)
@@ -195,6 +231,7 @@ class Observed:
 
 
 def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1)) -> Observed:
+    """Runs a model with the attention `PROBE`, and reads off what its layers are handed."""
     found = Observed(specs={}, arguments=[])
 
     def before(_layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -208,14 +245,7 @@ def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1)) -> Observed:
 
     hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in decoder_layers(model)]
     hooks += [layer.register_forward_hook(after) for layer in decoder_layers(model)]
-    row = torch.tensor([list(tokens)], device=model.device)
-    with torch.no_grad():
-        model(
-            input_ids=row,
-            position_ids=torch.arange(len(tokens), device=model.device)[None],
-            use_cache=False,
-            specs=found.specs,
-        )
+    found.specs = _probe_specs(model, tokens)
     for hook in hooks:
         hook.remove()
     return found
