@@ -9,6 +9,8 @@ import torch
 
 from longspan import LLM
 from longspan.attn.spec import AttnSpec
+from longspan.core.cluster import split_heads
+from longspan.model.files import ModelError
 from longspan.model.sharding import Shard
 
 
@@ -29,3 +31,25 @@ def test_what_ranks_add_up_is_the_whole_projection_with_its_bias_once(name: str,
         total += torch.nn.functional.linear(given[:, first:last], own, shard.cut(f"model.layers.0.{name}.bias", bias))
         first = last
     torch.testing.assert_close(total, torch.nn.functional.linear(given, weight, bias), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 1, 16), (8, 2, 4), (4, 4, 32), (32, 2, 16)])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_projections_are_cut_by_their_own_heads(heads: int, kv_heads: int, dim: int, tp: int) -> None:
+    """Also where a KV projection has as many rows as there are query heads."""
+    spec = AttnSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=1.0, window=None, softcap=None)
+    for index, share in enumerate(split_heads(heads, kv_heads, tp)):
+        shard = Shard(index=index, size=tp, specs=(spec,))
+        for leaf, number, own in (
+            ("q", heads, share.heads),
+            ("k", kv_heads, share.kv_heads),
+            ("v", kv_heads, share.kv_heads),
+        ):
+            found = shard.pieces(f"model.layers.0.self_attn.{leaf}_proj.weight", torch.Size([number * dim, 64]))
+            assert found == (0, (range(own.start * dim, own.stop * dim),))
+
+
+def test_rows_that_may_be_those_of_several_projections_are_refused() -> None:
+    spec = AttnSpec(num_heads=16, num_kv_heads=1, head_dim=16, scale=1.0, window=None, softcap=None)
+    with pytest.raises(ModelError, match="it is not known how to cut"):
+        Shard(index=0, size=2, specs=(spec,)).pieces("model.layers.0.self_attn.sinks", torch.Size([16]))

@@ -140,9 +140,19 @@ class CheckedExecutor:
             assert ref not in self._named, "no move in flight reads or writes what is cleared"
             users = [self.live[number].slots.of for number in self._owners[ref] if number >= 0]
             assert not any(used == ref and slot >= first for slots in users for used, slot in slots), "nobody's KV"
+            assert first >= self._copied_of(ref), "no step in flight copies what is cleared"
             self._slots[ref][first:] = [0] * (self._setup.block_size - first)
         for rank in self._ranks:
             rank.forget(step.request_ids)
+
+    def _copied_of(self, ref: BlockRef) -> int:
+        """Counts the first slots of a block that steps in flight copy to begin another request with."""
+        size, num_copied = self._setup.block_size, 0
+        for forward in self.in_flight.values():
+            starts = {part.request_id: part.start for part in forward.parts}
+            copied = (move for move in forward.rebalances if move.is_local and move.copies[0][0] == ref)
+            num_copied = max([num_copied, *(starts[move.request_id] % size for move in copied)])
+        return num_copied
 
     def _forward(self, forward: Forward) -> None:
         busy = Counter(instance for other in self.in_flight.values() for instance in other.instances)

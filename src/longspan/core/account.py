@@ -197,14 +197,19 @@ class KvAccount:
         self.give_back(replaced)
         return tuple(copies)
 
-    def complete_copies(self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]) -> list[BlockRef]:
-        """Frees the old blocks after a copy, and offers the new ones; returns old blocks with KV that is not finite."""
-        sound = {*request.table[: self.num_full(request)]} if request.non_finite_from is not None else None
+    def complete_copies(
+        self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]
+    ) -> list[tuple[BlockRef, int]]:
+        """Frees the old blocks after a copy, and offers the new ones.
+
+        Returns old blocks with KV that is not finite, each with its first such slot.
+        """
+        first_slots = dict(request.non_finite_slots())
         self.let_go([old for old, _ in copies])
         for _, new in copies:
             del request.copying[new]
         self.publish(request, 0)
-        return [] if sound is None else [old for old, new in copies if new not in sound]
+        return [(old, first_slots[new]) for old, new in copies if new in first_slots]
 
     def reserve(
         self, request: Request, instance: int, places: range, *, num_left: int

@@ -611,8 +611,7 @@ class Engine:
         self._transfers.computed(forward)
         self.tiers.computed(forward.number)
         for move in forward.rebalances:
-            replaced = self.account.complete_copies(self._requests[move.request_id], move.copies)
-            self._free(slots=[(ref, 0) for ref in replaced])
+            self._free(slots=self.account.complete_copies(self._requests[move.request_id], move.copies))
         failed: list[Request] = []
         for part in forward.parts:
             request = self._requests[part.request_id]

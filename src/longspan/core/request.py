@@ -241,7 +241,7 @@ class Request:
         if self.non_finite_from is None or not self.group:
             return ()
         first_slots: dict[BlockRef, int] = {}
-        for places, blocks in self.owners.slots(Run(self.non_finite_from, self.num_computed)):
+        for places, blocks in self.owners.slots(Run(self.non_finite_from, self.num_scheduled)):
             for place in places:
                 block, slot = divmod(place, self.block_size)
                 first_slots.setdefault(blocks[block], slot)

@@ -96,14 +96,21 @@ class Shard:
             return 0, (_rows(share.heads, dim), *(range(keys.start + at, keys.stop + at) for at in (q, q + kv)))
         if not shape or ("norm" in leaf and shape.numel() == dim):
             return None
-        sizes = {
-            spec.num_heads * dim: _rows(share.heads, dim),  # queries, gates, norms over all heads
-            spec.num_kv_heads * dim: _rows(share.kv_heads, dim),
-            spec.num_heads: share.heads,  # a number, or a row, for each head
-        }
         if leaf in ("k_proj", "v_proj"):
-            return 0, (sizes[spec.num_kv_heads * dim],)
-        return (0, (sizes[shape[0]],)) if shape[0] in sizes else None
+            return 0, (_rows(share.kv_heads, dim),)
+        if leaf == "q_proj" and shape[0] == spec.num_heads * dim:
+            return 0, (_rows(share.heads, dim),)
+        sizes = (
+            (spec.num_heads * dim, _rows(share.heads, dim)),  # gates, norms over all heads
+            (spec.num_kv_heads * dim, _rows(share.kv_heads, dim)),
+            (spec.num_heads, share.heads),  # a number, or a row, for each head
+        )
+        found = {rows for size, rows in sizes if size == shape[0]}
+        if len(found) > 1:
+            raise ModelError(
+                f"it is not known how to cut {leaf}: its {shape[0]} rows may be those of several projections"
+            )
+        return (0, (found.pop(),)) if found else None
 
     def _of_feed_forward(self, leaf: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
         """Cuts a parameter by the inner dimension."""

@@ -67,17 +67,22 @@ class DryRuns:
         """Returns the reason why a cluster whose instances share a prompt does not work, or an empty text.
 
         Results are compared in float32. In the precision of the model, workers must not fail.
+
+        Raises:
+            ModelError: when there is too little memory or time for a trial. Another start may have more.
         """
         try:
             for dtype in dict.fromkeys((torch.float32, DTYPES[self._files.dtype])):
                 _try_split(self._files, self._copy(cluster, dtype), cluster, exchange)
         except NoCopyError as error:
+            _check_was_tried(error)
             if cluster.num_ranks > 1:
                 return f"it cannot be tried on a small copy: {error}"
             _log.warning("nothing was checked on a small copy of the model, since there is none: %s", error)
         except (WrongSplitError, ModelError) as error:
             return str(error)
         except FAILURES as error:
+            _check_was_tried(error)
             return one_line(error)
         return ""
 
@@ -88,6 +93,13 @@ class DryRuns:
                 self._files, self._info, stages=stages, tp=self._tp, try_out=_run_whole, dtype=dtype
             )
         return self._copies[dtype, stages]
+
+
+def _check_was_tried(error: Exception) -> None:
+    """Raises ModelError if the machine is the cause of an error, not the split."""
+    if isinstance(error, CommError) or "allocate memory" in str(error):
+        problem = f"a small copy of the model could not be run ({one_line(error)})"
+        raise ModelError(f"{problem}: start again with more free memory and cores") from error
 
 
 def _run_whole(small: ShrunkenModel) -> None:

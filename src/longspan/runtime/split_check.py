@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from longspan.runtime.dry_run import DryRuns
 
 _log = logging.getLogger("longspan")
-_CODE = ("attn", "model", "runtime")
+_CODE = ("attn", "core", "model", "runtime")
 """The packages whose code decides whether a split is right."""
 
 
@@ -56,7 +56,7 @@ class Trial:
         if spec.pp > 1:
             problem = f"{spec.pp} does not work for this model ({reason}): use tp, or more instances with pp 1"
             return ParameterError("pp", problem, spec.pp)
-        return ModelError(f"this model is not supported: longspan would compute something else ({reason})")
+        return ModelError(f"this model is not supported: longspan failed on a small copy of it ({reason})")
 
 
 def check_splits(
@@ -88,16 +88,25 @@ def check_splits(
 def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightSource]) -> Iterator[Trial]:
     """Yields the splits of a cluster that together use all of its shards, stages and exchanges."""
     num_members = len(cluster.prefill)
-    if cluster.num_instances > 1 and not gathers_hidden:
-        yield Trial(spec=ParallelSpec(instances=2), exchange=RING_KV)
-    for tp, pp in sorted({(cluster.tp(instance), cluster.pp(instance)) for instance in cluster.instances}):
-        if num_members > 1 and gathers_hidden:
-            for size in sorted({2, num_members}):
-                yield Trial(spec=ParallelSpec(instances=size, tp=tp, pp=pp), exchange=GATHER_HIDDEN)
-        elif tp * pp > 1 or cluster.num_instances == 1:
+    sharing, others = (
+        {
+            (cluster.tp(instance), cluster.pp(instance))
+            for instance in instances
+            if (instance in cluster.prefill) == shares
+        }
+        for shares, instances in ((True, cluster.instances), (False, cluster.instances))
+    )
+    for tp, pp in sorted(sharing):
+        if num_members == 1:
             yield Trial(spec=ParallelSpec(tp=tp, pp=pp))
-        for source in weights if num_members > 1 and tp > 1 else ():
+            continue
+        exchange, sizes = (GATHER_HIDDEN, {2, num_members}) if gathers_hidden else (RING_KV, {2})
+        for size in sorted(sizes):
+            yield Trial(spec=ParallelSpec(instances=size, tp=tp, pp=pp), exchange=exchange)
+        for source in weights if tp > 1 else ():
             yield Trial(spec=ParallelSpec(instances=2, tp=tp, pp=pp), exchange=ALLTOALL._replace(weights=source))
+    for tp, pp in sorted(others - sharing):
+        yield Trial(spec=ParallelSpec(tp=tp, pp=pp))
 
 
 def _parts(trial: Trial) -> Iterator[Trial]:
@@ -136,8 +145,15 @@ class _Results:
 
 
 def _key(files: ModelFiles, info: ModelInfo, trial: Trial) -> str:
-    own = [file for pattern in ("config.json", "*.py") for file in sorted(files.config_dir.glob(pattern))]
-    known = [str(trial), files.dtype, info.to_json(), _code_key(), *(_digest([file]) for file in own)]
+    own = [file for pattern in ("config.json", "*.py") for file in sorted(files.config_dir.rglob(pattern))]
+    known = [
+        str(trial),
+        files.dtype,
+        files.trust_remote_code,
+        info.to_json(),
+        _code_key(),
+        *(_digest([file]) for file in own),
+    ]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
 
 
