@@ -93,8 +93,8 @@ def num_blocks(
 def test_pools_are_what_the_largest_step_leaves(
     tiny: Path, oracle: Oracle, measuring: Callable[..., type[LLM]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, run_step = list[Forward](), Worker._run
-    monkeypatch.setattr(Worker, "_run", lambda self, step: (ran.append(step), run_step(self, step))[1])
+    ran, run_step = list[Forward](), Worker.run
+    monkeypatch.setattr(Worker, "run", lambda self, step: (ran.append(step), run_step(self, step))[1])
     probe = FakeMemory(ROOM)
     with measuring([probe])(**options(tiny)) as llm:
         [step] = ran
@@ -268,7 +268,7 @@ def test_a_device_that_is_full_is_a_mistake_of_the_user(
 
     monkeypatch.setattr("longspan.LLM", measuring([FakeMemory(ROOM)]))
     monkeypatch.setattr("longspan.cli.options.start_server", lambda: None)
-    monkeypatch.setattr(Worker, "_run", fails)
+    monkeypatch.setattr(Worker, "run", fails)
     arguments = ("--skip-tokenizer-init", "--token-ids", "3,4", "--max-num-batched-tokens", "64")
     assert run("generate", str(tiny), *arguments) == 2
     words = "the device of rank 0 has too little memory for the model and a step of 64 tokens: use a larger tp"

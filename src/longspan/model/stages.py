@@ -75,9 +75,10 @@ class Stage:
         self._taken = hidden
 
     def _take(self, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if self._taken is None:  # only the arguments are of interest
+        taken, self._taken = self._taken, None
+        if taken is None:  # only the arguments are of interest
             return given, named
-        hidden, shared = self._taken.split([self._passed, self._coming.width], dim=-1)
+        hidden, shared = taken.split([self._passed, self._coming.width], dim=-1)
         self._coming.put(shared, named)
         replaced = named["hidden_states"] if "hidden_states" in named else given[0]
         *before, num_tokens, width = replaced.shape  # some models have several hidden states of a token
