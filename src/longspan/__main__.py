@@ -11,7 +11,7 @@ def main() -> None:
             signal.signal(number, _leave)
     from longspan.cli import app  # noqa: PLC0415 - signals first
 
-    app.main()  # which handles them from here on
+    app.run_process()  # which handles them from here on
 
 
 def _leave(number: int, _: object) -> None:

@@ -44,7 +44,7 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
     return {
         "generate": ("generate", model, *MODEL, *GENERATE),
         "two ranks": ("generate", model, *MODEL, *GENERATE, "--parallel", "2"),
-        "chat": ("chat", model, *MODEL),
+        "chat": ("chat", "smollm2-135m"),
         "serve": ("serve", model, *MODEL, "--port", "0"),
         "batch": ("batch", model, *MODEL, *files[:3], str(folder / f"out-{time.monotonic_ns()}.jsonl")),
         "profile": ("profile", model, *MODEL, "--lengths", "64", "--max-model-len", "128", "--json"),
@@ -134,16 +134,14 @@ def test_a_signal_in_an_import_ends_the_command(module: str, number: signal.Sign
     ],
 )
 def test_a_signal_ends_a_verb_at_any_moment(verb: str, number: signal.Signals, delay_s: float, folder: Path) -> None:
-    """A verb may have ended by itself before; a server that has answered all ends with 0."""
+    """A verb that takes less time has ended by itself; a server that has answered all ends with 0."""
     run = Run("-m", "longspan", *commands(folder)[verb])
     time.sleep(delay_s)
-    has_ended = run.process.poll() is not None
     code, err = run.ended_by(number)
-    serving = "stopping; requests under way" in err
-    assert has_ended or code == (0 if serving else CODES[number]), err
+    may_end = verb in ("simulate", "estimate", "profile", "batch") or "stopping; requests under way" in err
+    assert code == CODES[number] or (may_end and code == 0), err
     assert "Traceback" not in err
-    lines = [line for line in err.splitlines() if " INFO " not in line and "WARNING" not in line]
-    assert has_ended or len(lines) <= 1, err
+    assert len([line for line in err.splitlines() if " INFO " not in line]) <= 1, err
 
 
 # ---------------------------------------------------------------- while an engine runs
