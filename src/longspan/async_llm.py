@@ -66,6 +66,7 @@ class AsyncLLM(LocalEngine):
             state = RequestState(engine_request, self.input_processor.tokenizer, request_id=request_id)
             self._driver.start(call, [state])
             while is_running:
+                self._driver.check_process()
                 update = await updates.get()
                 if isinstance(update, BaseException):
                     raise update

@@ -182,6 +182,8 @@ class Driver:
 
     def _submit(self, command: _Command) -> None:
         self.check()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the thread of the engine cannot wait for itself: call this from another thread")
         self._commands.append(command)
         with self._changed:
             if self._thread is None:

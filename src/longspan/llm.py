@@ -91,6 +91,7 @@ class _WaitingCall:
 
     def next(self, timeout_s: float | None = None) -> Update | None:
         """Returns the next update, or None if none comes in time; raises the error that ends the call."""
+        self._driver.check_process()
         try:
             update = self._updates.get(timeout=timeout_s)
         except Empty:

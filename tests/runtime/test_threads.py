@@ -497,3 +497,11 @@ def test_errors_reach_every_task(tiny: Path) -> None:
             await anext(llm.generate([5, 6], ENDLESS, "later"))
 
     asyncio.run(main(ThreadAsyncLLM.from_engine_args(EngineArgs(model=str(tiny), **OPTIONS))))
+
+
+def test_the_thread_of_the_engine_does_not_wait_for_itself(tiny: Path) -> None:
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True) as llm:
+        with pytest.raises(RuntimeError, match="cannot wait for itself"):
+            llm.with_engine(lambda _: llm.generate([[5, 6]], SamplingParams(max_tokens=1)))
+        [output] = llm.generate([[5, 6]], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 1

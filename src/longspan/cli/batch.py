@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sys
 import time
 import uuid
@@ -349,7 +350,7 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
     Nothing is left of a file that was not there, if a mistake is found before there is a line.
     """
     is_new = not path.exists()
-    if not is_new and not path.is_file():
+    if not (is_new or path.is_file() or path.samefile(os.devnull)):
         raise ValueError(f"output file {str(path)!r} must be an ordinary file: its answers are read before a run")
     try:
         file = path.open("ab", buffering=0)
