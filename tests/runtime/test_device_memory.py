@@ -93,6 +93,8 @@ def num_blocks(
 def test_pools_are_what_the_largest_step_leaves(
     tiny: Path, oracle: Oracle, measuring: Callable[..., type[LLM]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with measuring([FakeMemory(ROOM)])(**options(tiny)):
+        pass  # the first start of all tries the model on a small copy, by workers too
     ran, run_step = list[Forward](), Worker.run
     monkeypatch.setattr(Worker, "run", lambda self, step: (ran.append(step), run_step(self, step))[1])
     probe = FakeMemory(ROOM)
@@ -262,6 +264,8 @@ def test_a_device_that_is_full_is_a_mistake_of_the_user(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Not a lost worker."""
+    with measuring([FakeMemory(ROOM)])(**options(tiny)):
+        pass  # as above: workers fail from here on
 
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

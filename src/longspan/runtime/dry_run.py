@@ -97,7 +97,7 @@ class DryRuns:
 
 def _check_was_tried(error: Exception) -> None:
     """Raises ModelError if the machine is the cause of an error, not the split."""
-    if isinstance(error, CommError) or "allocate memory" in str(error):
+    if isinstance(error, CommError | torch.OutOfMemoryError) or "allocate memory" in str(error):
         problem = f"a small copy of the model could not be run ({one_line(error)})"
         raise ModelError(f"{problem}: start again with more free memory and cores") from error
 
