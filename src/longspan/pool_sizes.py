@@ -78,15 +78,18 @@ def with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, given: Engin
 
 
 def memory_remedy(given: EngineArgs) -> str:
-    """Say how an engine gets more memory; what hosts have may be less than all because of the limit of a container."""
+    """Say how an engine gets more memory. A container may have less of it than its host."""
     remedy = "use a larger tp or pp, or fewer max_num_batched_tokens"
     if given.device != "cpu":
         return remedy
+    if given.kv_cache_memory_bytes is None:
+        remedy += ", give kv_cache_memory_bytes"
     memory = limits.memory()
     available, total = memory.available / 2**30, memory.total / 2**30
     less = ", allow less host_kv_gib" if given.host_kv_gib else ""
     limit = f"{available:.1f} of the {total:.1f} GiB of memory that this process may use are available"
-    return f"{remedy}{less}, or raise the memory limit of its container: {limit}"
+    more = "raise the memory limit of its container" if memory.is_limited else "free memory"
+    return f"{remedy}{less}, or {more}: {limit}"
 
 
 def check_host_memory(gib: float, cluster: Cluster) -> None:

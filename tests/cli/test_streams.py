@@ -152,3 +152,9 @@ def test_an_answer_that_does_not_fit_on_the_disk_is_named_and_cut(tmp_path: Path
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"an answer\nanoth"
+
+
+def test_a_full_stderr_hides_no_exit_code() -> None:
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run([sys.executable, "-m", "longspan", "generate", "--tp", "0"], stderr=full, check=False)
+    assert ended.returncode == 2

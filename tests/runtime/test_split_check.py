@@ -291,3 +291,11 @@ def test_prompts_are_scored_by_models_of_any_form(name: str, tmp_path: Path) -> 
     for at in range(1, len(prompt)):
         found = output.prompt_logprobs[at]
         assert found is not None and abs(found[prompt[at]].logprob - wanted[at - 1, prompt[at]]) < 1e-3
+
+
+def test_a_model_that_numbers_tokens_otherwise_is_refused(tmp_path: Path) -> None:
+    """RoBERTa counts positions from behind its padding token, unless it is given some."""
+    config = AutoConfig.for_model("roberta", **BASE, is_decoder=True)
+    folder = write_checkpoint(config, tmp_path / "model")
+    with pytest.raises(ValueError, match="depends on whether position_ids are given"):
+        ThreadLLM(str(folder), skip_tokenizer_init=True)

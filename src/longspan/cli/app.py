@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with suppress(OSError):
             print(f"longspan: {' '.join(message.split())}", file=sys.stderr)
     for file in (sys.stdout, sys.stderr):
-        code = _flush(file) or code
+        code = code or _flush(file)
     sys.exit(signals.exit_code() or code)
 
 

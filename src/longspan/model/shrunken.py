@@ -93,11 +93,14 @@ class ShrunkenModel:
         module.config._attn_implementation = attention  # noqa: SLF001 - as `set_attn_implementation`, unchecked
         return module
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Returns logits `[tokens, vocab]` of one prompt as transformers computes them, by its own attention."""
-        module = self.skeleton("eager")
+    def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns logits `[tokens, vocab]` of one prompt as transformers computes them, by its own attention.
+
+        Without `positions` the model numbers the tokens itself.
+        """
+        module, row = self.skeleton("eager"), {} if positions is None else {"position_ids": positions[None]}
         with torch.no_grad():
-            output = module(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            output = module(input_ids=tokens[None], use_cache=False, **row)
         logits: Tensor = output.logits[0]
         return logits
 

@@ -73,7 +73,10 @@ class DryRuns:
         """
         try:
             for dtype in dict.fromkeys((torch.float32, DTYPES[self._files.dtype])):
-                _try_split(self._files, self._copy(cluster, dtype), cluster, exchange)
+                small = self._copy(cluster, dtype)
+                if dtype == torch.float32:
+                    _check_positions(small)
+                _try_split(self._files, small, cluster, exchange)
         except NoCopyError as error:
             _check_was_tried(error)
             if cluster.num_ranks > 1:
@@ -100,6 +103,17 @@ def _check_was_tried(error: Exception) -> None:
     if isinstance(error, CommError | torch.OutOfMemoryError) or "allocate memory" in str(error):
         problem = f"a small copy of the model could not be run ({one_line(error)})"
         raise ModelError(f"{problem}: start again with more free memory and cores") from error
+
+
+def _check_positions(small: ShrunkenModel) -> None:
+    """Raises ModelError if the model numbers tokens in another way than from 0 on: it has no single right answer then.
+
+    Examples are RoBERTa and its relatives, which begin behind the number of the padding token.
+    """
+    prompt = _prompts(small)[0]
+    wanted, found = _reference(small, prompt), small.logits(torch.tensor(prompt), None).double()
+    if not (found - wanted).abs().max() <= _MAX_ERROR * wanted.std():
+        raise ModelError("its answer depends on whether position_ids are given, so transformers disagrees with itself")
 
 
 def _run_whole(small: ShrunkenModel) -> None:
