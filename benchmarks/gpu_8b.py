@@ -227,7 +227,7 @@ def _prompt(
 ) -> Iterator[tuple[Prompt, list[Step]]]:
     """Computes a prompt once or more, as much of it as there is memory and time for, and decodes behind it.
 
-    Yields what is known of it after each time.
+    Yields the report after each measured time.
 
     Args:
         known: tokens and seconds of the prompts before, to which this one is added.

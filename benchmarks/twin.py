@@ -280,7 +280,7 @@ class _Served:
         return is_near
 
     def numbers(self, before: Profile) -> dict[str, object]:
-        """Returns percentiles in seconds, real ones and those that are simulated by the profile from before."""
+        """Returns percentiles in seconds, measured ones and ones simulated with the profile of an earlier run."""
         simulated = self.twin.simulate(self.arrivals, before)
         return {
             "policy": self.twin.name,

@@ -212,7 +212,7 @@ class Run:
                 return process.poll() or 124, True
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also what it started and left
+                    os.killpg(process.pid, signal.SIGKILL)  # with its children
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs cannot be killed
                     process.wait(GRACE_S / 2)
 

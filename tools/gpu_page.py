@@ -1,6 +1,6 @@
 """Prints a page for docs/experiments from the report of a GPU check: python tools/gpu_page.py out/report.json
 
-The tables are those of the report, and the decision is for the author to write. Give several reports to compare cards:
+The tables come from the report. The author writes the decision. Give several reports to compare cards:
 each has its own tables. Only the standard library is used.
 """
 

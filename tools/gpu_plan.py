@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GRACE_S = 4.0
-"""Seconds from the signal that interrupts a check to the one that kills it. They are part of the check's own."""
+"""Seconds from the signal that interrupts a check to the signal that kills it. They are part of the check's own."""
 TOTAL_S = {"quick": 148.0, "full": 588.0}
 """Seconds of all checks: a machine may be borrowed for ten minutes a command, and a rerun of `quick` must fit, too."""
 INSTALL_S = 60.0

@@ -20,7 +20,7 @@ Below, the hand-over of about 0.1 ms would take longer than it spares."""
 
 
 class AsyncLLM(LocalEngine):
-    """Generates for the tasks of any event loop; names are vLLM's. The arguments are those of `EngineArgs`.
+    """Generates for the tasks of any event loop; names are vLLM's. The arguments are the fields of `EngineArgs`.
 
     Every method but `generate` and `abort` blocks, and so does loading the model: call them by `asyncio.to_thread`.
 
@@ -55,7 +55,7 @@ class AsyncLLM(LocalEngine):
         def put(update: Update | BaseException) -> None:
             try:
                 loop.call_soon_threadsafe(updates.put_nowait, update)
-            except RuntimeError:  # the loop was closed, so nobody can wait for more
+            except RuntimeError:  # the loop was closed, so no task waits
                 self._driver.leave(call)
 
         call, is_running = Call(put=put, each_token=True), True

@@ -129,7 +129,7 @@ class Driver:
         self._post(_Command(partial(self._abort, call)))
 
     def leave(self, call: Call) -> None:
-        """Ends the requests of a call that nobody waits for any more."""
+        """Aborts the requests of a call whose caller has stopped waiting."""
         self._post(_Command(partial(self._abort, call, delivers=False)))
 
     def run(self, function: Callable[[], ResultT]) -> ResultT:

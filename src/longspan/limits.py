@@ -1,6 +1,6 @@
-"""Memory and CPU cores that this process may use: those of the machine, or less where a container limits them.
+"""Memory and CPU cores that this process may use: all of the machine, or less in a container with limits.
 
-Limits are those of Linux's control groups, version 1 and 2, of the group of this process and all groups above it that
+Limits come from Linux control groups, version 1 and 2: the group of this process and all groups above it that
 it sees. The number of cores also follows the affinity of the process, which the kernel keeps inside its cpuset.
 """
 
@@ -51,7 +51,7 @@ def memory(root: Path = _ROOT) -> Memory:
 
 
 def cores(root: Path = _ROOT) -> int:
-    """Return the number of CPU cores that this process may use: those of its affinity, or of a lower quota.
+    """Return the number of CPU cores that this process may use, by its affinity or a lower quota.
 
     A quota of 2.5 cores is 2: the kernel stops all threads at once when a third one has used it up.
     """
@@ -106,7 +106,7 @@ def _memory_used(group: Path) -> tuple[int, int]:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of the groups of this process that may limit it, its own before those above it.
 
-    A container may not see the folder that the kernel names: what is mounted is then its own group, or one above it.
+    A container may not see the folder that the kernel names: the mounted folder is then its own group, or a group above it.
     """
     paths = _paths(controller, root)
     mounts = [(paths[kind], top, point) for kind, top, point in _mounts(controller, root) if kind in paths]

@@ -109,7 +109,7 @@ class _WaitingCall:
 class LLM(LocalEngine):
     """Generates, for callers in any thread: their calls run together, and streams can be read in turns.
 
-    Close it with `shutdown`, or use `with`. The arguments are those of `EngineArgs`, `model` first.
+    Close it with `shutdown`, or use `with`. The arguments are the fields of `EngineArgs`, `model` first.
 
     Raises:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
@@ -198,7 +198,7 @@ class LLM(LocalEngine):
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
         that have no token yet hold fewer than `most_waiting_tokens`. A None among them puts the next off for some
         milliseconds. After `abort` no more are taken.
-        `stepped` is told every few milliseconds what is under way, for a progress bar.
+        `stepped` gets the choices under way every few milliseconds, for a progress bar.
         """
         self._driver.check()
         source: Iterator[tuple[TagT, Sequence[EngineRequest]] | None] = iter(groups)

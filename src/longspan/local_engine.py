@@ -129,7 +129,7 @@ class LocalEngine:
         """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
 
         They count from the start to the latest step; empty without `record_times`. What computes on a CPU counts the
-        seconds that it had a core, and waiting those of the clock.
+        seconds that it had a core, and waiting counts seconds of the clock.
         """
         return [dict(times) for times in self.service.executor.worker_times]
 

@@ -50,7 +50,7 @@ def _warn_once(words: str) -> None:
 
 
 def unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
-    """Stands for memory that will be measured: nothing is refused for want of it before."""
+    """Return a bound that no pool reaches, used until workers have measured device memory."""
     return 2**62
 
 
@@ -93,7 +93,7 @@ def memory_remedy(given: EngineArgs) -> str:
 
 
 def check_host_memory(gib: float, cluster: Cluster) -> None:
-    """Raise ParameterError when hosts cannot have pools of so much memory, which nobody has yet."""
+    """Raise ParameterError when host pools of this size exceed the available memory. They are not allocated yet."""
     needed, available = gib * (max(cluster.hosts) + 1), (limits.memory().available - PROCESS_BYTES) / 2**30
     if needed > available:
         problem = f"{gib:g} needs {needed:.1f} GiB, but {max(0.0, available):.1f} are available for it: allow less"

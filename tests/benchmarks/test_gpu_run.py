@@ -309,7 +309,7 @@ def test_compiled_cases_include_all_kernel_tests_of_triton() -> None:
 
 
 def python312() -> str | None:
-    """Finds an interpreter of Python 3.12, also among those of pyenv."""
+    """Finds an interpreter of Python 3.12, also under pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     found = [shutil.which("python3.12"), *map(str, pyenv.glob("versions/3.12.*/bin/python3.12"))]
     for candidate in filter(None, found):

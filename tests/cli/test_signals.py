@@ -75,7 +75,7 @@ class Run:
         )
 
     def ended_by(self, number: signal.Signals) -> tuple[int, str]:
-        """Sends a signal; returns the exit code and what was written to stderr once nothing is left."""
+        """Sends a signal; returns the exit code and stderr once no process is left."""
         family: list[int] = []
         with suppress(psutil.NoSuchProcess):
             family = [one.pid for one in psutil.Process(self.process.pid).children(recursive=True)]

@@ -1,4 +1,4 @@
-"""Content hashes: what is remembered, what is read again, and what other files in the same place cannot hide."""
+"""Content hashes: which are remembered, which files are read again, and that replaced files are always noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other files where those of a model were: whatever they look like from outside, they are what is served."""
+"""A model whose files are replaced is served with the new files, whatever their sizes and times are."""
 
 from __future__ import annotations
 

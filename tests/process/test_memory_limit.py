@@ -1,4 +1,4 @@
-"""In a container with 1.6 GB no worker is lost by default; one that is killed since the user asked for more says so."""
+"""In a container with 1.6 GB no worker is lost by default; a worker killed for lack of memory is reported so."""
 
 from __future__ import annotations
 

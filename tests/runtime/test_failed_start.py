@@ -56,7 +56,7 @@ def watched(see: Callable[[Step], object]) -> Iterator[None]:
 
 
 class Recording(InOrderLauncher):
-    """Remembers every launcher, to see what is left of it."""
+    """Records every launcher, to look for leftovers."""
 
     made: list[Recording] = []  # noqa: RUF012 - emptied by each test
 

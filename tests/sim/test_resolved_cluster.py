@@ -129,7 +129,7 @@ def test_auto_can_be_compared_with_others(
         options = cluster if policy != "auto" else cluster.replace(" -o sp=2", "")
         options = options if policy != "chunked" else options.partition(" --exchange")[0]
         assert run("simulate", *MODEL, *FEW, *options.split(), "--policy", policy, "--json") == 0
-        assert json.loads(capsys.readouterr().out) == numbers, "it does what it does alone"
+        assert json.loads(capsys.readouterr().out) == numbers, "a mixture gives the numbers of the policy alone"
 
 
 @pytest.mark.parametrize(

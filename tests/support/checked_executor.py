@@ -137,10 +137,12 @@ class CheckedExecutor:
             for ref in self.live.pop(request_id).table:
                 self._owners[ref].remove(request_id)
         for ref, first in step.cleared:
-            assert ref not in self._named, "no move in flight reads or writes what is cleared"
+            assert ref not in self._named, "no move in flight names a cleared block"
             users = [self.live[number].slots.of for number in self._owners[ref] if number >= 0]
-            assert not any(used == ref and slot >= first for slots in users for used, slot in slots), "nobody's KV"
-            assert first >= self._copied_of(ref), "no step in flight copies what is cleared"
+            assert not any(used == ref and slot >= first for slots in users for used, slot in slots), (
+                "no live request has KV in cleared slots"
+            )
+            assert first >= self._copied_of(ref), "no step in flight copies cleared slots"
             self._slots[ref][first:] = [0] * (self._setup.block_size - first)
         for rank in self._ranks:
             rank.forget(step.request_ids)

@@ -14,7 +14,7 @@ _REMOVE_TIMEOUT_S = 10.0
 
 
 class MemoryGroup:
-    """Processes that are added, and those that they start later, share its limit."""
+    """Added processes and their later children share its limit."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder, self._is_v1 = folder, (folder / "memory.limit_in_bytes").exists()

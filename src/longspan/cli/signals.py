@@ -88,7 +88,7 @@ def _raise(frame: FrameType | None) -> None:
 
 
 def _is_handled(exception: BaseException) -> bool:
-    """Tell whether the interrupted code handles the exception, or another one that it led to."""
+    """Tell whether the interrupted code handles the exception, or an exception that it caused."""
     handled = sys.exception()
     while handled is not None and handled is not exception:
         handled = handled.__context__

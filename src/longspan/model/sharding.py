@@ -62,7 +62,7 @@ class Shard:
         if (found := self.pieces(name, weight.shape)) is None:
             return weight
         dim, ranges = found
-        if weight.ndim == 1 and not any(ranges):  # what is added to a sum, by another rank
+        if weight.ndim == 1 and not any(ranges):  # a bias that another rank adds to the sum
             return torch.zeros_like(weight)
         pieces = [weight.narrow(dim, own.start, len(own)) for own in ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -107,9 +107,7 @@ class Shard:
         )
         found = {rows for size, rows in sizes if size == shape[0]}
         if len(found) > 1:
-            raise ModelError(
-                f"it is not known how to cut {leaf}: its {shape[0]} rows may be those of several projections"
-            )
+            raise ModelError(f"it is not known how to cut {leaf}: its {shape[0]} rows fit several projections")
         return (0, (found.pop(),)) if found else None
 
     def _of_feed_forward(self, leaf: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:

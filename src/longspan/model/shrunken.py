@@ -242,7 +242,7 @@ def _small_config(
 def _empty(
     files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: Sequence[int], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Builds a model without numbers, whose other layers pass on what they get. Their memory is never touched."""
+    """Builds a model without numbers, whose other layers return their input. Their memory is never touched."""
     with quiet_transformers(), no_init_weights():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=files.trust_remote_code

@@ -23,7 +23,7 @@ _REVISION = 4
 
 
 def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool, sizes: str) -> ProfileKey:
-    """Returns the key of what is measured here; `native`: with the attention kernel of our own; `sizes`: of layers."""
+    """Returns the key of a profile. `native`: measured with our own attention kernel. `sizes`: hash of layer sizes."""
     folder = Path(files.name)
     return ProfileKey(
         model=str(folder.resolve()) if folder.is_dir() else files.name,

@@ -109,7 +109,7 @@ class StepAttention:
         return SingleTokens(blocks=packed.slots.blocks, offsets=packed.slots.offsets, kv=kv, plans=plans)
 
     def arguments_alone(self, layer: int) -> Arguments:
-        """Returns what a layer is handed for the first `num_alone` packed tokens, beside those of layerwise parts."""
+        """Returns a layer's arguments for the first `num_alone` packed tokens, without those of layerwise parts."""
         assert self._layerwise is not None, "only such steps have two kinds of tokens"
         return self._layerwise.arguments_alone(layer)
 

@@ -44,7 +44,7 @@ def start_child(
 
 
 def end_all() -> None:
-    """Kill all children with those that they forked, and remove the folders of `make_run_dir`: the process ends."""
+    """Kill all children and their own children, and remove the folders of `make_run_dir`: the process ends."""
     for child in _children:
         if child.returncode is None:
             with suppress(ProcessLookupError):

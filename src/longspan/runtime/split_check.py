@@ -110,14 +110,14 @@ def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightS
 
 
 def _parts(trial: Trial) -> Iterator[Trial]:
-    """Yields simpler splits than one that does not work, so that an error names the part at fault."""
+    """Yields simpler splits than a failed one, so that an error names the part at fault."""
     tp, pp = trial.spec.tp, trial.spec.pp
     specs = (ParallelSpec(), ParallelSpec(tp=tp), ParallelSpec(pp=pp), ParallelSpec(tp=tp, pp=pp))
     yield from (part for spec in dict.fromkeys(specs) if (part := Trial(spec=spec)) != trial)
 
 
 class _Results:
-    """The results of trials: stored ones, and those of this process."""
+    """The results of trials, read from the cache folder or computed once."""
 
     def __init__(self, files: ModelFiles, info: ModelInfo, cluster: Cluster) -> None:
         self._files, self._info = files, info

@@ -70,17 +70,17 @@ class ToolFormat:
 
     @cached_property
     def next_head(self) -> re.Pattern[str]:
-        """Matches what is between the arguments of a call and those of the next one; the group is the name."""
+        """Matches the text between the arguments of two calls. The group is the name of the second."""
         return re.compile("".join(["[^{]*", *self._object[0], "(", *self._object[1], ")", *self._object[2]]))
 
     @property
     def _opened(self) -> list[str]:
-        """Regular expressions of what is before the first call, in parts: an output may be cut off after each."""
+        """Regular expressions of the text before the first call, in parts: an output may be cut off after each."""
         return [*map(re.escape, self.begin), r"[\s\[]*" if self.begin else r"\s*"]
 
     @property
     def _object(self) -> tuple[list[str], list[str], list[str]]:
-        """Returns the same for a call up to its arguments: what is before its name, the name, and what is after it."""
+        """Returns the same for a call up to its arguments: the parts before its name, of its name, and after it."""
         blanks, key = r"\s*", map(re.escape, f'"{self.key}"')
         before = [r"\{", blanks, *'"name"', blanks, ":", blanks]
         name = ['"', r'(?:[^"\\]|\\.)*+', r"\\?", '"']  # a backslash may be the last letter of a cut name
@@ -259,7 +259,7 @@ class CallReader:
     def add(
         self, text: str, *, finish_reason: FinishReason | None = None, stop_reason: int | str | None = None
     ) -> tuple[str, list[CallDelta]]:
-        """Takes the next piece of the output; returns the text in it, and what it brings of each call.
+        """Takes the next piece of the output; returns its text, and the new parts of each call.
 
         The last piece comes with the reasons of the output's end. When it was cut off in a call, what there is of that
         before its arguments is neither text nor a call.
@@ -284,7 +284,7 @@ class CallReader:
         return content, list(calls.values())
 
     def _next_head(self) -> re.Match[str] | None:
-        """Matches what is pending up to the arguments of a call."""
+        """Matches the pending text up to the arguments of a call."""
         match self._state:
             case "text":
                 return self._form.first_head.match(self._pending)
@@ -306,7 +306,7 @@ class CallReader:
         return pending[:end]
 
     def _is_cut_call(self, finish_reason: FinishReason, stop_reason: int | str | None) -> bool:
-        """Returns whether what is pending at the end of an output is the beginning of a call.
+        """Returns whether the pending text at the end of an output is the beginning of a call.
 
         An output that the model has ended by itself holds no part of a call. Of a marker that a stop string has cut,
         nothing says that it is one.

@@ -161,7 +161,7 @@ class _ForkServer:
 
     def close(self) -> None:
         """Ends the server and with it its workers. Without workers it need not finish its imports."""
-        with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
+        with self._lock, suppress(BrokenPipeError):  # a fork server that has ended reads no message
             self._pipe.close()
         try:
             self._process.wait(_END_TIMEOUT_S if self._workers else 0.0)
