@@ -166,10 +166,10 @@ class Driver:
         with self._changed:
             self._end = self._end or ShutDownError("this engine was shut down: make a new one")
             self._wake()
-            if self._thread is threading.current_thread():  # a collector runs finalizers anywhere
-                self._closes_at_end = True
+            is_own = self._thread is threading.current_thread()  # a collector runs finalizers anywhere
+            if is_own or not self._changed.wait_for(lambda: self._thread is None, _STOP_TIMEOUT_S):
+                self._closes_at_end = True  # a command still uses the engine, whose sockets belong to that thread
                 return
-            self._changed.wait_for(lambda: self._thread is None, _STOP_TIMEOUT_S)
         self._refuse()
         self._close()
 
@@ -243,11 +243,12 @@ class Driver:
                 _log.exception("the engine failed")
             self._end = self._end or error.with_traceback(None)  # which refers to this object
         self._fail_all()
-        if self._closes_at_end:
-            self._close()
         with self._changed:
             self._thread, self._rests = None, True
             self._changed.notify_all()
+            closes = self._closes_at_end
+        if closes:
+            self._close()
 
     def _rest(self) -> None:
         """Waits for a command or the end."""

@@ -106,7 +106,8 @@ def _memory_used(group: Path) -> tuple[int, int]:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of the groups of this process that may limit it, its own before those above it.
 
-    A container may not see the folder that the kernel names: the mounted folder is then its own group, or a group above it.
+    A container may not see the folder that the kernel names: the mounted folder is then its own group, or
+    a group above it.
     """
     paths = _paths(controller, root)
     mounts = [(paths[kind], top, point) for kind, top, point in _mounts(controller, root) if kind in paths]

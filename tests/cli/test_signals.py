@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -222,6 +222,20 @@ def test_what_unwinds_is_not_interrupted_again() -> None:
 
     assert code_of(close_slowly) == 143
     assert closed
+
+
+@pytest.mark.usefixtures("caught")
+def test_a_first_signal_lets_a_shutdown_finish() -> None:
+    """The signal comes when the verb has ended, while the engine saves KV and stops its workers."""
+    finished = []
+
+    def shut_down() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        finished.append(True)
+
+    with signals.finishing(), ExitStack() as stack, signals.unwinding():
+        stack.callback(shut_down)
+    assert finished and signals.exit_code() == 143
 
 
 _TWICE = """

@@ -24,7 +24,7 @@ from cyclopts.validators import Number
 
 import longspan
 from longspan.args import EngineArgs
-from longspan.cli.signals import unwinding
+from longspan.cli.signals import finishing, unwinding
 from longspan.core.exchange import exchanges
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
@@ -51,7 +51,7 @@ def start(model: str, engine: EngineArgs, *, seed: int | None) -> Iterator[LLM]:
     start_server()
     kind = longspan.LLM  # which imports it
     gc.freeze()  # what was imported stays: looking at it once more, when the process ends, takes half a second
-    with ExitStack() as stack, unwinding():
+    with finishing(), ExitStack() as stack, unwinding():
         llm = stack.enter_context(kind(**vars(replace(engine, model=model, seed=seed or 0))))
         yield llm
 

@@ -1,9 +1,9 @@
 """Signals of the command line: SIGINT, SIGTERM and SIGHUP end it with exit code 128 + number, whatever it is doing.
 
-While an engine runs, the first signal raises SystemExit, which unwinds the verb and shuts the engine down. At any other
-time, and at a second signal, the process ends at once: its children are killed and its folders removed. Nothing is
-raised into an import, where an exception turns into another one or ends in a crash. An exception that gets lost where C
-code calls Python is raised again.
+While an engine runs, the first signal raises SystemExit, which unwinds the verb and shuts the engine down. A first
+signal during that shutdown does not interrupt it. At any other time, and at a second signal, the process ends at once:
+its children are killed and its folders removed. Nothing is raised into an import, where an exception turns into another
+one or ends in a crash. An exception that gets lost where C code calls Python is raised again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _AGAIN_S = 0.05
 
 
 class _State:
-    """The signal that ends this process, and whether it may unwind."""
+    """The signal that ends this process, and whether it may unwind, or must not interrupt a shutdown."""
 
     def __init__(self) -> None:
         self.exception: SystemExit | None = None
-        self.unwinds = False
+        self.unwinds = self.finishes = False
 
 
 _state = _State()
@@ -39,7 +39,7 @@ def catch() -> None:
 
     A shell starts jobs in the background with SIGINT ignored, which does not count; nohup ignores SIGHUP, which does.
     """
-    _state.exception, _state.unwinds = None, False
+    _state.exception, _state.unwinds, _state.finishes = None, False, False
     for number in NUMBERS:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _take)
@@ -48,6 +48,16 @@ def catch() -> None:
 def exit_code() -> int | None:
     """Return the exit code that a signal asks for; None if there was no signal."""
     return None if _state.exception is None else int(str(_state.exception.code))
+
+
+@contextmanager
+def finishing() -> Iterator[None]:
+    """Let the first signal in the block only set the exit code, except inside `unwinding`."""
+    _state.finishes = True
+    try:
+        yield
+    finally:
+        _state.finishes = False
 
 
 @contextmanager
@@ -65,9 +75,11 @@ def unwinding() -> Iterator[None]:
 
 
 def _take(number: int, frame: FrameType | None) -> None:
-    if _state.exception is not None or not _state.unwinds:
+    if _state.exception is not None or not (_state.unwinds or _state.finishes):
         _end(number)
     _state.exception = SystemExit(128 + number)
+    if not _state.unwinds:
+        return
     sys.unraisablehook = lambda _: None  # where it gets lost, Python would print it
     _raise(frame)
 
