@@ -100,7 +100,7 @@ def step_times_s(policy: str, num_steps: int, seed: int) -> tuple[list[tuple[flo
     experiment, clock, draw = make_experiment("llama-3-8b", _CLUSTER, scheduling), VirtualClock(), random.Random(seed)
     chosen, executor = experiment.policy(), SimExecutor(clock=clock, vocab_size=2**15, cost=experiment.cost)
     plans, steps, simulated = Stopwatch(), Stopwatch(), Stopwatch()
-    chosen.plan = plans.around(chosen.plan)
+    chosen.plan = plans.around(chosen.plan)  # type: ignore[method-assign]
     for name in ("submit", "poll"):
         setattr(executor, name, simulated.around(getattr(executor, name)))
     config = EngineConfig.of(scheduling, experiment.cluster, chosen)

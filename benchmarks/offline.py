@@ -30,13 +30,12 @@ import numpy as np
 
 from longspan import LLM
 from longspan.core.config import EngineConfig
-from longspan.core.options import option_text
 from longspan.core.sampling import SamplingParams
 from longspan.core.transitions import Transition
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
-from longspan.policy import make_policy
+from longspan.policy.registry import make_policy
 from longspan.profiling.store import load_profile
 from longspan.sim.run import simulate
 from longspan.workload.arrivals import Arrival
@@ -153,8 +152,8 @@ def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> t
         return None, None
     first, *others = (profile for profile in profiles.values() if profile is not None)
     settings = llm.service.policy_settings
-    options = {name: option_text(value) for name, value in settings.options.items()}
-    policy = make_policy(settings.name, num_instances=clusters[0].num_instances, options=options, facts=facts)
+    number = clusters[0].num_instances
+    policy = make_policy(settings.name, num_instances=number, options=settings.given, facts=facts)
     size = config.block_size
     cost = FittedCost(first, facts.shape, block_size=size, cluster=clusters[0], others=others)
     cost = cost.resharded(config.cluster)  # one that takes turns may have been left on the other

@@ -33,8 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.core.config import EnginePolicy
-from longspan.policy import PolicySpec
+from longspan.core.policy import Policy
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions
 from longspan.policy.tetris.execution import Cdsp
@@ -62,15 +61,11 @@ class InTwoChunks:
         return 1.0
 
 
-def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> EnginePolicy:
-    """Makes a policy that runs these plans, and decodes on the same instances or on others."""
-
-    def make(instances: tuple[int, ...], options: SharingOptions, _facts: object) -> Cdsp:
-        parts = GroupParts(len(instances), options, Facts(), balance=balance)
-        return Cdsp(instances, InTwoChunks(history), parts, decode=decode)
-
-    spec = PolicySpec(name="growing", options=SharingOptions, make=make)
-    return spec.chosen((0, 1), SharingOptions(exchange="ring_kv"), None)
+def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> Policy:
+    """Make a policy that runs these plans, and decodes on the same instances or on others."""
+    options = SharingOptions(exchange="ring_kv")
+    parts = GroupParts(2, options, Facts(), balance=balance)
+    return Cdsp((0, 1), options, InTwoChunks(history), parts, decode=decode)
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,15 @@ import numpy as np
 import offline
 
 from longspan import LLM
-from longspan.core.config import EngineConfig, EnginePolicy
+from longspan.core.config import EngineConfig
+from longspan.core.policy import Policy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, Plan
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
-from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.registry import make_policy
 from longspan.profiling.run import measure, measure_links
 from longspan.profiling.store import profile_file
 from longspan.sim.run import Result, simulate
@@ -70,7 +71,7 @@ Placements = list[tuple[int, tuple[int, ...]]]
 """The id and group of each request, in the order of admission."""
 
 
-def record(policy: ChosenPolicy) -> Placements:
+def record(policy: Policy) -> Placements:
     """Returns a list that grows with what the policy admits."""
     placements: Placements = []
     decide = policy.plan
@@ -80,7 +81,7 @@ def record(policy: ChosenPolicy) -> Placements:
         placements.extend((part.request.id, part.group) for batch in found.batches for part in batch if part.hit)
         return found
 
-    policy.plan = plan
+    policy.plan = plan  # type: ignore[method-assign]
     return placements
 
 
@@ -196,7 +197,7 @@ class Twin:
     config: EngineConfig
     vocab_size: int
 
-    def policy(self) -> ChosenPolicy:
+    def policy(self) -> Policy:
         """Makes the policy anew, as both have it."""
         return make_policy(self.name, num_instances=self.config.cluster.num_instances, options={}, facts=self.facts)
 
@@ -234,7 +235,7 @@ class Twin:
             factor *= busy_s / self.simulate(arrivals, profile, factor).busy_s
         return factor
 
-    def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: EnginePolicy, slower: float = 1.0) -> Result:
+    def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: Policy, slower: float = 1.0) -> Result:
         assert self.facts.shape is not None, "the model runs"
         cost = FittedCost(profile, self.facts.shape, block_size=self.config.block_size)
         faults = Faults(slow=dict.fromkeys(range(self.config.cluster.num_instances), slower))
@@ -305,7 +306,7 @@ def _drift(before: Profile, after: Profile) -> float:
     return statistics.geometric_mean(other.median_s / seconds for seconds, other in pairs if other is not None)
 
 
-def _serve(llm: LLM, policy: ChosenPolicy, arrivals: Sequence[Arrival]) -> Times:
+def _serve(llm: LLM, policy: Policy, arrivals: Sequence[Arrival]) -> Times:
     """Runs the engine itself, as `simulate` drives it."""
     engine = llm.engine
     # Two lengths, and then one request alone: Triton compiles kernels of their own for multiples of 16, and for 1.

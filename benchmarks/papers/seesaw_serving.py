@@ -40,7 +40,7 @@ from longspan.cost.closed_form import OfflineWork
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
-from longspan.policy import policy_names
+from longspan.policy.registry import policy_names
 from longspan.sim.experiment import Experiment
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment, read_architecture

@@ -14,7 +14,7 @@ from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_opti
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
-from longspan.policy import turns_of
+from longspan.policy.registry import turns_of
 
 AUTO = "auto"
 """Stands in place of a parallel spec for the best one, where `longspan.planning` looks for it first."""

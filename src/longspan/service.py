@@ -19,8 +19,8 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
-from longspan.core.exchange import ALLTOALL, WeightSource
-from longspan.core.options import option_text
+from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
+from longspan.core.policy import Policy, PolicySettings
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.csa_tuned import is_tuned
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
@@ -35,8 +35,8 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy import ChosenPolicy, PolicySettings, make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.registry import PolicyChoice, make_policy
 from longspan.pool_sizes import (
     KvBytes,
     by_rule,
@@ -72,13 +72,22 @@ class Service:
     Args:
         given: the options of its engine.
         launcher: starts the workers: as processes, or as threads of this one.
+        max_worker_restarts: how often lost workers are replaced, if the caller bounds that. With 0 the instances must
+            be able to serve without each of them, see `shrink`.
 
     Raises:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
         WorkerLostError: when a worker does not start.
     """
 
-    def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
+    def __init__(
+        self,
+        given: EngineArgs,
+        *,
+        launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher,
+        max_worker_restarts: int | None = None,
+    ) -> None:
+        self._max_worker_restarts = max_worker_restarts
         with ExitStack() as acquired:
             self._open(given, launcher, acquired)
             acquired.pop_all()  # `close` releases it from now on
@@ -114,13 +123,17 @@ class Service:
             step_timeout_s=given.step_timeout_s,
             disks=self._disks,
         )
+        self.facts, self.profile_key = setup.facts, setup.profile_key
+        self._policy, self._choice = setup.policy, setup.choice
+        if self._max_worker_restarts == 0:
+            self._check_losses(setup.config)
         if is_open:
             setup = self._with_measured_pools(setup, acquired)
         else:
             self.executor = acquired.enter_context(self._with_given_pools(cluster))
         config = setup.config
-        self.facts, self.profile_key, self._policy = setup.facts, setup.profile_key, setup.policy
-        csa = str(self._policy.settings.options.get("csa", ""))
+        self.facts, self._policy = setup.facts, setup.policy
+        csa = self._choice.given.get("csa", "")
         self._tuned = csa if is_tuned(csa) else None
         if self.hint is not None:
             _log.info(self.hint)
@@ -176,16 +189,16 @@ class Service:
         """
         cluster = self.engine.config.cluster
         chosen = make_policy(policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
-        if self.engine.config.turns and not chosen.spec.takes_turns:
+        if self.engine.config.turns and not chosen.takes_phases:
             problem = f"{policy} keeps to one cluster, but two take turns here: start anew with parallel"
             raise ParameterError("policy", problem, policy)
         _check_split(self.info, self.files, cluster, chosen)
         self.engine.set_policy(chosen)
-        self._policy = chosen
+        self._policy, self._choice = chosen, PolicyChoice(name=policy, given=chosen.given)
 
     @property
     def hint(self) -> str | None:
-        """The policy's own, see `ChosenPolicy`."""
+        """Advice of the policy about options that were not given."""
         return self._policy.hint
 
     @property
@@ -193,8 +206,8 @@ class Service:
         """The policy's name and options."""
         return self._policy.settings
 
-    def update_policy(self, options: Mapping[str, str]) -> None:
-        """Changes options of the policy, between steps; requests that run stay as they are.
+    def update_policy(self, options: Mapping[str, str | None]) -> None:
+        """Change options of the policy between steps; None takes one back. Requests that run stay as they are.
 
         The `csa` that is `auto` is the tuned file that was given at the start, or else the package's.
 
@@ -203,8 +216,9 @@ class Service:
         """
         if options.get("csa") == AUTO:
             options = {**options, "csa": self._tuned or csa_settings(AUTO, self._given.model)}
-        _check_windows(self.info, options.get("csa", "off"))
+        _check_windows(self.info, options.get("csa") or "off")
         self._policy.update(options)
+        self._choice = self._choice.updated(self._policy)
 
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.
@@ -222,7 +236,7 @@ class Service:
         return msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
 
     def shrink(self, *ranks: int) -> None:
-        """Goes on without the instances of lost ranks: starts new workers for the others.
+        """Go on without the instances of lost ranks: start new workers for as many others as the policy can use.
 
         Each rank has its number in the cluster without the instances of the ranks before it.
 
@@ -230,14 +244,11 @@ class Service:
             ParameterError: when no instance would be left, or the policy cannot do with fewer.
             WorkerLostError: when a worker does not start.
         """
-        before = self.engine.config.cluster
-        if self.engine.config.turns:
-            problem = "ranks are in several clusters by turns: the workers of all must start anew"
-            raise ParameterError("parallel", problem, str(before.spec))
-        cluster = before
+        cluster = self.engine.config.cluster
+        _check_one_cluster(self.engine.config)
         for rank in ranks:
             cluster = cluster.without(rank)
-        facts, policy = self._chosen_for(cluster)
+        cluster, facts, policy = self._largest_part(cluster)
         self.executor.close()
         self.executor = self._start_workers(cluster)
         self.engine.restart(self.executor, cluster=cluster, policy=policy)
@@ -275,19 +286,40 @@ class Service:
         ).with_layers(self.info.num_layers, self.info.head_layers)
         cluster = with_pools(cluster, self.block_bytes, self.info, given, self._kv_bytes)
         facts, policy = self._chosen_for(cluster)
-        _check_split(self.info, self.files, cluster, policy)
         self.engine.reshard(cluster, policy)
         self.facts, self._policy = facts, policy
 
-    def _chosen_for(self, cluster: Cluster) -> tuple[Facts, ChosenPolicy]:
-        """Makes the policy anew, with the options in force, for another cluster."""
-        settings, shape = self._policy.settings, self.facts.shape
+    def _chosen_for(self, cluster: Cluster) -> tuple[Facts, Policy]:
+        """Resolve the user's choice of a policy for another cluster."""
+        choice, shape = self._choice, self.facts.shape
         assert shape is not None, "a service knows its model"
         threads = self._worker_config.threads_among(cluster.num_ranks)
         key = msgspec.structs.replace(self.profile_key, threads=threads)
-        facts = _facts(key, shape, cluster, self.engine.config.block_size)
-        options = {name: option_text(value) for name, value in settings.options.items()}
-        return facts, make_policy(settings.name, num_instances=cluster.num_instances, options=options, facts=facts)
+        facts = _facts(key, shape, cluster, self._given.block_size)
+        number = cluster.num_instances
+        policy = make_policy(choice.name, num_instances=number, options=choice.given, facts=facts, is_resized=True)
+        _check_split(self.info, self.files, cluster, policy)
+        return facts, policy
+
+    def _largest_part(self, cluster: Cluster) -> tuple[Cluster, Facts, Policy]:
+        """Return the largest part of a cluster that the policy can serve on; raise its error if there is none."""
+        while True:
+            try:
+                return cluster, *self._chosen_for(cluster)
+            except ValueError:
+                if cluster.num_instances == 1:
+                    raise
+                cluster = cluster.without(cluster.ranks(cluster.num_instances - 1).start)
+
+    def _check_losses(self, config: EngineConfig) -> None:
+        """Raise ParameterError when no instances would serve after the loss of a worker."""
+        try:
+            _check_one_cluster(config)
+            for instance in config.cluster.instances:
+                self._largest_part(config.cluster.without(config.cluster.ranks(instance).start))
+        except ValueError as error:
+            problem = f"is 0, but without a lost worker the others cannot serve ({error}): allow 1 or more"
+            raise ParameterError("max_worker_restarts", problem, 0) from error
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, also what is saved; raises RuntimeError when some are unfinished."""
@@ -364,7 +396,8 @@ class ResolvedEngine:
     threads: int
     profile_key: ProfileKey
     facts: Facts
-    policy: ChosenPolicy
+    choice: PolicyChoice
+    policy: Policy
     config: EngineConfig
 
     @classmethod
@@ -417,7 +450,13 @@ class ResolvedEngine:
             swap=swap,
         )
         return cls(
-            model=model, threads=resolved.threads, profile_key=profile_key, facts=facts, policy=policy, config=config
+            model=model,
+            threads=resolved.threads,
+            profile_key=profile_key,
+            facts=facts,
+            choice=PolicyChoice(name=given.policy, given=options),
+            policy=policy,
+            config=config,
         )
 
 
@@ -506,14 +545,14 @@ def swap_times(
 
 
 def _with_step_tokens(
-    given: EngineArgs, files: ModelFiles, info: ModelInfo, cluster: Cluster, policy: ChosenPolicy
+    given: EngineArgs, files: ModelFiles, info: ModelInfo, cluster: Cluster, policy: Policy
 ) -> EngineArgs:
     """Returns options that say how large steps are, when the user has not: as memory allows, for a policy that wants
     whole prompts, and larger on CUDA devices than on CPUs.
     """
     if given.max_num_batched_tokens is not None:
         return given
-    if not policy.spec.whole_prompts(policy.policy):
+    if not policy.whole_prompts:
         return replace(given, max_num_batched_tokens=_CUDA_STEP_TOKENS) if given.device == "cuda" else given
     config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
     try:
@@ -530,16 +569,24 @@ def _with_step_tokens(
     return replace(given, max_num_batched_tokens=tokens)
 
 
-def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: ChosenPolicy) -> None:
+def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: Policy) -> None:
     """Raises ValueError when ranks cannot share the model so, or the policy cannot drop tokens of it."""
-    _check_windows(info, str(policy.settings.options.get("csa", "off")))
-    exchange = policy.exchange
+    _check_windows(info, policy.given.get("csa", "off"))
+    kind = getattr(policy.options, "exchange", "auto")
+    exchange = None if kind == "auto" else exchange_of(kind)
     shares_layers = exchange is not None and exchange.traits.level == "layer"
     for tp in sorted({cluster.tp(instance) for instance in cluster.instances}):
         check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
     source = getattr(policy.options, "weights", None) if exchange in (None, ALLTOALL) else None
     weights = () if source is None else get_args(WeightSource) if source == "auto" else (source,)
     check_splits(files, info, cluster, gathers_hidden=shares_layers, weights=weights)
+
+
+def _check_one_cluster(config: EngineConfig) -> None:
+    """Raise ParameterError when ranks have places in several clusters."""
+    if config.turns:
+        problem = "ranks have places in two clusters, which need all of them: the workers of all must start anew"
+        raise ParameterError("parallel", problem, str(config.cluster.spec))
 
 
 def _check_windows(info: ModelInfo, csa: str) -> None:

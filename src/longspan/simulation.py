@@ -23,7 +23,7 @@ from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
-from longspan.policy import spec_of
+from longspan.policy.registry import policy_class
 from longspan.sim.experiment import Experiment, computed_experiment, measured_experiment
 from longspan.sim.run import Result
 from longspan.sim.spec import ClusterSpec, Faults
@@ -100,7 +100,7 @@ def each_policy(scheduling: SchedulingArgs) -> list[SchedulingArgs]:
     if len(set(names)) < len(names):
         problem = f"{scheduling.policy} names one twice: name each of them once"
         raise ParameterError("policy", problem, scheduling.policy)
-    known = {name: {one.name for one in fields(spec_of(name).options)} for name in names}
+    known = {name: {one.name for one in fields(policy_class(name).Options)} for name in names}
     options = scheduling.all_policy_options()
     for key in options:
         if not any(key in has for has in known.values()):

@@ -13,7 +13,7 @@ from longspan.core.config import EngineConfig
 from longspan.core.options import SchedulingArgs
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
-from longspan.policy import make_policy
+from longspan.policy.registry import make_policy
 
 # ---------------------------------------------------------------- endings
 

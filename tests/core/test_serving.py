@@ -20,7 +20,7 @@ from longspan.args import EngineArgs
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.steps import Completion, Executor, Forward, Free, MoveKV, Step
-from longspan.policy import make_policy
+from longspan.policy.registry import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
 

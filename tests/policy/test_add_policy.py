@@ -1,4 +1,4 @@
-"""A policy is one file: its options, its `plan`, its spec, all of which could stand in a file of its own."""
+"""A policy is one file: its options and a subclass of `Policy`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fake_llm import FakeLLM, run
 from workloads import ALONE, assert_lawful
 
 from longspan import SamplingParams
-from longspan import policy as policies
+from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan
-from longspan.policy import PolicySpec
+from longspan.policy import registry
 from longspan.policy.batching import Batch, single_part
 
 
@@ -26,30 +26,26 @@ class LastOptions:
     most: int = 100
 
 
-class Last:
-    """Every request goes to the last instance, so many tokens of it at a time."""
+class Last(Policy, name="last"):
+    """Every request goes to the last instance, at most `most` tokens of it in a step."""
 
-    def __init__(self, instances: tuple[int, ...], options: LastOptions, _facts: object) -> None:
-        self._instances, self._most = instances, options.most
+    Options = LastOptions
 
     def plan(self, view: ClusterView) -> Plan:
-        batch, last = Batch(view, frozenset(self._instances)), self._instances[-1]
+        batch, last, most = Batch(view, frozenset(self.instances)), self.instances[-1], self.options.most
         for request in batch.running():
-            batch.add(single_part(request, last, request.num_scheduled, batch.budget, most=self._most))
+            batch.add(single_part(request, last, request.num_scheduled, batch.budget, most=most))
         for request in batch.waiting():
             if last in batch.instances:
                 hit = view.kv.match(request, (last,))
-                batch.add(single_part(request, last, hit.num_tokens, batch.budget, hit, most=self._most))
+                batch.add(single_part(request, last, hit.num_tokens, batch.budget, hit, most=most))
         return batch.plan()
-
-
-LAST = PolicySpec(name="last", options=LastOptions, make=Last, capacity=lambda _: 1)
 
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "_REGISTRY", dict(policies._REGISTRY))
-    policies.register_policy(LAST)
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    registry.register_policy(Last)
 
 
 def test_a_registered_policy_serves() -> None:
@@ -92,7 +88,7 @@ def test_the_command_line_takes_and_lists_it(
 )
 def test_its_options_are_checked(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        policies.make_policy("last", num_instances=2, options=options)
+        registry.make_policy("last", num_instances=2, options=options)
 
 
 @pytest.mark.parametrize("name", ["chunked", "context", "tetris", "loongserve", "decode-first"])
@@ -105,7 +101,7 @@ def test_what_a_policy_did_is_recorded_in_five_lines(name: str) -> None:
         plans.append(decide(view))
         return plans[-1]
 
-    policy.plan = record
+    policy.plan = record  # type: ignore[method-assign]
     request = cluster.add(range(2000), max_tokens=3)
     cluster.run()
     recorded = [part.stop for plan in plans for batch in plan.batches for part in batch]

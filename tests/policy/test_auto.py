@@ -15,13 +15,13 @@ from workloads import Job, assert_lawful, finishes_lawfully, play, repeats, setu
 
 from longspan.core.cluster import Location
 from longspan.core.owners import PrefixHit, Target
+from longspan.core.policy import NoOptions, Policy
 from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec, make_policy
 from longspan.policy.auto import Auto, Choice
 from longspan.policy.batching import Batch, single_part
 from longspan.policy.choosing import Facts
-from longspan.policy.chunked import ChunkedOptions
+from longspan.policy.registry import make_policy
 
 
 @st.composite
@@ -129,7 +129,7 @@ def test_short_prompts_of_a_burst_pass_long_ones_but_not_for_ever() -> None:
 def test_a_group_is_worth_waiting_for_if_it_is_soon_free(wait_s: float, group: tuple[int, ...]) -> None:
     """One instance is idle, the others are busy for so long."""
     facts = machine(1, 2, 4, start_s=0.001)
-    auto = make_policy("auto", num_instances=4, options={}, facts=facts).policy
+    auto = make_policy("auto", num_instances=4, options={}, facts=facts)
     assert isinstance(auto, Auto)
     num_groups = len(auto._choice.groups)
     seconds = auto._choice.spread([times.seconds(6000) for times in auto._times.values()])
@@ -251,17 +251,15 @@ def test_a_target_that_is_no_time_is_refused() -> None:
 def test_who_waits_for_room_that_nobody_gives_up_begins_anew() -> None:
     """Two requests fill an instance each, and are to be decoded on the other: one gives its KV up."""
     made = Cluster(Setup(num_instances=2, num_blocks=4, block_size=16, policy="auto"))
-    made.engine.set_policy(SWAPPED.chosen((0, 1), ChunkedOptions(), None))
+    made.engine.set_policy(Swapped((0, 1), NoOptions(), None))
     requests = [made.add([number] * 60, max_tokens=4) for number in range(2)]
     made.run()
     assert [request.metrics.num_preemptions for request in requests] == [0, 1]
     assert [request.output for request in requests] == [made.expected_output(request) for request in requests]
 
 
-class Swapped:
-    """Prefills each request on the instance of its number, and has the other one decode it."""
-
-    capacity = 1
+class Swapped(Policy):
+    """Prefills each request on one of two instances and decodes it on the other one."""
 
     def plan(self, view: ClusterView) -> Plan:
         batch = Batch(view, frozenset((0, 1)))
@@ -274,6 +272,3 @@ class Swapped:
             targets = (Target(1 - here, request.blocks_for(request.num_tokens)),)
             batch.add(None if part is None else replace(part, targets=targets))
         return batch.plan()
-
-
-SWAPPED = PolicySpec(name="swapped", options=ChunkedOptions, make=lambda *_: Swapped())

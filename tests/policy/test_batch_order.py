@@ -16,12 +16,13 @@ from workloads import RANDOM_RUNS, assert_lawful, finishes_lawfully, repeats, se
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster as Instances
+from longspan.core.policy import NoOptions
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Part
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.policy.batch_order import BatchOrder
+from longspan.policy.batch_order import PrefillFirst
 
 POLICIES = ("prefill-first", "decode-first")
 
@@ -44,14 +45,14 @@ Law = Callable[[ClusterView, Plan], None]
 @contextmanager
 def held_to(law: Law) -> Iterator[None]:
     """Checks every plan of these policies."""
-    decide = BatchOrder.plan
+    decide = PrefillFirst.plan
 
-    def checked(policy: BatchOrder, view: ClusterView) -> Plan:
+    def checked(policy: PrefillFirst, view: ClusterView) -> Plan:
         plan = decide(policy, view)
         law(view, plan)
         return plan
 
-    with patch.object(BatchOrder, "plan", checked):
+    with patch.object(PrefillFirst, "plan", checked):
         yield
 
 
@@ -324,7 +325,7 @@ def plan_for(spec: str, account: KvAccount, requests: Sequence[Request], busy: S
         full=frozenset(),
         now_s=0.0,
     )
-    return BatchOrder(tuple(view.cluster.instances), is_static=False).plan(view)
+    return PrefillFirst(tuple(view.cluster.instances), NoOptions(), None).plan(view)
 
 
 def test_nobody_decodes_beside_a_prompt_that_lacks_a_block() -> None:

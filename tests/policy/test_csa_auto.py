@@ -13,13 +13,14 @@ from invented_tuned import RATES, TINY_SHAPE, invented_tuned
 
 from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
 from longspan.core.exchange import LOCAL
+from longspan.core.policy import Policy
 from longspan.cost.architecture import Hardware
 from longspan.cost.csa_search import least_loss, least_ttft
 from longspan.cost.profile import Prefill, Profile, ProfileKey, Transfer
 from longspan.errors import ParameterError
-from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.csa_auto import GRID, CsaChooser, Objective, bucket, rates_of
+from longspan.policy.registry import make_policy
 
 TUNED = invented_tuned()
 FACTS = Facts(
@@ -30,7 +31,7 @@ HOSTS = (0, 0, 1, 1)
 CHOOSER = CsaChooser(TUNED, FACTS, HOSTS, ())
 
 
-def csps(**options: str) -> ChosenPolicy:
+def csps(**options: str) -> Policy:
     given: Mapping[str, str] = {"csa": TUNED.brief.to_json(indent=0), "threshold": "100", **options}
     return make_policy("csps", num_instances=4, options=given, facts=FACTS)
 

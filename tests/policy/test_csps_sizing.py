@@ -13,8 +13,8 @@ from workloads import finishes_lawfully, setups_of
 from longspan.core.cluster import Location
 from longspan.core.request import Request
 from longspan.errors import ParameterError
-from longspan.policy import make_policy
 from longspan.policy.context import Context
+from longspan.policy.registry import make_policy
 
 CSA = json.dumps({"levels": 3, "drop": 0.2})
 TWO_HOSTS = tuple(Location(host=i // 4, device=i) for i in range(8))

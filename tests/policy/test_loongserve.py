@@ -10,8 +10,8 @@ from cluster_setup import Roles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.registry import make_policy
 
 
 def setup(**wishes: object) -> Setup:

@@ -7,19 +7,20 @@ from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
 from longspan.core.options import option_text
+from longspan.core.policy import OptionValue, Policy, SettledError
 from longspan.errors import ParameterError
-from longspan.policy import ChosenPolicy, OptionValue, SettledError, make_policy
+from longspan.policy.registry import make_policy
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
 CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 
 
-def policy_of(name: str, **options: str) -> ChosenPolicy:
+def policy_of(name: str, **options: str) -> Policy:
     instances = 1 if name == "chunked" else 4
     return make_policy(name, num_instances=instances, options=options, facts=machine(1, 2, 4))
 
 
-def in_force(policy: ChosenPolicy) -> dict[str, OptionValue]:
+def in_force(policy: Policy) -> dict[str, OptionValue]:
     """Those options that may change."""
     return {name: policy.settings.options[name] for name in policy.settings.changeable}
 
@@ -41,8 +42,9 @@ def test_a_policy_tells_its_name_and_all_its_options(
     assert settings.name == name
     assert expected.items() <= settings.options.items()
     assert settings.changeable == (CHANGEABLE if name == "tetris" else ())
-    again = policy_of(name, **{key: option_text(value) for key, value in settings.options.items()})
-    assert again.settings == settings, "what is in force can be given with -o"
+    assert settings.given == given
+    again = policy_of(name, **{key: option_text(value) for key, value in settings.options.items() if value is not None})
+    assert again.settings.options == settings.options, "what is in force can be given with -o"
 
 
 def test_auto_is_told_by_its_real_name() -> None:

@@ -24,8 +24,8 @@ from longspan.core.steps import Forward
 from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.partitions import Entry, PartitionTable
 from longspan.cost.profile import Decode, Profile, profiled_prompts
-from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.registry import make_policy
 from longspan.profiling.store import save_partitions
 from longspan.sim.executor import SimExecutor
 from longspan.sim.experiment import measured_experiment

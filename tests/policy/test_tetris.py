@@ -23,8 +23,8 @@ from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import Prefill, Profile, ProfileKey
-from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.registry import make_policy
 from longspan.policy.tetris import expected_times, measured_times, sp_times
 from longspan.policy.tetris.rates import RateTable, RateWatch
 from longspan.sim.executor import SimExecutor, VirtualClock

@@ -15,7 +15,7 @@ from tiny_models import make_tiny
 
 from longspan.core.sparse_plan import Heads, work_of_layer
 from longspan.errors import ParameterError
-from longspan.policy import make_policy
+from longspan.policy.registry import make_policy
 
 
 def csa(**settings: object) -> str:

@@ -21,9 +21,10 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.policy import Policy, PolicySettings
 from longspan.core.steps import Completion, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
-from longspan.policy import ChosenPolicy, make_policy
+from longspan.policy.registry import make_policy
 from longspan.serve import engine_loop
 from longspan.serve.engine_loop import EngineLoop
 from longspan.serve.messages import (
@@ -81,6 +82,7 @@ class Cluster:
     """In place of a `Service`."""
 
     block_bytes = 100
+    policy_settings = PolicySettings(name="context", options={})
 
     def __init__(self, num_instances: int) -> None:
         self._clock = VirtualClock()
@@ -116,7 +118,7 @@ class Cluster:
         self.engine.restart(self.executor, cluster=cluster, policy=_policy(cluster.num_instances))
 
 
-def _policy(num_instances: int) -> ChosenPolicy:
+def _policy(num_instances: int) -> Policy:
     return make_policy("context", num_instances=num_instances, options={"threshold": "16"})
 
 

@@ -22,7 +22,7 @@ from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import Forward, Part
-from longspan.policy import make_policy
+from longspan.policy.registry import make_policy
 from longspan.sim import timeline
 from longspan.sim.executor import StepTiming, apply_slowdown
 from longspan.sim.run import Observers, Result, simulate

@@ -15,7 +15,7 @@ from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Content, Forward, MoveKV, Part
 from longspan.core.transfers import Transfer
-from longspan.policy import make_policy
+from longspan.policy.registry import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
 __all__ = ["VOCAB", "Cluster", "Setup", "Slots", "invented_token", "rank_requests"]

@@ -58,7 +58,7 @@ class FakeEngine:
     """Serves until told to quit."""
 
     def __init__(self, folder: str, events: Path) -> None:
-        self._events = events
+        self._events, self._given = events, dict[str, str]()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.sndhwm = self._socket.rcvhwm = 0
@@ -81,7 +81,8 @@ class FakeEngine:
             if kind == "SetPolicy":
                 self._set_policy(command["id"], command["options"])
             if kind == "SetParallel" and command["parallel"] != "die":
-                self._send({"type": "ParallelSet", "parallel": command["parallel"], "id": command["id"]})
+                spec = command["parallel"]
+                self._send({"type": "ParallelSet", "parallel": spec, "policy": _SETTINGS, "id": command["id"]})
             elif kind == "SetParallel":
                 self._die()
             if kind == "Add":
@@ -117,7 +118,8 @@ class FakeEngine:
         if rate == "refuse" or (rate == "once" and not self._is_first):
             self._send({"type": "Failed", "id": number, "reason": f"rate {rate} is not possible"})
             return
-        settings = {**_SETTINGS, "options": {**_SETTINGS["options"], **options}}
+        self._given |= {name: value for name, value in options.items() if value is not None}
+        settings = {**_SETTINGS, "options": {**_SETTINGS["options"], **self._given}, "given": self._given}
         self._send({"type": "PolicySet", "settings": settings, "id": number})
 
     def _die(self) -> NoReturn:

@@ -6,10 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from longspan.core.config import EnginePolicy
 from longspan.core.owners import PrefixHit
-from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
-from longspan.policy import PolicySpec
+from longspan.core.policy import Policy
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions
@@ -78,7 +77,7 @@ def forced(
     *,
     decode: Sequence[int] = (),
     balance: bool = False,
-) -> EnginePolicy:
+) -> Policy:
     return planned(ForcedPlanner(plans, num_instances), options, decode=decode, balance=balance)
 
 
@@ -88,45 +87,27 @@ def planned(
     *,
     decode: Sequence[int] = (),
     balance: bool = True,
-) -> EnginePolicy:
+) -> Policy:
     """Prompts as a planner wishes, on instances that also decode, or with others that do."""
-
-    def make(instances: tuple[int, ...], options: SharingOptions, _facts: object) -> Cdsp:
-        parts = GroupParts(len(instances), options, Facts(), balance=balance)
-        return Cdsp(instances, planner, parts, decode=decode)
-
-    spec = PolicySpec(name="planned", options=SharingOptions, make=make)
-    return spec.chosen(tuple(range(planner.largest)), options or SharingOptions(), None)
+    instances, options = tuple(range(planner.largest)), options or SharingOptions()
+    parts = GroupParts(len(instances), options, Facts(), balance=balance)
+    return Cdsp(instances, options, planner, parts, decode=decode)
 
 
-class Wandering:
+class Wandering(Policy):
     """A policy under which each step of a request is for any group that has all holders of its KV; also in decode."""
 
     def __init__(self, num_instances: int, seed: int) -> None:
-        self._everyone, self._seed = tuple(range(num_instances)), seed
+        super().__init__(tuple(range(num_instances)), None, None)
+        self._seed = seed
         self._group_parts = GroupParts(num_instances, SharingOptions(), Facts())
 
-    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> None:
-        """Drops nothing."""
-
     @property
-    def reads_hosts(self) -> bool:
-        """It does not."""
-        return False
-
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        return len(self._everyone) * num_blocks * block_size
-
-    shards_decodes = False
-
-    def check(self, num_prompt_tokens: int) -> None:
-        pass
-
-    def admits(self, _cluster: object) -> Admitted:
-        return "all"
+    def capacity(self) -> int:
+        return len(self.instances)
 
     def plan(self, view: ClusterView) -> Plan:
-        batch = Batch(view, frozenset(self._everyone), coupled_sets=(frozenset(self._everyone),))
+        batch = Batch(view, frozenset(self.instances), coupled_sets=(frozenset(self.instances),))
         for request in batch.running():
             batch.add(self._part(request, batch.budget, None))
         for request in batch.waiting():
@@ -135,9 +116,9 @@ class Wandering:
 
     def _part(self, request: RequestView, budget: Budget, hit: PrefixHit | None) -> ScheduledPart | None:
         draw = random.Random(f"{self._seed} {request.id} {request.num_scheduled}")
-        known = {ref.instance for ref in request.table} or {draw.choice(self._everyone)}
-        seats = {i for i in self._everyone if budget.seqs[i] > 0 or i in request.group}
-        group = tuple(i for i in self._everyone if i in known or (i in seats and draw.random() < 0.4))
+        known = {ref.instance for ref in request.table} or {draw.choice(self.instances)}
+        seats = {i for i in self.instances if budget.seqs[i] > 0 or i in request.group}
+        group = tuple(i for i in self.instances if i in known or (i in seats and draw.random() < 0.4))
         if not known <= seats:
             return None
         if len(group) == 1:

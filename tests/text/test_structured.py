@@ -29,7 +29,7 @@ from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.steps import Completion, Sampled, Sampling
 from longspan.model.files import ModelError, ModelFiles
 from longspan.model.source import smollm2_folder
-from longspan.policy import make_policy
+from longspan.policy.registry import make_policy
 from longspan.runtime.sampling import Draw, GrammarMatcher, Vocabulary, adjusted, forbid
 from longspan.sim.executor import SimExecutor, VirtualClock
 from longspan.text.input_processor import EngineRequest, InputProcessor

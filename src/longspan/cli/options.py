@@ -29,7 +29,7 @@ from longspan.core.exchange import exchanges
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
 from longspan.limits import read_bytes
-from longspan.policy import policy_names
+from longspan.policy.registry import policy_names
 from longspan.runtime.executor.forkserver import start_server
 
 if TYPE_CHECKING:

@@ -110,7 +110,7 @@ def simulate(
     found: dict[str, Numbers] = {}
     records = []
     for experiment in experiments:
-        name = experiment.scheduling.policy if len(experiments) > 1 else experiment.policy().spec.name
+        name = experiment.scheduling.policy if len(experiments) > 1 else experiment.policy().name
         record, numbers = _run(experiment, requests, workload, level, results, name)
         found[name] = numbers
         records.append(record)
@@ -132,8 +132,8 @@ def _tell_policies(experiments: Sequence[Experiment]) -> None:
     """Says on stderr which policy another one stands for, and what policies make of their options."""
     for experiment in experiments:
         policy = experiment.policy()
-        if len(experiments) > 1 and policy.spec.name != experiment.scheduling.policy:
-            print(f"longspan: {experiment.scheduling.policy} is {policy.spec.name} here", file=sys.stderr)
+        if len(experiments) > 1 and policy.name != experiment.scheduling.policy:
+            print(f"longspan: {experiment.scheduling.policy} is {policy.name} here", file=sys.stderr)
         if policy.hint is not None:
             print(f"longspan: {policy.hint}", file=sys.stderr)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
-from longspan.core.sparse import SparseSetting
+from longspan.core.policy import Policy
 from longspan.core.tier_lookup import SwapPrices
-from longspan.core.view import Admitted, Policy
 from longspan.errors import ParameterError
 
 
@@ -54,7 +52,7 @@ class EngineConfig:
         cls,
         scheduling: SchedulingArgs,
         cluster: Cluster,
-        policy: EnginePolicy,
+        policy: Policy,
         *,
         turns: tuple[Cluster, ...] = (),
         context_length: int | None = None,
@@ -103,34 +101,7 @@ class EngineConfig:
         return switch + 1 if num_tokens > switch else switch
 
 
-class EnginePolicy(Policy, Protocol):
-    """A policy, and what an engine must know of it besides its plans."""
-
-    def admits(self, cluster: Cluster) -> Admitted:
-        """Says whom it would admit on a cluster: all that wait, those that have put out no token yet, or the others.
-
-        For them KV is fetched from hosts, and they are shown as waiting.
-        """
-
-    def check(self, num_prompt_tokens: int) -> None:
-        """Raises ValueError for a prompt that it cannot place as its options say."""
-
-    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
-        """Says how the prefill of such a prompt drops tokens, when a pool has `num_blocks`; None where it is exact."""
-
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
-
-    @property
-    def reads_hosts(self) -> bool:
-        """Whether requests that outgrow an instance may run there, with what it lacks room for on its host."""
-
-    @property
-    def shards_decodes(self) -> bool:
-        """Whether the KV of a request may lie on several of the instances that only decode."""
-
-
-def capacity_tokens(policy: EnginePolicy, clusters: Sequence[Cluster], block_size: int) -> int:
+def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int) -> int:
     """Returns the length of the longest request that is sure to fit when it is alone.
 
     What devices have no room for may lie on a host, if the policy reads it there. Where clusters take turns it must fit

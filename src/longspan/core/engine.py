@@ -11,9 +11,10 @@ from typing import Protocol, get_args
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
-from longspan.core.config import EngineConfig, EnginePolicy, capacity_tokens
+from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.exchange import shown_names
 from longspan.core.owners import BlockRef
+from longspan.core.policy import Policy
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
@@ -59,7 +60,7 @@ class _Regrouping:
 
     cluster: Cluster
     asked_s: float
-    policy: EnginePolicy | None = None
+    policy: Policy | None = None
     idle_s: float | None = None
     begun_s: float = 0.0
     number: int | None = None
@@ -82,7 +83,7 @@ class Engine:
     def __init__(
         self,
         *,
-        policy: EnginePolicy,
+        policy: Policy,
         executor: Executor,
         clock: Clock,
         config: EngineConfig,
@@ -118,7 +119,7 @@ class Engine:
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that is empty, leaves no room for an output, or is refused by the policy."""
         check_length(num_prompt_tokens, self._max_len)
-        self._policy.check(num_prompt_tokens)
+        self._policy.check_prompt(num_prompt_tokens)
 
     def add(
         self,
@@ -226,14 +227,14 @@ class Engine:
         if not request.in_flight and request.id in self._requests:
             self._drop(request)
 
-    def set_policy(self, policy: EnginePolicy) -> None:
+    def set_policy(self, policy: Policy) -> None:
         """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's."""
         self._check_idle("the policy cannot change")
         if self._regrouping is not None:
             raise RuntimeError("the policy cannot change while clusters do: call step until they have")
         self._adopt(policy)
 
-    def _adopt(self, policy: EnginePolicy) -> None:
+    def _adopt(self, policy: Policy) -> None:
         self._policy = policy
         config = self.config
         capacity = capacity_tokens(policy, config.turns or (config.cluster,), config.block_size)
@@ -262,9 +263,7 @@ class Engine:
                 self._take(done)
         return not self._is_settling
 
-    def restart(
-        self, executor: Executor, *, cluster: Cluster | None = None, policy: EnginePolicy | None = None
-    ) -> None:
+    def restart(self, executor: Executor, *, cluster: Cluster | None = None, policy: Policy | None = None) -> None:
         """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had.
 
         What hosts and their disks have is kept. With another `cluster`, and a policy for it, requests that have no room
@@ -290,7 +289,7 @@ class Engine:
         elif asked is not None and asked.policy is not None:  # else the policy asks again
             self.reshard(asked.cluster, asked.policy)
 
-    def reshard(self, cluster: Cluster, policy: EnginePolicy) -> None:
+    def reshard(self, cluster: Cluster, policy: Policy) -> None:
         """Moves all ranks to their places in another cluster, as soon as no step is in flight; requests go on there.
 
         KV that devices have lies on hosts meanwhile, as far as there is a pool; the rest is computed anew.
@@ -361,7 +360,7 @@ class Engine:
             )
         )
 
-    def _take_places(self, cluster: Cluster, policy: EnginePolicy | None) -> None:
+    def _take_places(self, cluster: Cluster, policy: Policy | None) -> None:
         """Goes on with another cluster, on which nothing runs yet; with another policy, if one is given for it."""
         before = self.account
         self.config = replace(self.config, cluster=cluster)

@@ -1,4 +1,4 @@
-"""The seam between deciding and doing: a `Policy` reads a `ClusterView` and returns a `Plan`.
+"""The seam between deciding and doing: a `core.policy.Policy` reads a `ClusterView` and returns a `Plan`.
 
 A view is read-only: what it shows of requests and KV pools is declared here as protocols, to which type checks hold
 policies. The engine's own objects stand behind, so that a view costs nothing to make. The engine finds the requests of
@@ -274,14 +274,3 @@ class Plan:
 
 
 Admitted = Literal["all", "new", "started"]
-
-
-class Policy(Protocol):
-    """Decides the next steps. Pure: the same views and updates, one after the other, give the same plans."""
-
-    def plan(self, view: ClusterView) -> Plan:
-        """Schedules parts on instances that are not full; an empty plan waits for the next event.
-
-        A step for a busy instance is planned ahead: what steps in flight compute and sample counts as done, though the
-        last token of a request may be unknown. Only requests that no step in flight names can be preempted.
-        """

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from longspan.core.exchange import Exchange
 from longspan.core.owners import PrefixHit, Target, coupled_instances
+from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.routing import Router, goes_on, joined, plan_alone, shares_by
@@ -182,11 +182,15 @@ class Choice:
         return np.maximum.reduceat(values[self._places], self._starts)
 
 
-class Auto:
+class Auto(Policy, name="auto"):
     """Chooses for every prompt a group and where it decodes; decodes and prompts are then batched as by `chunked`."""
 
+    Options = AutoOptions
+    knows_roles = True
+
     def __init__(self, instances: tuple[int, ...], options: AutoOptions, facts: Facts) -> None:
-        self._everyone, self._all, self._only_decode = instances, frozenset(instances), facts.decode
+        super().__init__(instances, options, facts)
+        self._all, self._only_decode = frozenset(instances), facts.decode
         self._times = group_times(facts, options.exchanges, len(instances))
         fits = {} if facts.profile is None else facts.profile.decode_fits()
         alone = [fit for (members, _), fit in fits.items() if members == 1]
@@ -219,7 +223,7 @@ class Auto:
     @property
     def capacity(self) -> int:
         """Counts all instances: a request that outgrows one is shared by all."""
-        return len(self._everyone)
+        return len(self.instances)
 
     def plan(self, view: ClusterView) -> Plan:
         """Goes on with running requests, and admits those that wait and have a group that can step."""
@@ -272,7 +276,7 @@ class Auto:
         changes, promised, max_num_seqs = running.changes, view.promised, view.max_num_seqs
         found = {}
         involved = {i for one in begun for i in (*one.group, *(() if self._only_decode else one.targets))}
-        for i in self._everyone if view.waiting else involved:
+        for i in self.instances if view.waiting else involved:
             if self._counted.get(i) != changes[i]:
                 self._count(i, view)
             decoding, context = self._decoding[i], self._context[i]
@@ -373,7 +377,7 @@ class Auto:
         """
         for request in view.waiting:
             if request.id not in self._seen:
-                hit = view.kv.match(request, self._everyone)
+                hit = view.kv.match(request, self.instances)
                 quick_s = max(_LEAST_S, self._quickest_s(request.num_tokens - hit.num_tokens, hit.num_tokens))
                 self._seen[request.id] = Seen(request, quick_s)
                 if not request.was_admitted:
@@ -416,13 +420,13 @@ class Auto:
         choice = self._choice
         seconds = choice.spread([times.seconds(request.num_tokens) for times in self._times.values()])
         blocks = np.full(len(seconds), float(num_blocks))
-        shared = view.kv.match(request, self._everyone)
+        shared = view.kv.match(request, self.instances)
         holders = {ref.instance for ref in shared.refs} if shared.num_tokens else set()
         hits = [((i,), view.kv.match(request, (i,))) for i in holders] if len(holders) > 1 else []
         for members, hit in sorted([*hits, (tuple(holders), shared)], key=lambda one: one[1].num_tokens):
             if not hit.num_tokens:
                 continue
-            holds = np.zeros(len(self._everyone))
+            holds = np.zeros(len(self.instances))
             holds[[self._place[i] for i in members]] = 1
             have = choice.sums(holds) == len(members)
             left = request.num_tokens - hit.num_tokens
@@ -443,7 +447,7 @@ class Auto:
             wait_s: `[num_instances]`.
             strains: `[num_groups]`, see `_strain`.
         """
-        choice, everyone = self._choice, len(self._everyone)
+        choice, everyone = self._choice, len(self.instances)
         requests_per_s, busy = self._arrivals.rates(now_s)
         slack = 1 - min(_BUSIEST, busy / everyone)
         num_free, usual_s = int((wait_s <= _AHEAD_S).sum()), self._arrivals.usual_s
@@ -477,7 +481,7 @@ class Auto:
         return fit.start_s + fit.request_s * decodes + fit.context_s * context
 
     def _in_order(self, group: Sequence[int]) -> tuple[int, ...]:
-        return tuple([i for i in self._everyone if i in group]) if len(group) > 1 else tuple(group)
+        return tuple([i for i in self.instances if i in group]) if len(group) > 1 else tuple(group)
 
     # ---------------------------------------------------------------- where it decodes
 
@@ -526,7 +530,7 @@ class Auto:
 
     def _num_decoders(self, known: Mapping[int, Instance], request: RequestView) -> int:
         """Counts the instances that should decode: as many as prompts leave, or as decodes need to be quick enough."""
-        fit, everyone = self._decode, len(self._everyone)
+        fit, everyone = self._decode, len(self.instances)
         decodes = 1 + sum([one.decodes for one in known.values()])
         context = request.num_tokens + sum([one.context for one in known.values()])
         spread_s = fit.request_s * decodes + fit.context_s * context
@@ -617,6 +621,3 @@ def _shared(times: PrefillTime, part: float) -> PrefillTime:
         cached_s=times.cached_s * part,
         square_s=times.square_s * part,
     )
-
-
-AUTO = PolicySpec(name="auto", options=AutoOptions, make=Auto, knows_roles=True)

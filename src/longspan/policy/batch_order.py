@@ -9,29 +9,19 @@ instance is in a phase of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 
+from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.chunked import admit_alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchOrderOptions:
-    """`prefill-first` and `decode-first` have no options: the bounds of a step are the engine's."""
+class PrefillFirst(Policy, name="prefill-first"):
+    """Schedules prompts before decodes on each instance."""
 
-
-class BatchOrder:
-    """Schedules prompts before decodes on each instance.
-
-    Args:
-        is_static: nobody is admitted for the first time where anybody decodes.
-    """
-
-    def __init__(self, instances: tuple[int, ...], *, is_static: bool) -> None:
-        self._instances, self._is_static = instances, is_static
+    reads_hosts = True
+    _is_static = False
 
     def plan(self, view: ClusterView) -> Plan:
         """Goes on with prompts and admits others; then decodes where there is nothing to prefill.
@@ -39,7 +29,7 @@ class BatchOrder:
         Who comes back with all of its KV has nothing to prefill, and is admitted to a step of decodes.
         """
         open_instances = self._open(view)
-        prompts, prefilling = Batch(view, frozenset(self._instances)), set[int]()
+        prompts, prefilling = Batch(view, frozenset(self.instances)), set[int]()
         for request in prompts.running():
             if not is_decode(request, request.num_scheduled):
                 prefilling.add(request.group[0])
@@ -57,8 +47,8 @@ class BatchOrder:
     def _open(self, view: ClusterView) -> tuple[int, ...]:
         """Returns the instances that take new requests."""
         if not (self._is_static and view.waiting):
-            return self._instances
-        return tuple(i for i in self._instances if not any(map(_has_decoded, view.running.on(i))))
+            return self.instances
+        return tuple(i for i in self.instances if not any(map(_has_decoded, view.running.on(i))))
 
     def _admit(
         self, line: Iterable[RequestView], batch: Batch, open_instances: tuple[int, ...], *, decode: bool
@@ -68,7 +58,7 @@ class BatchOrder:
         One that gave way has been in a batch before, and comes back as soon as it fits anywhere.
         """
         for request in batch.waiting(line):
-            part = admit_alone(request, batch.budget, self._instances if request.was_admitted else open_instances)
+            part = admit_alone(request, batch.budget, self.instances if request.was_admitted else open_instances)
             if part is not None and is_decode(request, part.start) == decode:
                 batch.add(part)
 
@@ -82,17 +72,7 @@ def _has_decoded(request: RequestView) -> bool:
     return max(request.num_scheduled, request.num_known - 1) > request.num_prompt
 
 
-PREFILL_FIRST = PolicySpec(
-    name="prefill-first",
-    options=BatchOrderOptions,
-    make=lambda instances, _options, _facts: BatchOrder(instances, is_static=False),
-    capacity=lambda _policy: 1,
-    reads_hosts=True,
-)
-DECODE_FIRST = PolicySpec(
-    name="decode-first",
-    options=BatchOrderOptions,
-    make=lambda instances, _options, _facts: BatchOrder(instances, is_static=True),
-    capacity=lambda _policy: 1,
-    reads_hosts=True,
-)
+class DecodeFirst(PrefillFirst, name="decode-first"):
+    """Admits a request for the first time only on an instance where no request decodes."""
+
+    _is_static = True

@@ -6,34 +6,25 @@ On several instances a request goes to the one where its prefill is expected to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from longspan.core.owners import PrefixHit
+from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, single_part
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkedOptions:
-    """`chunked` has no options: the bounds of a step are the engine's."""
+class Chunked(Policy, name="chunked"):
+    """Schedules running requests in the order of admission, then waiting ones, up to the token budget of the step."""
 
-
-class Chunked:
-    """Schedules running requests in the order of admission, then waiting ones, as long as the tokens of the
-    step last.
-    """
-
-    def __init__(self, instances: tuple[int, ...]) -> None:
-        self._instances = instances
+    reads_hosts = True
 
     def plan(self, view: ClusterView) -> Plan:
-        """Gives every running request what the token budget leaves for it, and then admits waiting requests."""
-        batch = Batch(view, frozenset(self._instances))
+        """Give every running request what the token budget leaves for it, and then admit waiting requests."""
+        batch = Batch(view, frozenset(self.instances))
         for request in batch.running():
             batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
         for request in batch.waiting():
-            batch.add(admit_alone(request, batch.budget, self._instances))
+            batch.add(admit_alone(request, batch.budget, self.instances))
         return batch.plan()
 
 
@@ -64,12 +55,3 @@ def _hit(request: RequestView, instance: int, budget: Budget) -> PrefixHit:
         return view.kv.match(request, (instance,))
     step_blocks = -(-view.max_num_batched_tokens // request.block_size) + 1
     return view.kv.match_beside(request, instance, host, max(0, budget.blocks[instance] - step_blocks))
-
-
-CHUNKED = PolicySpec(
-    name="chunked",
-    options=ChunkedOptions,
-    make=lambda instances, _options, _facts: Chunked(instances),
-    capacity=lambda _policy: 1,
-    reads_hosts=True,
-)

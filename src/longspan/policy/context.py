@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from longspan.core.owners import PrefixHit
+from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import admit_alone
@@ -57,16 +57,32 @@ class ContextOptions(LengthOptions, SharingOptions):
         SharingOptions.__post_init__(self)
 
 
-class Context:
+class Context(Policy, name="context"):
     """Shards long prompts over as many instances as pay off, and leaves short ones to one."""
 
-    def __init__(
-        self, instances: tuple[int, ...], options: ContextOptions, facts: Facts, partitions: Partitions | None = None
-    ) -> None:
-        self._everyone, self._all = instances, frozenset(instances)
-        self._host = {i: facts.location(i).host_id for i in self._everyone}
-        self._options, self._partitions = options, partitions
-        self._group_parts = GroupParts(len(instances), options, facts, partitions)
+    Options: ClassVar[type[LengthOptions]] = ContextOptions
+
+    def __init__(self, instances: tuple[int, ...], options: LengthOptions, facts: Facts) -> None:
+        super().__init__(instances, options, facts)
+        self._all = frozenset(instances)
+        self._host = {i: facts.location(i).host_id for i in instances}
+        self._sharing = self._sharing_of(options)
+        self._sharing.check_instances(len(instances), facts.tp)
+        self._partitions = self._partitions_of(options, facts)
+        self._group_parts = GroupParts(len(instances), self._sharing, facts, self._partitions)
+
+    def _sharing_of(self, options: Any) -> ContextOptions:  # noqa: ANN401 - of a subclass
+        """Return how prompts are shared, as the options say."""
+        assert isinstance(options, ContextOptions)
+        return options
+
+    def _partitions_of(self, options: Any, facts: Facts) -> Partitions | None:  # noqa: ANN401 - of a subclass
+        """Return how chains cut prompts: as well as is known. None if no chain is used or its fractions are given."""
+        del options
+        sharing = self._sharing
+        return (
+            Partitions("auto", facts, len(self.instances)) if sharing.wanted is None and not sharing.fractions else None
+        )
 
     @property
     def _side_by_side(self) -> bool:
@@ -76,15 +92,11 @@ class Context:
     @property
     def capacity(self) -> int:
         """Counts all instances: a request that outgrows one is sharded over all."""
-        return len(self._everyone)
+        return len(self.instances)
 
     def check_prompt(self, num_prompt_tokens: int) -> None:
         if self._partitions is not None:
             self._partitions.check(num_prompt_tokens, self._num_members(num_prompt_tokens))
-
-    def cuts_whole_prompts(self) -> bool:
-        """Tells whether the pieces of its chains are those of whole prompts, see `Partitions.whole`."""
-        return self._partitions is not None and self._partitions.whole
 
     def plan(self, view: ClusterView) -> Plan:
         """Goes on with running requests, and admits waiting ones.
@@ -118,7 +130,7 @@ class Context:
         if not view.waiting:
             return
         prefilling = _prefilling(view)
-        num_open = len(self._everyone) - len(prefilling) if self._side_by_side or not prefilling else 0
+        num_open = len(self.instances) - len(prefilling) if self._side_by_side or not prefilling else 0
         for index, request in enumerate(view.waiting):
             members = self._group_size(request, view) if index == 0 else self._members(request, 0, view)
             if members == 1:
@@ -142,7 +154,7 @@ class Context:
         if len(group) == 1 or is_too_large(request, view, len(group)):
             return ()
         has_seats = all(len(view.running.on(instance)) < view.max_num_seqs for instance in group)
-        return tuple(i for i in self._everyone if i in group) if has_seats else ()
+        return tuple(i for i in self.instances if i in group) if has_seats else ()
 
     def _group_size(self, request: RequestView, view: ClusterView) -> int:
         """Counts the instances for a request: all, when it is too large for as many as it would be quickest on.
@@ -153,10 +165,10 @@ class Context:
             return len(returning)
         members = self._members(request, 0, view)
         if members > 1:
-            hit = view.kv.match(request, self._everyone)
+            hit = view.kv.match(request, self.instances)
             if len({ref.instance for ref in hit.refs}) == 1:
                 members = self._members(request, hit.num_tokens, view)
-        return len(self._everyone) if is_too_large(request, view, members) else members
+        return len(self.instances) if is_too_large(request, view, members) else members
 
     def _taken(self, view: ClusterView) -> frozenset[int]:
         """Returns the instances on which no sharded prompt can begin beside the one that is prefilled there."""
@@ -173,18 +185,18 @@ class Context:
         return 0
 
     def _num_members(self, new_tokens: int, cached_tokens: int = 0) -> int:
-        everyone, threshold = len(self._everyone), self._options.threshold
+        everyone, threshold = len(self.instances), self._sharing.threshold
         members = self._group_parts.chooser.members(new_tokens, cached_tokens) if threshold == "auto" else None
         if members is None:
             limit = _UNMEASURED_THRESHOLD if threshold == "auto" else threshold
             members = everyone if new_tokens > limit else 1
-        return everyone if members > 1 and self._options.fractions else members
+        return everyone if members > 1 and self._sharing.fractions else members
 
     def _first(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
         """Shards a long prompt over a group; puts a short one where its prefill is expected to end first."""
         view = budget.view
         if (members := self._group_size(request, view)) == 1:
-            return admit_alone(request, budget, self._everyone)
+            return admit_alone(request, budget, self.instances)
         group = self._group(request, budget, members)
         if len(group) < members:
             return None
@@ -202,10 +214,10 @@ class Context:
     def _group(self, request: RequestView, budget: Budget, members: int) -> tuple[int, ...]:
         """Returns up to `members` instances that can take it now, in order of proximity."""
         taken = self._taken(budget.view)
-        able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0 and i not in taken]
+        able = [i for i in self.instances if i in budget.tokens and budget.seqs[i] > 0 and i not in taken]
         if returning := self._returning(request, budget.view):
             return returning if set(able).issuperset(returning) else ()
-        held = Counter(ref.instance for ref in budget.view.kv.match(request, self._everyone).refs)
+        held = Counter(ref.instance for ref in budget.view.kv.match(request, self.instances).refs)
         chosen = set(self._best(able, held, request, budget, members)[:members])
         return tuple(i for i in able if i in chosen)
 
@@ -233,7 +245,7 @@ class Context:
     def _long_share(self, view: ClusterView) -> int:
         tokens, num_running = view.max_num_batched_tokens, len(view.running)
         alone = num_running <= 1 and len(list(islice(self._in_turn(view), 2))) + num_running <= 1
-        return tokens if alone else max(1, int(tokens * self._options.long_share))
+        return tokens if alone else max(1, int(tokens * self._sharing.long_share))
 
 
 def _prefilling(view: ClusterView) -> frozenset[int]:
@@ -249,14 +261,3 @@ def _ending_at_owner(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> 
     owner = max(reversed(group), key=lambda i: (held[i], budget.blocks[i] - budget.reserved[i]))
     after = group.index(owner) + 1
     return group[after:] + group[:after]
-
-
-def _make(instances: tuple[int, ...], options: ContextOptions, facts: Facts) -> Context:
-    options.check_instances(len(instances), facts.tp)
-    partitions = None
-    if options.wanted is None and not options.fractions:  # a chain is cut as well as is known
-        partitions = Partitions("auto", facts, len(instances))
-    return Context(instances, options, facts, partitions)
-
-
-CONTEXT = PolicySpec(name="context", options=ContextOptions, make=_make, check_prompt=Context.check_prompt)

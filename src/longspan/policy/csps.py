@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -21,18 +21,16 @@ import msgspec
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, exchange_of, takers
-from longspan.core.options import option_text
 from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.csa_tuned import Tuned, is_tuned
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec, parse_options
 from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions
 from longspan.policy.csa_auto import CsaChooser, Objective
-from longspan.policy.group_parts import Shape
+from longspan.policy.group_parts import Partitions, Shape
 from longspan.policy.routing import Router
 
 _OFF = "off"
@@ -222,22 +220,32 @@ class CspsOptions(ContextOptions):
         return None if self.csa == _OFF or self.tuned is not None else CsaConfig.parse(self.csa)
 
 
-class Csps(Context):
+class Csps(Context, name="csps"):
     """Shares long prompts as `context` does, and says how each may be computed sparsely."""
+
+    Options = CspsOptions
+    changeable = ("csa", "max_accuracy_loss", "target_ttft")
+    knows_roles = shards_decodes = True
 
     def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
+        self.whole_prompts = True
         self._facts, self._shape, self._size = facts, facts.shape, options.partition
         self._hosts = hosts_of([facts.location(instance) for instance in instances])
         self._decode = tuple(sorted(facts.decode, key=facts.location))
         self._take(options)
 
+    def _partitions_of(self, options: CspsOptions, facts: Facts) -> Partitions | None:
+        del options, facts
+        return None
+
     def _take(self, options: CspsOptions) -> None:
+        """Use these settings of sparse attention for requests to come."""
         self._check(options.config)
-        self._chooser = None
+        chooser = None
         if options.tuned is not None and self._shape is not None:
-            self._chooser = CsaChooser(options.tuned, self._facts, self._hosts, self._sizes())
-        self._config, self._objective = options.config, options.objective
+            chooser = CsaChooser(options.tuned, self._facts, self._hosts, self._sizes())
+        self._chooser, self._config, self._objective = chooser, options.config, options.objective
 
     def _sizes(self) -> Sequence[int]:
         """Returns the numbers of instances that may share a prompt: all, or as many as a size or a profile says."""
@@ -281,7 +289,7 @@ class Csps(Context):
             return None
         wanted, given = -(-num_tokens // block_size), self._size
         blocks = int(_OF_MEMORY * num_blocks) if given == "memory" else min(-(-given // block_size), num_blocks)
-        members = min(-(-wanted // max(1, blocks)), len(self._everyone))
+        members = min(-(-wanted // max(1, blocks)), len(self.instances))
         return members, max(blocks, -(-wanted // members)) * block_size
 
     def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
@@ -341,43 +349,23 @@ class Csps(Context):
         by_level = dict(enumerate(pieces, 2)) or 1
         return CsaConfig(levels=levels, drop=drop, drop_mode=chosen.mode, micro_partitions=by_level)
 
-    def change(self, options: CspsOptions, changes: Mapping[str, str]) -> CspsOptions:
-        """Takes other settings for requests to come; returns all options then."""
-        objectives = {"max_accuracy_loss", "target_ttft"}  # a new one takes the place of one before
+    def merged(self, changes: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Return the options after a change. A new objective, or new settings, replace the objective before."""
+        objectives = {"max_accuracy_loss", "target_ttft"}
         dropped = objectives if "csa" in changes or objectives & changes.keys() else set()
-        kept = {name: value for name, value in asdict(options).items() if name not in dropped and value is not None}
-        texts = {name: option_text(value) for name, value in kept.items()}
-        changed = parse_options(CSPS.name, CspsOptions, {**texts, **changes})
-        self._take(changed)
-        return changed
+        return {**{name: value for name, value in self.given.items() if name not in dropped}, **changes}
+
+    def change(self, options: CspsOptions) -> None:
+        self._take(options)
+        super().change(options)
+
+    @property
+    def hint(self) -> str | None:
+        if self.options.tuned is None or self._shape is None or self._facts.cluster is None:
+            return None
+        return CsaChooser(self.options.tuned, self._facts, self._hosts, ()).hint(self.options.objective)
 
 
 def _routed(part: ScheduledPart, router: Router) -> ScheduledPart:
     """Says where a request that is admitted will decode."""
     return part if part.hit is None else replace(part, targets=router.route(part.request, len(part.group)))
-
-
-def _make(instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> Csps:
-    options.check_instances(len(instances), facts.tp)
-    return Csps(instances, options, facts)
-
-
-def _hint(options: CspsOptions, facts: Facts) -> str | None:
-    if options.tuned is None or facts.shape is None or facts.cluster is None:
-        return None
-    hosts = hosts_of(sorted(facts.location(instance) for instance in facts.cluster.prefill))
-    return CsaChooser(options.tuned, facts, hosts, ()).hint(options.objective)
-
-
-CSPS = PolicySpec(
-    name="csps",
-    options=CspsOptions,
-    make=_make,
-    whole_prompts=lambda _: True,
-    changeable=("csa", "max_accuracy_loss", "target_ttft"),
-    change=Csps.change,
-    sparse=Csps.sparse,
-    hint=_hint,
-    knows_roles=True,
-    shards_decodes=True,
-)

@@ -12,7 +12,6 @@ from longspan.core.exchange import RING_Q, of_any_layout
 from longspan.core.layouts import shard_span
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, check_exchange
@@ -127,12 +126,14 @@ class _Reserved(QueueTimes):
         return True
 
 
-class LoongServe(Cdsp):
+class LoongServe(Cdsp, name="loongserve"):
     """Runs one prompt at a time per group, and one answer at a time per instance."""
+
+    Options = LoongServeOptions
 
     def __init__(self, instances: tuple[int, ...], options: LoongServeOptions, facts: Facts) -> None:
         parts = AloneParts(len(instances), options.group.sharing(), facts)
-        super().__init__(instances, options.planner(instances, facts), parts, chunking=False)
+        super().__init__(instances, options, options.planner(instances, facts), parts, chunking=False)
         self._group_parts: AloneParts = parts
         self._queue: _Reserved = _Reserved(len(instances))
         self._closed: frozenset[int] = frozenset()
@@ -140,7 +141,7 @@ class LoongServe(Cdsp):
 
     def plan(self, view: ClusterView) -> Plan:
         """Plans only as many prompts as could begin; by the time of the others all may have changed."""
-        return super().plan(replace(view, waiting=view.waiting[: len(self._everyone)]))
+        return super().plan(replace(view, waiting=view.waiting[: len(self.instances)]))
 
     def _update_plans(self, view: ClusterView) -> None:
         decoding = [request for request in view.running if self._is_decoding(request)]
@@ -151,7 +152,7 @@ class LoongServe(Cdsp):
             self._plans = {one: planned for one, planned in self._plans.items() if view.running.get(one) is not None}
         super()._update_plans(view)
         busy = self._closed.union(*(planned.group for planned in self._plans.values() if planned.begun))
-        self._group_parts.spare = [instance for instance in self._everyone if instance not in busy]
+        self._group_parts.spare = [instance for instance in self.instances if instance not in busy]
 
     def _is_decoding(self, request: RequestView) -> bool:
         planned = self._plans.get(request.id)
@@ -164,15 +165,15 @@ class LoongServe(Cdsp):
         return super()._is_first(request_id, group)
 
 
-def _make_disaggregated(instances: tuple[int, ...], options: LoongServeOptions, facts: Facts) -> Cdsp:
-    if not facts.has_roles:
-        problem = f"loongserve-disagg needs instances that decode only, but all {len(instances)} do both: give"
-        raise ParameterError("policy", f"{problem} prefill_parallel and decode_parallel, or choose loongserve")
-    parts = options.group.group_parts(instances, facts)
-    return Cdsp(instances, options.planner(instances, facts), parts, chunking=False, decode=facts.decode)
+class LoongServeDisagg(Cdsp, name="loongserve-disagg"):
+    """Runs one prompt at a time per group; instances of their own decode."""
 
+    Options = LoongServeOptions
+    knows_roles = True
 
-LOONGSERVE = PolicySpec(name="loongserve", options=LoongServeOptions, make=LoongServe)
-LOONGSERVE_DISAGG = PolicySpec(
-    name="loongserve-disagg", options=LoongServeOptions, make=_make_disaggregated, knows_roles=True
-)
+    def __init__(self, instances: tuple[int, ...], options: LoongServeOptions, facts: Facts) -> None:
+        if not facts.has_roles:
+            problem = f"loongserve-disagg needs instances that decode only, but all {len(instances)} do both: give"
+            raise ParameterError("policy", f"{problem} prefill_parallel and decode_parallel, or choose loongserve")
+        parts, planner = options.group.group_parts(instances, facts), options.planner(instances, facts)
+        super().__init__(instances, options, planner, parts, chunking=False, decode=facts.decode)

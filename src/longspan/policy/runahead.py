@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.exchange import CHAIN
-from longspan.policy import PolicySpec
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.group_parts import Partitions, check_exchange
@@ -38,21 +37,23 @@ class RunaheadOptions(LengthOptions):
         check_exchange("exchange", self.exchange, [CHAIN])
 
 
-def _make(instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) -> Context:
-    context = ContextOptions(
-        exchange=CHAIN.kind,
-        home=options.home,
-        rotate=options.rotate,
-        threshold=options.threshold,
-        long_share=options.long_share,
-    )
-    return Context(instances, context, facts, Partitions(options.partition, facts, len(instances)))
+class Runahead(Context, name="runahead"):
+    """Shares long prompts in chains, whose pieces a table cuts."""
 
+    Options = RunaheadOptions
 
-RUNAHEAD = PolicySpec(
-    name="runahead",
-    options=RunaheadOptions,
-    make=_make,
-    check_prompt=Context.check_prompt,
-    whole_prompts=Context.cuts_whole_prompts,
-)
+    def __init__(self, instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) -> None:
+        super().__init__(instances, options, facts)
+        self.whole_prompts = self._partitions is not None and self._partitions.whole
+
+    def _sharing_of(self, options: RunaheadOptions) -> ContextOptions:
+        return ContextOptions(
+            exchange=CHAIN.kind,
+            home=options.home,
+            rotate=options.rotate,
+            threshold=options.threshold,
+            long_share=options.long_share,
+        )
+
+    def _partitions_of(self, options: RunaheadOptions, facts: Facts) -> Partitions:
+        return Partitions(options.partition, facts, len(self.instances))

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from longspan.core.cluster import Cluster
+from longspan.core.policy import Policy
 from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, single_part
-from longspan.policy.choosing import Facts, TurnCost
+from longspan.policy.choosing import Facts
 from longspan.policy.chunked import admit_alone
 
 
@@ -32,19 +32,31 @@ class SeesawOptions:
     strict: bool = False
 
 
-class Seesaw:
-    """Prefills on one cluster and decodes on the other; each request is on one instance.
+class Seesaw(Policy, name="seesaw"):
+    """Prefills on one cluster and decodes on the other; each request is on one instance."""
 
-    Attributes:
-        capacity: a request fills the pool of one instance at most.
-    """
+    Options = SeesawOptions
+    takes_phases = True
 
-    capacity = 1
-
-    def __init__(self, prefill: Cluster, decode: Cluster, cost: TurnCost | None) -> None:
-        self._prefill, self._decode, self._cost = prefill, decode, cost
+    def __init__(self, instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> None:
+        super().__init__(instances, options, facts)
+        if not facts.turns:
+            problem = "seesaw prefills and decodes on the same devices, one after the other: give prefill_parallel and"
+            raise ParameterError("policy", f"{problem} decode_parallel", "seesaw")
+        self._prefill, self._decode = facts.turns
+        self._cost = None if options.strict else facts.turn_cost
         self._mixes = False  # what is left is not worth a change: it is prefilled and decoded where it is
         self._parked = _Parked()
+
+    @property
+    def hint(self) -> str | None:
+        """Advise to measure, when nothing is known of what a change of clusters gains."""
+        if self.options.strict or self._cost is not None:
+            return None
+        return (
+            "clusters change as in the paper, also where that takes longer than it gains: longspan profile measures "
+            "what steps take on CPUs, for instances of each cluster"
+        )
 
     def admits(self, cluster: Cluster) -> Admitted:
         """Admits new requests while prompts are prefilled, and those that have begun while they decode."""
@@ -222,26 +234,3 @@ def drain(left: Iterable[int]) -> list[tuple[int, int]]:
             done = end
         number //= 2
     return pieces
-
-
-def _make(_instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> Seesaw:
-    if not facts.turns:
-        problem = "seesaw prefills and decodes on the same devices by turns: give prefill_parallel and decode_parallel"
-        raise ParameterError("policy", problem, "seesaw")
-    prefill, decode = facts.turns
-    return Seesaw(prefill, decode, None if options.strict else facts.turn_cost)
-
-
-def _hint(options: SeesawOptions, facts: Facts) -> str | None:
-    """Returns the hint that nobody knows what a change gains."""
-    if options.strict or facts.turn_cost is not None or not facts.turns:
-        return None
-    return (
-        "clusters change as in the paper, also where that takes longer than it gains: longspan profile measures what "
-        "steps take on CPUs, for instances of each cluster"
-    )
-
-
-SEESAW = PolicySpec(
-    name="seesaw", options=SeesawOptions, make=_make, takes_turns=True, admits=Seesaw.admits, hint=_hint
-)

@@ -20,8 +20,8 @@ from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, profiled
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
 from longspan.outputs import RequestOutput
-from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.registry import make_policy
 from longspan.profiling import links
 from longspan.profiling.plan import (
     DECODE_STEPS,

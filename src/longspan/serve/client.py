@@ -19,9 +19,8 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from longspan import limits
-from longspan.core.options import option_text
+from longspan.core.policy import PolicySettings
 from longspan.errors import ParameterError
-from longspan.policy import PolicySettings
 from longspan.runtime.child import lack_of_memory, make_run_dir, start_child
 from longspan.serve import messages
 from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError, ServeError
@@ -62,7 +61,7 @@ class EngineClient:
         self._first: asyncio.Future[messages.Started] = asyncio.get_running_loop().create_future()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
-        self._policy_changes: dict[str, str] = {}  # to set a new engine core as the last one was
+        self._policy_changes: dict[str, str | None] = {}  # to set a new engine core as the last one was
         self._parallel_change: str | None = None
         self._answers: dict[int, asyncio.Future[PolicySettings | str]] = {}  # of commands, by their number
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,7 +104,7 @@ class EngineClient:
             raise
         return queue
 
-    async def update_policy(self, options: dict[str, str]) -> PolicySettings:
+    async def update_policy(self, options: dict[str, str | None]) -> PolicySettings:
         """Changes options of the policy, also for engine cores to come; returns its settings then.
 
         Raises:
@@ -306,8 +305,8 @@ class EngineClient:
                 self._take_failure(report)
             case messages.PolicySet(settings, number):
                 self._take_settings(settings, number)
-            case messages.ParallelSet(parallel, number):
-                self.parallel = parallel
+            case messages.ParallelSet(parallel, policy, number):
+                self.parallel, self.policy = parallel, policy
                 if number is not None:
                     self._parallel_change = parallel
                     self._take_answer(number, parallel)
@@ -364,7 +363,7 @@ class EngineClient:
     def _take_settings(self, settings: PolicySettings, number: int | None) -> None:
         self.policy = settings
         if number is not None:  # else a new engine core was set as the last one
-            self._policy_changes = {name: option_text(settings.options[name]) for name in settings.changeable}
+            self._policy_changes = {name: settings.given.get(name) for name in settings.changeable}
             self._take_answer(number, settings)
 
     def _take_answer(self, number: int, value: PolicySettings | str) -> None:
@@ -373,10 +372,10 @@ class EngineClient:
 
     def _replay(self) -> None:
         """Sends what waits to a new engine core; what was accepted once stays accepted."""
+        if self._parallel_change is not None:  # the policy follows from the cluster, so that comes first
+            self._send(messages.SetParallel(None, self._parallel_change))
         if self._policy_changes:
             self._send(messages.SetPolicy(None, self._policy_changes))
-        if self._parallel_change is not None:
-            self._send(messages.SetParallel(None, self._parallel_change))
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
             self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))

@@ -48,7 +48,7 @@ def serve(setup_json: bytes, folder: str) -> int:
 
 def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
     try:
-        service = Service(setup.engine)
+        service = Service(setup.engine, max_worker_restarts=setup.max_worker_restarts)
     except (ValueError, WorkerLostError) as error:
         report = messages.NotStarted(reason=str(error), is_mistake=isinstance(error, ValueError))
         if isinstance(error, ParameterError):
@@ -268,7 +268,8 @@ class EngineLoop:
         self._resharding = None
         for served in self._outgrown(()):
             self._drop(served, "error")
-        self._send(messages.ParallelSet(str(self._engine.config.cluster), number))
+        cluster = str(self._engine.config.cluster)
+        self._send(messages.ParallelSet(cluster, self._service.policy_settings, number))
 
     def _restart(self, error: WorkerLostError) -> None:
         most = self._setup.max_worker_restarts

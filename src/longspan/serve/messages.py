@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from longspan.args import EngineArgs
+from longspan.core.policy import PolicySettings
 from longspan.core.request import ErrorKind, FinishReason
 from longspan.core.steps import BytesSent
 from longspan.outputs import LogprobsOfToken
-from longspan.policy import PolicySettings
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
 
@@ -56,7 +56,7 @@ class SetPolicy(msgspec.Struct, frozen=True, tag=True):
     """
 
     id: int | None
-    options: dict[str, str]
+    options: dict[str, str | None]
 
 
 class SetParallel(msgspec.Struct, frozen=True, tag=True):
@@ -154,9 +154,13 @@ class PolicySet(msgspec.Struct, frozen=True, tag=True):
 
 
 class ParallelSet(msgspec.Struct, frozen=True, tag=True):
-    """The parallel spec from now on is this one; there is no id when nobody has asked for it."""
+    """The parallel spec from now on is this one, and the policy was resolved for it.
+
+    There is no id when a loss of workers has changed it.
+    """
 
     parallel: str
+    policy: PolicySettings
     id: int | None
 
 

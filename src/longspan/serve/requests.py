@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag,
 from typing_extensions import TypeAliasType
 
 from longspan.core.options import option_text
-from longspan.policy import OptionValue, PolicySettings, SettledError
+from longspan.core.policy import OptionValue, PolicySettings, SettledError
 from longspan.serve.errors import WireError
 
 MOST = 2**31 - 1
@@ -306,8 +306,10 @@ class DetokenizeRequest(WireModel):
 
 _MAX_CHARACTERS = 4096
 
-Given = Annotated[str, Field(max_length=_MAX_CHARACTERS)] | bool | Annotated[int, Field(ge=-MOST, le=MOST)] | float
-"""An option's value: a text as the command line has it, or a number, or true or false."""
+Given = (
+    Annotated[str, Field(max_length=_MAX_CHARACTERS)] | bool | Annotated[int, Field(ge=-MOST, le=MOST)] | float | None
+)
+"""An option's value: a text as the command line has it, a number, true, false, or null to take the option back."""
 
 
 class PolicyUpdate(WireModel):
@@ -316,7 +318,7 @@ class PolicyUpdate(WireModel):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Given] = Field(init=False)
 
-    def options(self, settings: PolicySettings) -> dict[str, str]:
+    def options(self, settings: PolicySettings) -> dict[str, str | None]:
         """Returns the options as texts, if the policy has all of them and they may change.
 
         Raises:
@@ -332,7 +334,8 @@ class PolicyUpdate(WireModel):
                 raise WireError(str(error), param=name, status=409) from error
             except ValueError as error:
                 raise WireError(str(error), param=name[:60]) from error
-        return {name: option_text(value) for name, value in self.__pydantic_extra__.items()}
+        given = self.__pydantic_extra__.items()
+        return {name: None if value is None else option_text(value) for name, value in given}
 
 
 class Parallel(WireModel):

@@ -14,6 +14,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import CHAIN, of_any_layout
 from longspan.core.options import SchedulingArgs
+from longspan.core.policy import Policy
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.estimate import (
@@ -33,8 +34,8 @@ from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
 from longspan.cost.step_cost import RooflineCost, StepCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
-from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.registry import make_policy
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster
 from longspan.sim.run import Observers, Result, percentile, simulate
@@ -104,7 +105,7 @@ class Experiment:
         clusters = self.facts.turns or (self.cluster,)
         return ResolvedCluster(fleet=self.fleet, clusters=tuple(clusters), block_size=self.scheduling.block_size)
 
-    def policy(self) -> ChosenPolicy:
+    def policy(self) -> Policy:
         """Makes the policy as it is before the first request."""
         return make_policy(
             self.scheduling.policy,
@@ -350,8 +351,8 @@ def _with_step_tokens(scheduling: SchedulingArgs, facts: Facts, whole_tokens: Ca
     assert facts.cluster is not None
     options, num_instances = scheduling.all_policy_options(), facts.cluster.num_instances
     policy = make_policy(scheduling.policy, num_instances=num_instances, options=options, facts=facts)
-    whole = policy.spec.whole_prompts(policy.policy)
-    return replace(scheduling, max_num_batched_tokens=max(_STEP_TOKENS, whole_tokens() if whole else 0))
+    whole = whole_tokens() if policy.whole_prompts else 0
+    return replace(scheduling, max_num_batched_tokens=max(_STEP_TOKENS, whole))
 
 
 def _device_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:

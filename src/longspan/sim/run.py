@@ -14,8 +14,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.core.config import EngineConfig, EnginePolicy
+from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.policy import Policy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.transitions import Transition, phase_seconds
@@ -175,7 +176,7 @@ def percentile(values: NDArray[np.float64], percent: float) -> float | None:
 def simulate(
     arrivals: Sequence[Arrival],
     config: EngineConfig,
-    policy: EnginePolicy,
+    policy: Policy,
     cost: StepCost,
     *,
     faults: Faults | None = None,
@@ -212,7 +213,7 @@ class _Simulation:
         self,
         arrivals: Sequence[Arrival],
         config: EngineConfig,
-        policy: EnginePolicy,
+        policy: Policy,
         cost: StepCost,
         faults: Faults,
         watch: Observers,

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from longspan.core.cluster import Cluster, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
-from longspan.policy import turns_of
+from longspan.policy.registry import turns_of
 
 
 @dataclass(frozen=True, kw_only=True)

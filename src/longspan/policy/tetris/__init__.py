@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
-from longspan.core.options import option_text
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec, parse_options
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
@@ -93,15 +91,6 @@ class TetrisOptions(GroupOptions):
         rate = default if self.improvement_rate == "auto" else self.improvement_rate
         return RateTable(entries=((0.0, rate),))
 
-    def changed(self, options: Mapping[str, str]) -> TetrisOptions:
-        """Returns the options with other values. An improvement rate takes the place of a table, and the reverse."""
-        kept = asdict(self)
-        if options.get("improvement_rate", "auto") != "auto":
-            kept["improvement_rates"] = ""
-        if options.get("improvement_rates"):
-            kept["improvement_rate"] = "auto"
-        return parse_options("tetris", TetrisOptions, {**{name: option_text(kept[name]) for name in kept}, **options})
-
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions(GroupOptions):
@@ -116,8 +105,12 @@ class FixedOptions(GroupOptions):
             raise ParameterError("sp", "must be given: the number of instances of each group, 1 or more", self.sp)
 
 
-class Tetris(Cdsp):
-    """Plans chunks by Algorithm 1; some options may change while it serves."""
+class Tetris(Cdsp, name="tetris"):
+    """Plans chunks by Algorithm 1."""
+
+    Options = TetrisOptions
+    changeable = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
+    knows_roles = True
 
     def __init__(self, instances: tuple[int, ...], options: TetrisOptions, facts: Facts) -> None:
         planner = planner_of(
@@ -131,6 +124,7 @@ class Tetris(Cdsp):
         self._default_rate = _default_improvement_rate(has_roles=facts.has_roles)
         super().__init__(
             instances,
+            options,
             planner,
             options.group_parts(instances, facts, balance=options.balance),
             RateWatch(options.rate_table(self._default_rate)),
@@ -139,12 +133,31 @@ class Tetris(Cdsp):
         )
         self._planner: Planner = planner
 
-    def change(self, options: TetrisOptions, given: Mapping[str, str]) -> TetrisOptions:
-        """Applies other options to prompts that are planned from now on, and returns all that are in force."""
-        changed = options.changed(given)
-        self._watch.use(changed.rate_table(self._default_rate))
-        self.chunking, self._planner.min_chunk_tokens = changed.chunking, changed.min_chunk
-        return changed
+    def merged(self, changes: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Return the options after a change. An improvement rate replaces a table, and the reverse."""
+        kept = dict(self.given)
+        if changes.get("improvement_rate", "auto") != "auto":
+            kept.pop("improvement_rates", None)
+        if changes.get("improvement_rates"):
+            kept.pop("improvement_rate", None)
+        return {**kept, **changes}
+
+    def change(self, options: TetrisOptions) -> None:
+        """Apply other options to prompts that are planned from now on."""
+        self._watch.use(options.rate_table(self._default_rate))
+        super().change(options)
+        self.chunking, self._planner.min_chunk_tokens = options.chunking, options.min_chunk
+
+    @property
+    def hint(self) -> str | None:
+        """Advise to let the improvement rate follow the request rate, when no option says how."""
+        if self.options.improvement_rate != "auto" or self.options.improvement_rates:
+            return None
+        return (
+            f"policy option improvement_rate=auto is {self._default_rate:g} at every request rate without a table: "
+            "find one with longspan simulate --profile-improvement-rates, and give it as policy option "
+            "improvement_rates"
+        )
 
 
 class FixedGroups(Planner):
@@ -160,17 +173,6 @@ class FixedGroups(Planner):
         if len({self._group_of[instance] for instance in prompt.held}) > 1:
             return None
         return super().plan(prompt, queue_s, used)
-
-
-def _hint(options: TetrisOptions, facts: Facts) -> str | None:
-    """Returns the hint that the improvement rate should go by the request rate, when no option says how."""
-    if options.improvement_rate != "auto" or options.improvement_rates:
-        return None
-    rate = _default_improvement_rate(has_roles=facts.has_roles)
-    return (
-        f"policy option improvement_rate=auto is {rate:g} at every request rate without a table: find one with "
-        "longspan simulate --profile-improvement-rates, and give it as policy option improvement_rates"
-    )
 
 
 def _default_improvement_rate(*, has_roles: bool) -> float:
@@ -210,17 +212,21 @@ def planner_of(
     )
 
 
-def _make_fixed(instances: tuple[int, ...], options: FixedOptions, facts: Facts) -> Cdsp:
-    size, number = options.sp, len(instances)
-    if size <= number and number % size:
-        raise ValueError(
-            f"sp({size}) does not divide {number} instances into groups: choose one that does, or give parallel "
-            "another number"
-        )
-    times = sp_times(facts, options.exchanges, str(size), number)[size]
-    planner = FixedGroups(times, instances, size)
-    parts = options.group_parts(instances, facts, balance=options.balance)
-    return Cdsp(instances, planner, parts, decode=facts.decode)
+class FixedSp(Cdsp, name="fixed-sp"):
+    """Runs each prompt on one of the fixed groups."""
+
+    Options = FixedOptions
+    knows_roles = True
+
+    def __init__(self, instances: tuple[int, ...], options: FixedOptions, facts: Facts) -> None:
+        size, number = options.sp, len(instances)
+        if size <= number and number % size:
+            problem = f"({size}) does not divide {number} instances into groups: choose one that does, or give parallel"
+            raise ParameterError("sp", f"{problem} another number", size)
+        times = sp_times(facts, options.exchanges, str(size), number)[size]
+        planner = FixedGroups(times, instances, size)
+        parts = options.group_parts(instances, facts, balance=options.balance)
+        super().__init__(instances, options, planner, parts, decode=facts.decode)
 
 
 # ---------------------------------------------------------------- times of chunks
@@ -296,15 +302,3 @@ def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, PrefillTim
         )
         for size in sizes
     }
-
-
-TETRIS = PolicySpec(
-    name="tetris",
-    options=TetrisOptions,
-    make=Tetris,
-    changeable=("improvement_rate", "improvement_rates", "chunking", "min_chunk"),
-    change=Tetris.change,
-    knows_roles=True,
-    hint=_hint,
-)
-FIXED_SP = PolicySpec(name="fixed-sp", options=FixedOptions, make=_make_fixed, knows_roles=True)

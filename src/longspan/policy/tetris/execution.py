@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from longspan.core.owners import PrefixHit, coupled_instances
+from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, Growing, single_part
 from longspan.policy.group_parts import GroupParts
@@ -89,11 +90,10 @@ class Planned:
         return found
 
 
-class Cdsp:
+class Cdsp(Policy):
     """Prefills prompts chunk by chunk as a planner decides, and decodes beside that or on instances of their own.
 
     Args:
-        everyone: the instances that prefill, in order of proximity.
         watch: says the improvement rate; without one, a larger group need only be quicker.
         decode: the instances that only decode.
 
@@ -103,7 +103,8 @@ class Cdsp:
 
     def __init__(
         self,
-        everyone: tuple[int, ...],
+        instances: tuple[int, ...],
+        options: Any,  # noqa: ANN401 - of a subclass
         planner: ChunkPlanner,
         group_parts: GroupParts,
         watch: RateWatch | None = None,
@@ -111,10 +112,11 @@ class Cdsp:
         chunking: bool = True,
         decode: Sequence[int] = (),
     ) -> None:
-        self._everyone, self._all = everyone, frozenset(everyone)
+        super().__init__(instances, options, None)
+        self._all = frozenset(instances)
         self._planner, self._group_parts, self.chunking, self._decode = planner, group_parts, chunking, decode
         self._watch = watch or RateWatch(RateTable(entries=((0.0, 0.0),)))
-        self._queue = QueueTimes(len(everyone))
+        self._queue = QueueTimes(len(instances))
         self._plans: dict[int, Planned] = {}
         """By request id, in order of their turns."""
         self._first: dict[int, int] = {}
@@ -143,7 +145,7 @@ class Cdsp:
         return joined([plan, decodes])
 
     def _seen(self, view: ClusterView) -> tuple[KvView, int]:
-        return view.kv, view.changes(self._everyone)
+        return view.kv, view.changes(self.instances)
 
     # ---------------------------------------------------------------- plans
 
@@ -178,7 +180,7 @@ class Cdsp:
         return planned.still_waits and (returning is None or self._in_order(returning) == planned.group)
 
     def _in_order(self, group: Collection[int]) -> tuple[int, ...]:
-        return tuple([i for i in self._everyone if i in group])
+        return tuple([i for i in self.instances if i in group])
 
     def _planned(self, request: RequestView, view: ClusterView) -> Planned:
         """Plans a request with what is cached, unless the instances that hold it are too many or too busy.
@@ -192,7 +194,7 @@ class Cdsp:
             seconds = self._planner.seconds(len(returning), request.num_tokens - start, start)
             self._queue.book(returning, now_s + begin_s + seconds)
             return Planned(request=request, start=start, spans=(Span(stop=request.num_tokens, group=returning),))
-        used = [view.kv.num_allocated(instance) for instance in sorted(self._everyone)]
+        used = [view.kv.num_allocated(instance) for instance in sorted(self.instances)]
         fresh = Prompt(
             new_tokens=request.num_tokens,
             improvement_rate=self._watch.improvement_rate,
@@ -201,7 +203,7 @@ class Cdsp:
         )
         best, start = self._planner.plan(fresh, queue_s, used), 0
         assert best is not None, "no instance holds anything"
-        hit = view.kv.match(request, self._everyone)
+        hit = view.kv.match(request, self.instances)
         if hit.num_tokens:
             held = tuple(sorted({ref.instance for ref in hit.refs}))
             rest = replace(
@@ -257,7 +259,7 @@ class Cdsp:
         first = self._first = {}
         found = []
         for planned in unscheduled:
-            if len(first) == len(self._everyone):
+            if len(first) == len(self.instances):
                 break
             for instance in planned.group:
                 first.setdefault(instance, planned.request.id)

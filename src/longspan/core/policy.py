@@ -1,0 +1,164 @@
+"""The base class of policies: it decides the next steps from a read-only view, and is notified of events.
+
+class Chunked(Policy, name="chunked"):
+reads_hosts = True
+
+def plan(self, view: ClusterView) -> Plan: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from longspan.core.view import Admitted, ClusterView, Plan
+
+if TYPE_CHECKING:
+    from longspan.core.cluster import Cluster
+    from longspan.core.sparse import SparseSetting
+
+OptionValue = str | int | float | bool | None
+"""The value of an option of a policy. None means that it was not given and has no default."""
+
+
+class SettledError(ValueError):
+    """The option cannot change while the policy serves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a policy that has none. The engine bounds its steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """A policy as the API shows it.
+
+    Attributes:
+        options: all of its options, as they are in force.
+        changeable: the options that may change while it serves.
+        given: the options that users gave, as texts. Everything else is derived, again for each cluster.
+    """
+
+    name: str
+    options: Mapping[str, OptionValue]
+    changeable: tuple[str, ...] = ()
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def check_changes(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless these options exist and may change, SettledError if one may not."""
+        others = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
+        for name in names:
+            if name not in self.options:
+                raise ValueError(f"policy {self.name} has no option {name[:60]!r}; its options {others}")
+            if name not in self.changeable:
+                raise SettledError(
+                    f"option {name} of policy {self.name} cannot change while it serves: start anew with "
+                    f"policy option {name}=VALUE; options {others}"
+                )
+
+
+class Policy:
+    """Decides the next steps of an engine. Pure: the same views and events, in the same order, give the same plans.
+
+    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`. Everything else has a
+    default.
+
+    Attributes:
+        name: what users choose it by.
+        Options: a dataclass of options, which checks them.
+        changeable: the options that may change while the policy serves, see `change`.
+        reads_hosts: a request that outgrows an instance runs there, with its oldest blocks on the host.
+        knows_roles: some instances may only prefill, or only decode.
+        shards_decodes: the KV of a request may lie on several instances that only decode.
+        takes_phases: instances of both roles use the same devices, one role after the other, see `admits`.
+        whole_prompts: steps should hold whole prompts where memory allows.
+        instances: the instances that prefill, in order of proximity.
+        options: the options in force.
+        given: the options that users gave, as texts.
+
+    Args:
+        facts: `policy.choosing.Facts` of the model and the hardware.
+    """
+
+    name: ClassVar[str] = ""
+    Options: ClassVar[type[Any]] = NoOptions
+    changeable: ClassVar[tuple[str, ...]] = ()
+    reads_hosts: ClassVar[bool] = False
+    knows_roles: ClassVar[bool] = False
+    shards_decodes: ClassVar[bool] = False
+    takes_phases: ClassVar[bool] = False
+    whole_prompts: bool = False
+
+    def __init_subclass__(cls, *, name: str | None = None, **more: object) -> None:
+        super().__init_subclass__(**more)
+        if name is not None:
+            cls.name = name
+
+    def __init__(self, instances: tuple[int, ...], options: Any, facts: Any) -> None:  # noqa: ANN401 - of a subclass
+        del facts
+        self.instances, self.options = instances, options
+        self.given: Mapping[str, str] = {}
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Schedule parts on instances that are not full. An empty plan waits for the next event.
+
+        A step for a busy instance is planned ahead: tokens that steps in flight compute and sample count as done,
+        though the last token of a request may be unknown. Only requests that no step in flight names can be preempted.
+        """
+        raise NotImplementedError
+
+    @property
+    def capacity(self) -> int:
+        """The number of instances whose KV pools one request can fill."""
+        return 1
+
+    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
+        """Return the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
+        return self.capacity * num_blocks * block_size
+
+    def admits(self, cluster: Cluster) -> Admitted:
+        """Return which waiting requests the policy admits on a cluster."""
+        del cluster
+        return "all"
+
+    def check_prompt(self, num_prompt_tokens: int) -> None:
+        """Raise ValueError for a prompt of a length that the policy cannot place."""
+
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
+        """Return how the prefill of a prompt drops tokens. `num_blocks` is the size of each pool. None is exact."""
+        del num_prompt_tokens, block_size, num_blocks
+        return None
+
+    @property
+    def hint(self) -> str | None:
+        """Advice for the user about an option that was not given, if there is any."""
+        return None
+
+    @property
+    def settings(self) -> PolicySettings:
+        """The name of the policy and its options."""
+        options = asdict(self.options)
+        return PolicySettings(name=self.name, options=options, changeable=self.changeable, given=self.given)
+
+    def update(self, changes: Mapping[str, str | None]) -> None:
+        """Change options between two plans. None takes an option back. Requests that run stay as they are.
+
+        Raises:
+            ValueError: for an unknown option, a bad value, or an option that may not change. Nothing changes then.
+        """
+        from longspan.core.options import parse_options  # noqa: PLC0415 - most policies never change
+
+        self.settings.check_changes(changes)
+        given = {name: value for name, value in self.merged(changes).items() if value is not None}
+        self.change(parse_options(self.name, self.Options, given))
+        self.given = given
+
+    def merged(self, changes: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Return the options given after a change. A subclass drops the options that the changed ones replace."""
+        return {**self.given, **changes}
+
+    def change(self, options: Any) -> None:  # noqa: ANN401 - of a subclass
+        """Use other `options` from the next plan on; raise ValueError, and change nothing, if they do not fit."""
+        self.options = options

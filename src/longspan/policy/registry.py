@@ -1,0 +1,137 @@
+"""Policies by their names. `make_policy` resolves the choice of a user for a cluster.
+
+To add one, write a subclass of `core.policy.Policy`. Name it in the registry here, give it to `register_policy`, or let
+a package of its own name it as an entry point of the group `longspan.policies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from longspan.core.exchange import of_any_layout
+from longspan.core.options import parse_options
+from longspan.core.policy import Policy
+from longspan.errors import ParameterError
+
+if TYPE_CHECKING:
+    from longspan.core.cluster import Cluster
+    from longspan.policy.choosing import Facts
+
+_REGISTRY: dict[str, str | type[Policy]] = {
+    "auto": "auto:Auto",
+    "chunked": "chunked:Chunked",
+    "context": "context:Context",
+    "runahead": "runahead:Runahead",
+    "tetris": "tetris:Tetris",
+    "fixed-sp": "tetris:FixedSp",
+    "loongserve": "loongserve:LoongServe",
+    "loongserve-disagg": "loongserve:LoongServeDisagg",
+    "csps": "csps:Csps",
+    "seesaw": "seesaw:Seesaw",
+    "prefill-first": "batch_order:PrefillFirst",
+    "decode-first": "batch_order:DecodeFirst",
+}
+"""A policy, or the module and name of a class that is imported on first use."""
+_SPARSE = frozenset({"csa", "max_accuracy_loss", "target_ttft"})
+"""Options of sparse attention, which `csps` alone has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyChoice:
+    """A policy as the user chose it. It is resolved by `make_policy`, again for every cluster.
+
+    Attributes:
+        given: the options that the user gave, as texts.
+    """
+
+    name: str = "auto"
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def updated(self, policy: Policy) -> PolicyChoice:
+        """Return the choice after options of the policy that was made from it have changed."""
+        return replace(self, given=policy.given)
+
+
+def register_policy(policy: type[Policy]) -> None:
+    """Make a policy known by its name."""
+    _REGISTRY[policy.name] = policy
+
+
+def policy_names() -> tuple[str, ...]:
+    return tuple(_REGISTRY)
+
+
+def make_policy(
+    name: str,
+    *,
+    num_instances: int,
+    options: Mapping[str, str],
+    facts: Facts | None = None,
+    is_resized: bool = False,
+) -> Policy:
+    """Make the policy of that name, which chooses by the `facts` known of model and hardware.
+
+    `auto` is `csps` with options of sparse attention, `context` with further options that `auto` lacks, and `tetris`
+    with these where instances have roles. Without options it is `chunked` on one instance.
+
+    Args:
+        is_resized: the cluster has changed since the options were given. Options for prompts that several instances
+            share are then kept on one instance, too.
+
+    Raises:
+        ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
+    """
+    from longspan.policy.choosing import Facts  # noqa: PLC0415 - importing the registry loads no cost model
+
+    facts = facts or Facts()
+    if name == "auto":
+        name = _resolved(num_instances, options, has_roles=facts.has_roles)
+        if num_instances == 1 and options and not is_resized:
+            raise ValueError(
+                f"option {next(iter(options))!r} is of prompts that instances share, but there is 1 instance: set "
+                "parallel to 2 or more, or policy to one that has this option"
+            )
+    kind = policy_class(name)
+    if facts.has_roles and not kind.knows_roles:
+        able = " or ".join(other for other in _REGISTRY if policy_class(other).knows_roles)
+        problem = f"{name} prefills and decodes on the same instances, but they have roles here: choose {able}, or give"
+        raise ParameterError("policy", f"{problem} parallel instead of prefill_parallel and decode_parallel", name)
+    instances = tuple(sorted(facts.prefill(num_instances), key=facts.location))
+    policy = kind(instances, parse_options(name, kind.Options, options), facts)
+    policy.given = dict(options)
+    return policy
+
+
+def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool) -> str:
+    """Return the name of the policy that `auto` stands for."""
+    if not _SPARSE.isdisjoint(options):
+        return "csps"
+    if num_instances == 1 and not options:
+        return "chunked"
+    known = {one.name for one in fields(policy_class("auto").Options)}
+    able = {"auto", *(one.kind for one in of_any_layout())}
+    if known.issuperset(options) and options.get("exchange", "auto") in able:
+        return "auto"
+    return "tetris" if has_roles else "context"
+
+
+def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return the clusters that use the devices of a cluster with roles one after the other, for a policy that does so.
+
+    Empty for all other policies.
+    """
+    return () if policy == "auto" or not policy_class(policy).takes_phases else cluster.in_turns()
+
+
+def policy_class(name: str) -> type[Policy]:
+    """Return the policy of that name; raise ParameterError for an unknown one."""
+    if name not in _REGISTRY:
+        raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
+    found = _REGISTRY[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = _REGISTRY[name] = getattr(import_module(f"longspan.policy.{module}"), attribute)
+    return found
