@@ -35,6 +35,22 @@ def test_auto_is_context_with_options_that_only_that_has(options: dict[str, str]
     assert make_policy("auto", num_instances=2, options=options).settings.name == "context"
 
 
+@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("option", [{"csa": '{"levels": 2, "drop": 0.3}'}, {"csa": "off"}])
+def test_options_of_sparse_attention_choose_csps(instances: int, option: dict[str, str]) -> None:
+    assert make_policy("auto", num_instances=instances, options=option).name == "csps"
+    with pytest.raises(ParameterError, match="csa is for policy csps, but policy context given: leave policy out"):
+        make_policy("context", num_instances=instances, options=option)
+
+
+@pytest.mark.parametrize("options", [{"exchange": "ring_kv"}, {"threshold": "9"}, {"target_tbt": "0.1"}])
+def test_auto_keeps_options_of_shared_prompts_when_one_instance_is_left(options: dict[str, str]) -> None:
+    several = make_policy("auto", num_instances=2, options=options)
+    alone = make_policy("auto", num_instances=1, options=several.given, is_resized=True)
+    again = make_policy("auto", num_instances=2, options=alone.given, is_resized=True)
+    assert (again.name, again.options) == (several.name, several.options)
+
+
 @pytest.mark.parametrize(
     ("name", "instances", "options", "message"),
     [

@@ -156,7 +156,7 @@ class SchedulingArgs:
     csa: Annotated[
         str,
         _scheduling(
-            "Sparse attention of policy csps: off, auto to choose for each prompt, a YAML file of settings, or a file "
+            "Sparse attention, by policy csps: off, auto to choose for each prompt, a YAML file of settings, or a file "
             "of longspan tune csa to choose by.",
             metavar="off|auto|FILE",
         ),

@@ -99,6 +99,9 @@ def make_policy(
         able = " or ".join(other for other in _REGISTRY if policy_class(other).knows_roles)
         problem = f"{name} prefills and decodes on the same instances, but they have roles here: choose {able}, or give"
         raise ParameterError("policy", f"{problem} parallel instead of prefill_parallel and decode_parallel", name)
+    if name != "csps" and (given := sorted(_SPARSE & options.keys() - {one.name for one in fields(kind.Options)})):
+        problem = f"is for policy csps, but policy {name} given: leave policy out, or choose csps"
+        raise ParameterError(given[0], problem, options[given[0]])
     instances = tuple(sorted(facts.prefill(num_instances), key=facts.location))
     policy = kind(instances, parse_options(name, kind.Options, options), facts)
     policy.given = dict(options)
