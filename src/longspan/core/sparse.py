@@ -21,6 +21,9 @@ DropMode = Literal["qkv", "kv"]
 
 MOST_LEVELS, MOST_PIECES = 4, 16
 """The most levels, and the most micro-partitions of each: every piece has a tag of its own."""
+TOKENS_HOP, RESULTS_HOP, SAMPLES_HOP = 0, MOST_PIECES, MOST_LEVELS * MOST_PIECES
+SPARSE_HOPS = SAMPLES_HOP + 1
+"""The hops that one layer numbers: pieces of tokens; then, by level, pieces of results; then sampled queries."""
 
 
 class SparseSetting(NamedTuple):
