@@ -86,3 +86,8 @@ class SparseSetting(NamedTuple):
     def kept(self, size: int, layer: int, kv_head: int, level: int) -> int:
         """Counts the tokens of a piece that are kept."""
         return size - int(self.ratio(layer, kv_head, level) * size + 1e-9)
+
+
+def is_tuned(csa: str) -> bool:
+    """Returns True if a value of option `csa` is the text of a tuned file: no other JSON of ours has that name."""
+    return csa.lstrip().startswith("{") and '"tuned_for"' in csa

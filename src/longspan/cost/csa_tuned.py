@@ -16,6 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from longspan.core.sparse import DropMode, SparseSetting
+from longspan.core.sparse import is_tuned as is_tuned  # noqa: PLC0414 - service.py imports it from here
 from longspan.core.sparse_plan import segments_of
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_models import LossModel, LossSample
@@ -147,11 +148,6 @@ class Tuned(Stored, frozen=True, kw_only=True):
             return self.loss.predict(num_tokens, alike, mode)
 
         return loss
-
-
-def is_tuned(text: str) -> bool:
-    """Tells whether a text is a tuned file: no other JSON of ours has that name."""
-    return text.lstrip().startswith("{") and '"tuned_for"' in text
 
 
 @lru_cache(maxsize=256)

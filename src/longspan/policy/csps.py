@@ -22,10 +22,10 @@ import msgspec
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, exchange_of, with_sparse_form
 from longspan.core.options import option_text
-from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
+from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting, is_tuned
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.cost.csa_tuned import Tuned, is_tuned
+from longspan.cost.csa_tuned import Tuned
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec, parse_options
 from longspan.policy.batching import Batch, Budget
