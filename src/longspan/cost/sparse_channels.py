@@ -39,7 +39,7 @@ def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> Channe
     """Prices the messages of the exact exchange, and attention to kept tokens."""
     time = channel_time(layer, topology, channel, cost_of(GATHER_HIDDEN))
     exact, kept = _work(layer, channel)
-    return replace(time, attention_s=time.attention_s * kept.num_pairs / exact.num_pairs)
+    return replace(time, attention_s=time.attention_s * (kept.num_pairs / exact.num_pairs))
 
 
 def _work(layer: Layer, channel: Channel) -> tuple[SparseWork, SparseWork]:
