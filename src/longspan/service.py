@@ -21,14 +21,13 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.policy import Policy, PolicySettings
+from longspan.core.sparse import is_tuned
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
-from longspan.cost.csa_tuned import is_tuned
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.flows import DISK_BYTES_PER_S
 from longspan.cost.pricing import PricedSwap, PricedTurns
 from longspan.cost.profile import ProfileKey
-from longspan.csa_file import AUTO, csa_settings
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
@@ -214,6 +213,8 @@ class Service:
         Raises:
             ValueError: for an option that it lacks or that may not change, or a bad value; nothing has changed then.
         """
+        from longspan.csa_file import AUTO, csa_settings  # noqa: PLC0415 - exact attention needs no settings
+
         if options.get("csa") == AUTO:
             options = {**options, "csa": self._tuned or csa_settings(AUTO, self._given.model)}
         _check_windows(self.info, options.get("csa") or "off")
