@@ -135,6 +135,7 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
         max_num_batched_tokens=2048,
         max_num_seqs=128,
         waiting=(),
+        startable=(),
         running=running,
         busy=nobody,
         full=nobody,

@@ -74,9 +74,9 @@ def fits(request: RequestView, instance: int, view: ClusterView) -> bool:
 
 def chosen(view: ClusterView, plan: Plan, instances: Iterable[int]) -> int | None:
     """Where the first in line goes, of these instances; None where it fits on none, or others were admitted before."""
-    if not view.waiting or any(part.hit is not None for batch in plan.batches for part in batch):
+    if not view.startable or any(part.hit is not None for batch in plan.batches for part in batch):
         return None
-    able = [i for i in instances if fits(view.waiting[0], i, view)]
+    able = [i for i in instances if fits(view.startable[0], i, view)]
     return min(able, key=lambda i: (view.running.due_tokens[i], view.kv.num_allocated(i), i), default=None)
 
 
@@ -319,6 +319,7 @@ def plan_for(spec: str, account: KvAccount, requests: Sequence[Request], busy: S
         max_num_batched_tokens=2048,
         max_num_seqs=128,
         waiting=[],
+        startable=[],
         running=running,
         kv=account,
         busy=frozenset(busy),

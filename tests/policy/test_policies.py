@@ -376,6 +376,7 @@ def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
         max_num_batched_tokens=2048,
         max_num_seqs=128,
         waiting=[],
+        startable=[],
         running=running,
         busy=frozenset(),
         full=frozenset(),

@@ -158,6 +158,7 @@ class Engine:
         request.pin_rope_length(self.config.rope_length(len(prompt)))
         self._requests[request.id] = request
         self._waiting.add(request)
+        self._policy.arrived(request)
         return request
 
     def _sparse(self, num_prompt_tokens: int) -> SparseSetting | None:
@@ -219,6 +220,7 @@ class Engine:
         """
         if request.finish_reason is None:
             request.metrics.finished_s = self._clock.now()
+            self._policy.ended(request)
             self._leave(request)
             self._transfers.give_up(request)
             self.tiers.release(request)
@@ -236,6 +238,9 @@ class Engine:
 
     def _adopt(self, policy: Policy) -> None:
         self._policy = policy
+        for request in self._requests.values():
+            if request.finish_reason is None:
+                policy.arrived(request)
         config = self.config
         capacity = capacity_tokens(policy, config.turns or (config.cluster,), config.block_size)
         self._max_len = min(config.max_model_len, capacity)
@@ -279,6 +284,8 @@ class Engine:
         for request in list(self._requests.values()):
             self.account.give_back([ref for ref in reversed(request.table) if self._is_hosted(ref)])
             if request.finish_reason is None:
+                if request.group:
+                    self._policy.preempted(request)
                 self._leave(request)
                 request.lose_kv()
                 self._waiting.add(request)
@@ -506,12 +513,14 @@ class Engine:
             self._waiting.remove(request)
 
     def _view(self) -> ClusterView:
-        admits, waiting = self._policy.admits(self.config.cluster), self._waiting
+        waiting, admits = self._waiting, self._policy.admits(self.config.cluster)
         return ClusterView(
             cluster=self.config.cluster,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
-            waiting=self.tiers.ready(waiting.able(admits)),
+            waiting=waiting.able(),
+            startable=self.tiers.ready(waiting.able(admits)),
+            can_start=self.tiers.is_ready,
             running=self._running,
             kv=self.account,
             busy=frozenset(self._occupancy.busy),
@@ -521,9 +530,6 @@ class Engine:
             arrivals=waiting.changes + self.tiers.changes,
             returning=self.tiers.returning,
             max_steps_in_flight=self.config.max_steps_in_flight,
-            num_new=len(waiting) - waiting.num_started,
-            num_started=waiting.num_started,
-            next_new=waiting.first_new() if admits == "started" and not waiting.num_started else None,
             reads_hosts=self._policy.reads_hosts and bool(self.config.cluster.host_blocks),
         )
 
@@ -533,6 +539,7 @@ class Engine:
     def _admit(self, scheduled: ScheduledPart) -> None:
         request, hit = self._requests[scheduled.request.id], scheduled.hit
         assert hit is not None and hit.num_tokens == scheduled.start, "an admitted request starts behind its prefix"
+        is_resumed = request.was_admitted
         self._leave(request)
         self.account.take(request, hit)
         self.tiers.release(request)
@@ -541,6 +548,8 @@ class Engine:
         request.group = scheduled.group
         request.admission = next(self._admissions)
         self._running.join(request)
+        if is_resumed:
+            self._policy.resumed(request)
         if request.metrics.scheduled_s is None:
             request.metrics.scheduled_s = self._clock.now()
             if request.leader is None:
@@ -658,6 +667,7 @@ class Engine:
         self._free(request.id, slots=slots)
         goes_on = request.finish_reason is None
         if goes_on:
+            self._policy.preempted(request)
             self._leave(request)
         request.lose_kv()
         if goes_on:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from longspan.core.view import Admitted, ClusterView, Plan
+from longspan.core.view import Admitted, ClusterView, Plan, RequestView
 
 if TYPE_CHECKING:
     from longspan.core.cluster import Cluster
@@ -108,6 +108,18 @@ class Policy:
         though the last token of a request may be unknown. Only requests that no step in flight names can be preempted.
         """
         raise NotImplementedError
+
+    def arrived(self, request: RequestView) -> None:
+        """A request was added. A policy that replaces another one is told so of every unfinished request."""
+
+    def ended(self, request: RequestView) -> None:
+        """A request has ended: finished, aborted or failed. It may hold KV until the steps that name it complete."""
+
+    def preempted(self, request: RequestView) -> None:
+        """A request is about to give up its KV on `request.group`, and waits again."""
+
+    def resumed(self, request: RequestView) -> None:
+        """A request that was preempted has been admitted again, on `request.group`."""
 
     @property
     def capacity(self) -> int:

@@ -51,10 +51,6 @@ class Waiting:
         is_started = admitted == "started"
         return [r for r in self._all if bool(r.output) == is_started and not r.must_wait]
 
-    def first_new(self) -> Request | None:
-        """Returns the first that could run and has put out no token; those that have come before it are few."""
-        return next((r for r in self._all if not (r.output or r.must_wait)), None)
-
     def _place(self, request: Request) -> int:
         return bisect_left(self._all, request.id, key=lambda one: one.id)
 

@@ -21,6 +21,7 @@ from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Content, MoveKV, MoveWay
 from longspan.core.tier_lookup import Found, SwapPrices, TierLookup
+from longspan.core.view import RequestView
 
 _STEPS_AHEAD = 4
 """Requests are looked up so many steps before they begin, so that what they need of hosts is there in time."""
@@ -385,7 +386,11 @@ class Tiers:
         """Returns those of the requests that `arrange` lets be admitted."""
         if not (self._hidden or self._first_hidden < math.inf):
             return waiting
-        return [one for one in waiting if one.id < self._first_hidden and one.id not in self._hidden]
+        return [one for one in waiting if self.is_ready(one)]
+
+    def is_ready(self, request: RequestView) -> bool:
+        """Return True if `arrange` lets a waiting request be admitted."""
+        return request.id < self._first_hidden and request.id not in self._hidden
 
     def arrange(self, waiting: Sequence[Request], *, may_fetch: bool, reads_hosts: bool = False) -> list[MoveKV]:
         """Decides which requests can be admitted, first come first, and makes moves of what others wait for.

@@ -9,7 +9,7 @@ would take thrice as long, and there are some for every token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -185,22 +185,24 @@ class ClusterView:
     Attributes:
         max_num_batched_tokens, max_num_seqs: the bounds of a step on one instance.
         max_steps_in_flight: the steps that may be in flight, with its own, when one of them samples a request's token.
-        waiting: requests that hold no KV, first come first.
+        waiting: requests that hold no KV on devices, in order of arrival. Those of a leader that is still computing
+            their common prompt are left out.
+        startable: the waiting requests that can start now. The KV of others is on its way, or they wait behind such.
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.
         now_s: the engine's clock.
         promised: blocks on decode instances that KV on its way will need, and that are not allocated yet.
         arrivals: how many requests have begun or ceased to wait.
-        num_new, num_started: requests without KV on devices that have put out no token yet, and those that have.
-        next_new: the first new one, while the policy admits others and none of these waits.
         returning: where waiting requests that gave up their KV go on, by their ids: devices there have it again.
         reads_hosts: requests that outgrow an instance may run there, with what it lacks room for on its host.
+        can_start: returns True for a waiting request that is one of the `startable` ones.
     """
 
     cluster: Cluster
     max_num_batched_tokens: int
     max_num_seqs: int
     waiting: Sequence[RequestView]
+    startable: Sequence[RequestView]
     running: RunningView
     kv: KvView
     busy: frozenset[int]
@@ -210,10 +212,8 @@ class ClusterView:
     arrivals: int = 0
     returning: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     max_steps_in_flight: int = 2
-    num_new: int = 0
-    num_started: int = 0
-    next_new: RequestView | None = None
     reads_hosts: bool = False
+    can_start: Callable[[RequestView], bool] = lambda _: True
 
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who

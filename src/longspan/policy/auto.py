@@ -205,8 +205,10 @@ class Auto(Policy, name="auto"):
         self._choice = Choice(list(hosts.values()), self._times, self._place)
         self._parts = options.group_parts(instances, facts)
         self._arrivals, self._answer = Arrivals(), _ANSWER
+        self._unseen: dict[int, RequestView] = {}
+        """Requests that have arrived, or lost their KV, and have not been able to start since."""
         self._seen: dict[int, Seen] = {}
-        """Requests that wait, in the order in which they came."""
+        """Waiting requests that were able to start, in that order."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Chosen for requests that have not begun, first in line first; of each the seconds, and blocks (`_wants`)."""
         self._wants: dict[int, tuple[float, int]] = {}
@@ -231,8 +233,8 @@ class Auto(Policy, name="auto"):
         if self._all <= view.full:
             return decodes
         self._forget(view)
-        known = self._known(view) if view.waiting or self._begun else {}
-        if view.waiting:
+        known = self._known(view) if view.startable or self._begun else {}
+        if view.startable:
             self._reconsider(view, known)
             self._assign(view, known)
         groups = [group for group in self._groups.values() if len(group) > 1]
@@ -241,9 +243,8 @@ class Auto(Policy, name="auto"):
         for request in batch.running():
             batch.add(self._next(request, batch.budget, known))
         router = Router(view, self._only_decode) if self._only_decode else None
-        by_id = {r.id: r for r in view.waiting} if self._groups else {}
-        assigned = [by_id[one] for one in self._groups]
-        for one in assigned:  # whoever is refused holds nobody up
+        assigned = [self._seen[one].request for one in self._groups]
+        for one in assigned:  # a request that cannot be admitted holds up no other
             for request in batch.waiting([one] if batch.instances.issuperset(self._groups[one.id]) else ()):
                 batch.add(self._first(request, batch.budget, known, router))
         for part in batch.parts:
@@ -257,13 +258,27 @@ class Auto(Policy, name="auto"):
 
     # ---------------------------------------------------------------- what is known
 
+    def arrived(self, request: RequestView) -> None:
+        self._unseen[request.id] = request
+
+    def preempted(self, request: RequestView) -> None:
+        self._drop(request.id)
+        self._unseen[request.id] = request
+
+    def ended(self, request: RequestView) -> None:
+        self._drop(request.id)
+        if request.num_known > request.num_prompt:
+            self._answer += _LEARNS * (request.num_known - request.num_prompt - self._answer)
+
+    def _drop(self, request_id: int) -> None:
+        """Forget a request that does not wait any more."""
+        for known in (self._unseen, self._seen, self._groups, self._wants):
+            known.pop(request_id, None)
+
     def _forget(self, view: ClusterView) -> None:
-        """Forgets what was known of requests that wait no more, and by and by who has prefilled."""
-        if self._seen:
-            waiting = {request.id for request in view.waiting}
-            self._seen = {one: seen for one, seen in self._seen.items() if one in waiting}
-            self._groups = {one: group for one, group in self._groups.items() if one in waiting}
-            self._wants = {one: self._wants[one] for one in self._groups}
+        """Forget the requests that were admitted, and gradually the seconds that instances have prefilled."""
+        for one in [one for one in self._groups if self._seen[one].request.group]:
+            self._drop(one)
         fades = math.exp((self._prefilled_at_s - view.now_s) / _MEMORY_S)
         self._prefilled_at_s = view.now_s
         for instance in self._prefilled_s:
@@ -276,7 +291,7 @@ class Auto(Policy, name="auto"):
         changes, promised, max_num_seqs = running.changes, view.promised, view.max_num_seqs
         found = {}
         involved = {i for one in begun for i in (*one.group, *(() if self._only_decode else one.targets))}
-        for i in self.instances if view.waiting else involved:
+        for i in self.instances if view.startable else involved:
             if self._counted.get(i) != changes[i]:
                 self._count(i, view)
             decoding, context = self._decoding[i], self._context[i]
@@ -330,12 +345,7 @@ class Auto(Policy, name="auto"):
         return request.num_scheduled < max(request.num_prompt, request.num_tokens - 1)
 
     def _count(self, instance: int, view: ClusterView) -> None:
-        """Looks who decodes on an instance, and how long answers were that have ended there."""
-        gone = [one for one in self._decoding[instance] if view.running.get(one.id) is None]
-        again = {request.id for request in view.waiting} if gone else ()
-        for request in gone:
-            if request.id not in again:
-                self._answer += _LEARNS * (request.num_known - request.num_prompt - self._answer)
+        """Count the requests that decode on an instance, and their tokens."""
         decoding = [one for one in view.running.on(instance) if one.id not in self._begun]
         self._counted[instance], self._decoding[instance] = view.running.changes[instance], decoding
         self._context[instance] = sum([one.num_tokens for one in decoding])
@@ -375,8 +385,8 @@ class Auto(Policy, name="auto"):
         That is by the wait over the square root of a request's quickest seconds, between first come, first served, and
         the highest response ratio: short ones of a burst pass long ones, which still have their turn under load.
         """
-        for request in view.waiting:
-            if request.id not in self._seen:
+        for request in view.startable if self._unseen else ():
+            if self._unseen.pop(request.id, None) is not None:
                 hit = view.kv.match(request, self.instances)
                 quick_s = max(_LEAST_S, self._quickest_s(request.num_tokens - hit.num_tokens, hit.num_tokens))
                 self._seen[request.id] = Seen(request, quick_s)
@@ -387,7 +397,7 @@ class Auto(Policy, name="auto"):
         if min(waits) > _AHEAD_S:
             return
         wait_s = np.array(waits)
-        waiting = [one for one in self._seen.values() if one.request.id not in self._groups]
+        waiting = [one for key, one in self._seen.items() if key not in self._groups and view.can_start(one.request)]
         waiting.sort(key=lambda one: ((one.request.arrival_s - view.now_s) / math.sqrt(one.quick_s), one.quick_s))
         strain = np.array([self._strain(i, one) if one.active else 0.0 for i, one in known.items()])
         room = np.array([float(max(0, one.room)) if one.seats > 0 else -math.inf for one in known.values()])

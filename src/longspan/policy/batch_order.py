@@ -34,19 +34,19 @@ class PrefillFirst(Policy, name="prefill-first"):
             if not is_decode(request, request.num_scheduled):
                 prefilling.add(request.group[0])
                 prompts.add(_next_part(request, prompts.budget))
-        self._admit(view.waiting, prompts, open_instances, decode=False)
+        self._admit(view.startable, prompts, open_instances, decode=False)
 
         decodes = Batch(view, prompts.instances.difference(prefilling, *(part.group for part in prompts.parts)))
         for request in decodes.running():
             decodes.add(_next_part(request, decodes.budget))
         num_admitted = sum(part.hit is not None for part in prompts.parts)
-        self._admit(islice(view.waiting, num_admitted, None), decodes, open_instances, decode=True)
+        self._admit(islice(view.startable, num_admitted, None), decodes, open_instances, decode=True)
         first, then = prompts.plan(), decodes.plan()
         return Plan(preempted=first.preempted + then.preempted, batches=first.batches + then.batches)
 
     def _open(self, view: ClusterView) -> tuple[int, ...]:
         """Returns the instances that take new requests."""
-        if not (self._is_static and view.waiting):
+        if not (self._is_static and view.startable):
             return self.instances
         return tuple(i for i in self.instances if not any(map(_has_decoded, view.running.on(i))))
 

@@ -99,7 +99,7 @@ class Batch:
         latest = {group: sorted(steps[group])[1 - pp :] if pp > 1 else [] for group, pp in num_stages.items()}
         left = {group: -(-number // num_stages[group]) for group, number in decoding.items()}
         now = [r for r in self._later if not is_decode(r, r.num_scheduled)]
-        idle = decoding.keys() - {r.group for r in now} if not self._view.waiting else set()
+        idle = decoding.keys() - {r.group for r in now} if not self._view.startable else set()
         for request in sorted(self._later, key=lambda r: (r.last_step, r.admission)):
             group = request.group
             if not is_decode(request, request.num_scheduled):
@@ -126,10 +126,12 @@ class Batch:
             yield self._later.popleft()
 
     def waiting(self, candidates: Iterable[RequestView] | None = None) -> Iterator[RequestView]:
-        """Yields waiting requests, or those of `candidates`, until one cannot be admitted."""
+        """Yield the waiting requests that can start now, or those of `candidates`, until one cannot be admitted."""
         if self._preempted or not self.instances:
             return
-        for request in self._view.waiting if candidates is None else candidates:
+        for request in self._view.startable if candidates is None else candidates:
+            if candidates is not None and not self._view.can_start(request):
+                continue
             num_parts = len(self.parts)
             yield request
             if len(self.parts) == num_parts:
@@ -331,10 +333,10 @@ def _step_tokens(view: ClusterView, instance: int) -> int:
     most = -(-view.max_num_batched_tokens // pp)
     if pp == 1:
         return most
-    if view.num_new > len(view.waiting):
-        return most  # others wait for room, of whom no tokens are known
+    if len(view.startable) < len(view.waiting):
+        return most  # the tokens of the others cannot be told: they wait for blocks, or for the other cluster
     due = view.running.due_tokens[instance]
-    for request in view.waiting:
+    for request in view.startable:
         if chunk_tokens(due, pp) >= most:
             break
         due += request.num_tokens

@@ -127,11 +127,11 @@ class Context(Policy, name="context"):
 
         What is cached is looked up for the first in line alone: the line can be long.
         """
-        if not view.waiting:
+        if not view.startable:
             return
         prefilling = _prefilling(view)
         num_open = len(self.instances) - len(prefilling) if self._side_by_side or not prefilling else 0
-        for index, request in enumerate(view.waiting):
+        for index, request in enumerate(view.startable):
             members = self._group_size(request, view) if index == 0 else self._members(request, 0, view)
             if members == 1:
                 yield request

@@ -141,7 +141,7 @@ class LoongServe(Cdsp, name="loongserve"):
 
     def plan(self, view: ClusterView) -> Plan:
         """Plans only as many prompts as could begin; by the time of the others all may have changed."""
-        return super().plan(replace(view, waiting=view.waiting[: len(self.instances)]))
+        return super().plan(replace(view, startable=view.startable[: len(self.instances)]))
 
     def _update_plans(self, view: ClusterView) -> None:
         decoding = [request for request in view.running if self._is_decoding(request)]
@@ -149,7 +149,9 @@ class LoongServe(Cdsp, name="loongserve"):
         self._closed = taken.union(*(request.group for request in decoding))
         if taken != self._queue.reserved:
             self._queue.reserved = taken
-            self._plans = {one: planned for one, planned in self._plans.items() if view.running.get(one) is not None}
+            waiting = [planned.request for planned in self._plans.values() if not planned.request.group]
+            for request in waiting:
+                self._unplan(request)
         super()._update_plans(view)
         busy = self._closed.union(*(planned.group for planned in self._plans.values() if planned.begun))
         self._group_parts.spare = [instance for instance in self.instances if instance not in busy]

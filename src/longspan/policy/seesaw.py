@@ -47,6 +47,9 @@ class Seesaw(Policy, name="seesaw"):
         self._cost = None if options.strict else facts.turn_cost
         self._mixes = False  # what is left is not worth a change: it is prefilled and decoded where it is
         self._parked = _Parked()
+        self._num_unfinished = 0
+        self._started: set[int] = set()
+        """Waiting requests that have an output."""
 
     @property
     def hint(self) -> str | None:
@@ -58,6 +61,26 @@ class Seesaw(Policy, name="seesaw"):
             "what steps take on CPUs, for instances of each cluster"
         )
 
+    def arrived(self, request: RequestView) -> None:
+        self._num_unfinished += 1
+        if _has_output(request) and not request.group:
+            self._started.add(request.id)
+
+    def ended(self, request: RequestView) -> None:
+        self._num_unfinished -= 1
+        self._started.discard(request.id)
+
+    def preempted(self, request: RequestView) -> None:
+        if _has_output(request):
+            self._started.add(request.id)
+
+    def resumed(self, request: RequestView) -> None:
+        self._started.discard(request.id)
+
+    def _num_new(self, view: ClusterView) -> int:
+        """Return the number of waiting requests without an output."""
+        return self._num_unfinished - len(view.running) - len(self._started)
+
     def admits(self, cluster: Cluster) -> Admitted:
         """Admits new requests while prompts are prefilled, and those that have begun while they decode."""
         return "all" if self._mixes else "new" if cluster.spec == self._prefill.spec else "started"
@@ -68,7 +91,7 @@ class Seesaw(Policy, name="seesaw"):
 
     def _prefill_turn(self, view: ClusterView) -> Plan:
         """Parks whoever has its first token, and prefills as many others as hosts have room for."""
-        done = tuple([r for r in view.running if not r.in_flight and r.num_known > r.num_prompt])
+        done = tuple([r for r in view.running if not r.in_flight and _has_output(r)])
         for request in done:
             self._parked.add(request)
         room = _Room(view, view.running)
@@ -82,8 +105,9 @@ class Seesaw(Policy, name="seesaw"):
         plan = batch.plan()
         plan.parked = done
         is_done = not (plan.batches or view.busy) and len(done) == len(view.running)
-        if is_done and (view.num_started or done) and not self._can_go_on(view, room):
-            if self._is_worth_decoding(view.num_started + len(done), view.num_new):
+        num_started = len(self._started) + len(done)
+        if is_done and num_started and not self._can_go_on(view, room):
+            if self._is_worth_decoding(num_started, self._num_new(view)):
                 plan.reshard = self._decode
             else:
                 self._mixes = True
@@ -92,17 +116,16 @@ class Seesaw(Policy, name="seesaw"):
 
     def _can_go_on(self, view: ClusterView, room: _Room) -> bool:
         """Tells whether a prompt waits that hosts have room for: devices have it soon."""
-        if not view.waiting:
-            return view.num_new > 0  # its prefix is on its way
-        return room.has(view.waiting[0])
+        if not view.startable:
+            return self._num_new(view) > 0  # its prefix is on its way
+        return room.has(view.startable[0])
 
     def _decode_turn(self, view: ClusterView) -> Plan:
         """Decodes with continuous batching, until hosts have nothing more to decode and new prompts are worth it."""
-        first = view.next_new
-        if first is not None:
-            room = _Room(view, view.running)
-            if room.is_ample(first, view.num_new):
-                if self._is_worth_prefilling(view, first, room):
+        if self.admits(view.cluster) == "started" and not self._started and view.waiting:
+            first, room, num_new = view.waiting[0], _Room(view, view.running), self._num_new(view)
+            if room.is_ample(first, num_new):
+                if self._is_worth_prefilling(first, room, num_new):
                     return Plan(reshard=self._prefill)
                 self._mixes = True
         batch, instances = Batch(view, frozenset(view.cluster.instances)), tuple(view.cluster.instances)
@@ -111,7 +134,7 @@ class Seesaw(Policy, name="seesaw"):
         for request in batch.waiting():
             batch.add(admit_alone(request, batch.budget, instances))
         plan = batch.plan()
-        if self._mixes and not (plan.batches or view.busy or view.num_new or view.num_started):
+        if self._mixes and not (plan.batches or view.busy or view.waiting):
             self._mixes = False  # all have ended
         return plan
 
@@ -132,12 +155,12 @@ class Seesaw(Policy, name="seesaw"):
             here_s = times * sum(parked.left) * cost.decode_s(self._prefill, everyone, length) / everyone
         return here_s - there_s > cost.reshard_s(self._decode)
 
-    def _is_worth_prefilling(self, view: ClusterView, first: RequestView, room: _Room) -> bool:
+    def _is_worth_prefilling(self, first: RequestView, room: _Room, num_new: int) -> bool:
         """Tells whether new prompts gain more by the other cluster than the way there and back takes."""
         if (cost := self._cost) is None:
             return True
         length = first.num_tokens
-        num_tokens = min(view.num_new * length, room.num_blocks * first.block_size)
+        num_tokens = min(num_new * length, room.num_blocks * first.block_size)
         here_s, there_s = (cost.prefill_s(one, num_tokens, length) for one in (self._decode, self._prefill))
         swapped_s = 2 * cost.swap_s(self._decode, room.num_running)
         return here_s - there_s > cost.reshard_s(self._prefill) + cost.reshard_s(self._decode) + swapped_s
@@ -184,6 +207,10 @@ class _Room:
             return False
         self._left[pool] -= number
         return True
+
+
+def _has_output(request: RequestView) -> bool:
+    return request.num_known > request.num_prompt
 
 
 def _needed(request: RequestView) -> int:

@@ -63,11 +63,6 @@ class Planned:
         return self.spans[-1].group
 
     @property
-    def still_waits(self) -> bool:
-        """Whether a waiting request has waited since it was planned, and did not run and lose its KV."""
-        return not self.begun and self.request.num_tokens == self.spans[-1].stop
-
-    @property
     def is_scheduled(self) -> bool:
         return self.request.num_scheduled >= self.spans[-1].stop
 
@@ -117,6 +112,8 @@ class Cdsp(Policy):
         self._planner, self._group_parts, self.chunking, self._decode = planner, group_parts, chunking, decode
         self._watch = watch or RateWatch(RateTable(entries=((0.0, 0.0),)))
         self._queue = QueueTimes(len(instances))
+        self._unplanned: dict[int, RequestView] = {}
+        """Requests that have arrived, or have lost their KV, since they were planned; by id."""
         self._plans: dict[int, Planned] = {}
         """By request id, in order of their turns."""
         self._first: dict[int, int] = {}
@@ -149,19 +146,34 @@ class Cdsp(Policy):
 
     # ---------------------------------------------------------------- plans
 
+    def arrived(self, request: RequestView) -> None:
+        self._unplanned[request.id] = request
+        if not request.was_admitted:
+            self._watch.arrived(request.arrival_s)
+
+    def preempted(self, request: RequestView) -> None:
+        self._unplan(request)
+
+    def _unplan(self, request: RequestView) -> None:
+        """Drop the plan of a request. It is planned again when it can start."""
+        self._plans.pop(request.id, None)
+        self._unplanned[request.id] = request
+
+    def ended(self, request: RequestView) -> None:
+        self._plans.pop(request.id, None)
+        self._unplanned.pop(request.id, None)
+
     def _update_plans(self, view: ClusterView) -> None:
-        """Forgets plans that are done, and plans new requests."""
-        waiting = {r.id for r in view.waiting if r.id in self._plans and self._still_waits(self._plans[r.id], view)}
+        """Forget the plans of prompts that are computed, and plan the requests that can start."""
         for request_id, planned in list(self._plans.items()):
-            request = view.running.get(request_id)
-            if request is not None and request.num_computed < planned.spans[-1].stop:
+            request = planned.request
+            if request.group and request.num_computed < planned.spans[-1].stop:
                 planned.begun = True
-            elif request_id not in waiting:
+            elif request.group:
                 del self._plans[request_id]
-        arrived = [request for request in view.waiting if request.id not in self._plans]
-        for request in arrived:
-            if not request.was_admitted:
-                self._watch.arrived(request.arrival_s)
+            elif self._has_returned_elsewhere(planned, view):
+                self._unplan(request)
+        arrived = [request for request in view.startable if request.id in self._unplanned] if self._unplanned else []
         self._watch.renew(view.now_s)
         if arrived and self._queue.is_old(view.now_s):
             left = [
@@ -170,14 +182,14 @@ class Cdsp(Policy):
             ]
             self._queue.correct(view.now_s, left)
         for request in arrived:
-            self._plans[request.id] = self._planned(request, view)
+            self._plans[request.id] = self._planned(self._unplanned.pop(request.id), view)
             if request.was_admitted:
                 self._let_earlier_pass(request)
 
-    def _still_waits(self, planned: Planned, view: ClusterView) -> bool:
-        """Tells whether the plan of a waiting request holds: not when it has KV again, and on other instances."""
+    def _has_returned_elsewhere(self, planned: Planned, view: ClusterView) -> bool:
+        """Return True if the KV of a waiting request was loaded to other instances than those of its plan."""
         returning = view.returning.get(planned.request.id)
-        return planned.still_waits and (returning is None or self._in_order(returning) == planned.group)
+        return returning is not None and self._in_order(returning) != planned.group
 
     def _in_order(self, group: Collection[int]) -> tuple[int, ...]:
         return tuple([i for i in self.instances if i in group])
