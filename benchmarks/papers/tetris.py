@@ -19,9 +19,9 @@ import tetris_serving_claims
 from cells import Cell, Setting, report
 from verdicts import Claim, bound, choice, in_range, numbers, order, report_claims, table
 
+from longspan.core.blocks import BlockRef
 from longspan.core.exchange import RING_KV
 from longspan.core.layouts import shard_span
-from longspan.core.owners import BlockRef
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.catalog import Efficiency
 from longspan.workload.arrivals import Arrival, Workload

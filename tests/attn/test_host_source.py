@@ -17,7 +17,8 @@ from longspan.attn.hosted import HostSource, HostStaging, KeysAndValues, Shape, 
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.owners import BlockRef, Owners
+from longspan.core.blocks import BlockRef
+from longspan.core.owners import Owners
 from longspan.core.runs import Run
 
 BLOCK, DEVICE, HOST = 4, 0, 9

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longspan.attn.backends import backend_of
+from longspan.core.blocks import BlockRef
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
-from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import UNKNOWN, Forward, Free, Part, Sample, Sampling
 from longspan.runtime.batch import Packed, pack

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_part import forward
 
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster, split_heads
-from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV, MoveWay
 from longspan.runtime.block_messages import head_routes
 from longspan.runtime.executor.control_plane import InFlight

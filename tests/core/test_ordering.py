@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_part import forward
 
-from longspan.core.owners import BlockRef
+from longspan.core.blocks import BlockRef
 from longspan.core.queues import Occupancy, StepOrder
 from longspan.core.steps import Completion, Forward, MoveKV
 

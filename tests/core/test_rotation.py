@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.attn.member import row_slices
-from longspan.core.owners import BlockRef, Owners, Rotation
+from longspan.core.blocks import BlockRef
+from longspan.core.owners import Owners, Rotation
 from longspan.core.runs import Run, clip
 
 HELD = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)

@@ -8,7 +8,7 @@ from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.owners import coupled_instances
+from longspan.core.blocks import coupled_instances
 from longspan.core.queues import Running
 
 OPTIONS = [{}, {"threshold": "20"}, {"threshold": "20", "exchange": "chain"}, {"threshold": "20", "rotate": "token"}]

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from longspan.core.blocks import BlockRef
 from longspan.core.layouts import shard_span
-from longspan.core.owners import BlockRef, Owners
+from longspan.core.owners import Owners
 from longspan.core.runs import Layout, Run, SpanShards, clip, coalesce, relate
 
 STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 
 from longspan.core.account import KvAccount
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Location
-from longspan.core.owners import BlockRef
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
 from longspan.core.tier_lookup import Found, TierLookup

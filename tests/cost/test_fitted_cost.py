@@ -13,10 +13,10 @@ from msgspec import structs
 from one_part import part_of
 from test_profile import SUBJECT, in_profile
 
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_tetris import GROUPS, machine
 from workloads import Job, assert_lawful, finishes_lawfully, play, repeats, setups_of
 
+from longspan.core.blocks import PrefixHit, Target
 from longspan.core.cluster import Location
-from longspan.core.owners import PrefixHit, Target
 from longspan.core.policy import NoOptions, Policy
 from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from workloads import assert_lawful
 
 from longspan.core.account import KvAccount
+from longspan.core.blocks import BlockRef, Target
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.owners import BlockRef, Target
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams

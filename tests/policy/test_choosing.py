@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 from test_profile import SUBJECT, prefill
 
+from longspan.core.blocks import PrefixHit
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
-from longspan.core.owners import PrefixHit
 from longspan.core.runs import Run
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.partitions import Entry, PartitionTable

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.account import KvAccount
+from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.owners import coupled_instances
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.runs import Layout, SpanShards

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from longspan.attn.paged import PagedKv
-from longspan.core.owners import BlockRef
+from longspan.core.blocks import BlockRef
 from longspan.core.steps import Content, MoveKV
 from longspan.runtime.disk_pool import DiskLane, DiskPool
 from longspan.runtime.messages import Stored

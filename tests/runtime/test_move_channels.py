@@ -13,8 +13,8 @@ from torch import Tensor
 
 from longspan.attn.comm import CommError, Pending
 from longspan.attn.spec import AttnSpec
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
-from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
 from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.messages import Sent

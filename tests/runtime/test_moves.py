@@ -18,9 +18,9 @@ from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, RING_KV, RING_Q, Exchange
-from longspan.core.owners import BlockRef
 from longspan.core.steps import Completion, MoveKV
 from longspan.errors import WorkerLostError
 from longspan.model.source import smollm2_folder

@@ -21,10 +21,10 @@ from transports import Wires, run_members
 from longspan.attn.backends import backend_of
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.comm import NOBODY, Transport
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.layouts import shard_span
-from longspan.core.owners import BlockRef
 from longspan.core.runs import positions
 from longspan.core.steps import Forward, Free, Part, Sample, Sampling
 from longspan.runtime import timing

@@ -21,8 +21,8 @@ from transformers import LlamaConfig
 
 from longspan.attn.comm import NOBODY
 from longspan.attn.spec import AttnSpec
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
-from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
 from longspan.errors import WorkerLostError
 from longspan.runtime.block_messages import BlockMessages

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from linear_cost import LinearCost
 
+from longspan.core.blocks import BlockRef
 from longspan.core.exchange import LOCAL, RING_KV
-from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Free, MoveKV, Part, Sample, Sampling
 from longspan.sim.executor import SimExecutor, VirtualClock

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from longspan.core.owners import PrefixHit
+from longspan.core.blocks import PrefixHit
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 from operator import attrgetter
 
-from longspan.core.owners import BlockRef, PrefixHit
+from longspan.core.blocks import BlockRef, PrefixHit
 from longspan.core.request import Request
 from longspan.core.steps import Content
 from longspan.core.view import RequestView

@@ -10,10 +10,10 @@ from itertools import count, product
 from typing import Protocol, get_args
 
 from longspan.core.account import KvAccount
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.exchange import shown_names
-from longspan.core.owners import BlockRef
 from longspan.core.policy import Policy
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from longspan.core.owners import coupled_instances
+from longspan.core.blocks import coupled_instances
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Forward
 from longspan.core.view import Admitted

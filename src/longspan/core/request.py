@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Literal
 
-from longspan.core.owners import BlockRef, Owners, Rotation, chain_key
+from longspan.core.blocks import BlockRef, chain_key
+from longspan.core.owners import Owners, Rotation
 from longspan.core.runs import Run, SpanShards, coalesce
 from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting

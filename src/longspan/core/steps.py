@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from longspan.core.blocks import BlockRef, chain_key
 from longspan.core.exchange import Exchange
-from longspan.core.owners import BlockRef, Rotation, chain_key
+from longspan.core.owners import Rotation
 from longspan.core.runs import SpanShards
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from longspan.core.account import KvAccount
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
-from longspan.core.owners import BlockRef
 from longspan.core.request import Request
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from longspan.core.account import KvAccount
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
-from longspan.core.owners import BlockRef
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Content, MoveKV, MoveWay

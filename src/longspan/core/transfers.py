@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from longspan.core.account import KvAccount
-from longspan.core.owners import BlockRef, Target
+from longspan.core.blocks import BlockRef, Target
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV, Part

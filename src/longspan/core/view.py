@@ -14,13 +14,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from longspan.core.exchange import Exchange
-from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation, Target
-from longspan.core.runs import SpanShards
-from longspan.core.sparse import SparseSetting
-
-if TYPE_CHECKING:  # most policies know their instances from the start
+if TYPE_CHECKING:  # types alone
+    from longspan.core.blocks import BlockRef, PrefixHit, Target
     from longspan.core.cluster import Cluster
+    from longspan.core.exchange import Exchange
+    from longspan.core.owners import Owners, Rotation
+    from longspan.core.runs import SpanShards
+    from longspan.core.sparse import SparseSetting
 
 
 class RequestView(Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.owners import coupled_instances
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache, partial
 
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster, ParallelSpec, cut_evenly
 from longspan.core.exchange import LOCAL, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost.flows import alone_s

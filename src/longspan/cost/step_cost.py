@@ -9,9 +9,9 @@ from itertools import compress
 from operator import add
 from typing import NamedTuple, Protocol
 
+from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
-from longspan.core.owners import coupled_instances
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.core.blocks import PrefixHit, Target, coupled_instances
 from longspan.core.exchange import Exchange
-from longspan.core.owners import PrefixHit, Target, coupled_instances
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.profile import DecodeFit, PrefillTime

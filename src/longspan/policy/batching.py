@@ -20,8 +20,8 @@ from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
+from longspan.core.blocks import BlockRef, PrefixHit, coupled_instances
 from longspan.core.exchange import LOCAL
-from longspan.core.owners import BlockRef, PrefixHit, coupled_instances
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longspan.core.owners import PrefixHit
+from longspan.core.blocks import PrefixHit
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part

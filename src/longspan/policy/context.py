@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
-from longspan.core.owners import PrefixHit
+from longspan.core.blocks import PrefixHit
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError

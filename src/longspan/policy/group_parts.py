@@ -11,9 +11,10 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
+from longspan.core.blocks import BlockRef, PrefixHit
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.layouts import shard_span
-from longspan.core.owners import BlockRef, PrefixHit, Rotation
+from longspan.core.owners import Rotation
 from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.cost.partitions import PartitionTable, parse_fractions

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from longspan.core.owners import Target
+from longspan.core.blocks import Target
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget
 

@@ -20,8 +20,9 @@ from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import on_device
+from longspan.core.blocks import BlockRef
 from longspan.core.exchange import Exchange
-from longspan.core.owners import BlockRef, Owners
+from longspan.core.owners import Owners
 from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.runtime.host_pool import HostPool

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster, cut_evenly
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import LOCAL
-from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.cost.estimate import USED_MEMORY

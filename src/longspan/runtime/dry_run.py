@@ -19,10 +19,10 @@ from torch import Tensor
 from longspan.attn.backends import backend_of
 from longspan.attn.comm import CommError
 from longspan.attn.memory import Wires
+from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, positions
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.model.adapter import SERVE, Model

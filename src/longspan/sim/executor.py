@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from longspan.core.owners import coupled_instances
+from longspan.core.blocks import coupled_instances
 from longspan.core.steps import BytesSent, Completion, Forward, MoveKV, Part, Reshard, Sample, Sampled, Step
 from longspan.cost.flows import alone_s
 from longspan.cost.step_cost import StepCost

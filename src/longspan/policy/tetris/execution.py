@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
-from longspan.core.owners import PrefixHit, coupled_instances
+from longspan.core.blocks import PrefixHit, coupled_instances
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, Growing, single_part
