@@ -179,6 +179,11 @@ def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank:
     ],
 )
 def test_what_cannot_be(tiny: Path, arguments: dict[str, object], says: str) -> None:
-    given = {"prefill_parallel": "2", "decode_parallel": "1", "skip_tokenizer_init": True, **arguments}
+    given = {
+        "prefill_parallel": "2",
+        "decode_parallel": "1",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+    } | arguments
     with pytest.raises(ValueError, match=says):
         LLM(str(tiny), **given)  # type: ignore[arg-type]  # of LLM
