@@ -351,8 +351,9 @@ class EngineModel:
         )
         if dtype == "auto":
             kernels = _kernels(given.attention_backend, given.device, files.dtype)
-            if kernels is None and (given.device, files.dtype) == ("cpu", "bfloat16"):
-                _warn_of_slow_bfloat16()
+            lacks_kernels = kernels is None and given.attention_backend == "auto"
+            if lacks_kernels and (given.device, files.dtype) == ("cpu", "bfloat16"):
+                warn_of_slow_bfloat16()
         info = read_info(files.weights)
         block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[files.dtype])
         return cls(files=files, info=info, kernels=kernels, block_bytes=block_bytes)
@@ -582,7 +583,7 @@ def _kernels(backend: str, device: str, dtype: str) -> Path | None:
 
 
 @cache  # once per process: planning and the engine resolve the same options
-def _warn_of_slow_bfloat16() -> None:
+def warn_of_slow_bfloat16() -> None:
     _log.warning(
         "computing in bfloat16, the precision of the checkpoint, with PyTorch's kernels instead of ours: prefill can "
         "take more than twice as long as with dtype float32, which needs twice the memory"

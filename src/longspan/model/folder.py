@@ -93,10 +93,10 @@ def _shards(index: Path) -> list[str]:
     return names
 
 
-def stated_dtype(folder: Path) -> str | None:
+def stated_dtype(folder: Path, *, with_weights: bool) -> str | None:
     """Return the dtype of a checkpoint, such as float16: from config.json, else the type of most tensors.
 
-    None if config.json has no dtype, and there are no safetensors files with floating-point tensors.
+    None if config.json has no dtype and safetensors files have no floating-point tensors, or are not to be read.
 
     Raises:
         ModelError: for a config.json or a file of weights that cannot be read.
@@ -107,7 +107,7 @@ def stated_dtype(folder: Path) -> str | None:
         for key in ("dtype", "torch_dtype"):
             if isinstance(value := part.get(key), str) and value != "auto":
                 return value.removeprefix("torch.")
-    types = Counter(stored_types(weight_files(folder)).values())
+    types = Counter(stored_types(weight_files(folder)).values() if with_weights else ())
     return next((_DTYPES_OF_TYPES[kind] for kind, _ in types.most_common() if kind in _DTYPES_OF_TYPES), None)
 
 
