@@ -25,6 +25,7 @@ def start(
 ) -> LLM:
     return kind(
         str(tiny),
+        dtype="float32",
         prefill_parallel=prefill,
         decode_parallel=decode,
         transfer_backends=backends,
