@@ -76,7 +76,8 @@ def main() -> int:
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
     """Yields the URL of a server that is up until the block ends."""
-    command = [sys.executable, "-m", "longspan", "serve", "--port", "0", "--max-model-len", str(MAX_LENGTH)]
+    command = [sys.executable, "-m", "longspan", "serve", "--dtype", "float32", "--port", "0"]
+    command += ["--max-model-len", str(MAX_LENGTH)]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

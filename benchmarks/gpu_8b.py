@@ -202,7 +202,13 @@ def _by_engine(kernel: CudaKernel | None, asked: argparse.Namespace, found: Foun
         make_service = partial(Service, launcher=launch)
 
     model = str(asked.checkpoint)
-    options = {"device": asked.device, "load_format": "dummy", "skip_tokenizer_init": True, "block_size": _BLOCK_SIZE}
+    options = {
+        "device": asked.device,
+        "dtype": "bfloat16" if asked.device == "cuda" else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "block_size": _BLOCK_SIZE,
+    }
     known: list[tuple[int, float]] = []
     with WithKernel(model, **options) as llm:
         for length in asked.lengths:

@@ -107,7 +107,7 @@ class Runner:
 def main() -> None:
     """Measures and prints; with `--json` writes every sample."""
     options = _options()
-    arguments = {"threads_per_rank": 1, "block_size": _BLOCK, "enable_prefix_caching": False}
+    arguments = {"dtype": "float32", "threads_per_rank": 1, "block_size": _BLOCK, "enable_prefix_caching": False}
     roles = {"prefill_parallel": "1", "decode_parallel": "1"}
     samples: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:

@@ -32,10 +32,11 @@ from rich.console import Console
 from rich.table import Table
 
 PROMPT = "one two three four five six seven eight nine ten"
-GENERATE = ("generate", "--prompt", PROMPT, "--max-tokens", "1")
+ONE_TOKEN = ("generate", "--prompt", PROMPT, "--max-tokens", "1")
+GENERATE = (*ONE_TOKEN, "--dtype", "float32")
 CASES = {
     "generate": GENERATE,
-    "generate, bfloat16": (*GENERATE, "--dtype", "bfloat16"),
+    "generate, bfloat16": (*ONE_TOKEN, "--dtype", "bfloat16"),
     "generate, 2 instances": (*GENERATE, "--parallel", "2"),
     "generate, chunked": (*GENERATE, "--policy", "chunked"),
     "--help": ("--help",),
@@ -121,7 +122,7 @@ def run_server(src: Path) -> Run:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     start_s, cpu_s = time.monotonic(), children_cpu_s()
-    command = [sys.executable, "-m", "longspan", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "longspan", "serve", "--dtype", "float32", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env_of(src)) as process:
         while not serves(port):
             assert process.poll() is None, "the server has ended"

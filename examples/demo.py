@@ -22,7 +22,7 @@ def main() -> int:
     """Runs the demo; returns 0 if the model found the key."""
     options = _options()
     print(f"Starting {options.instances} instances of smollm2-135m ...")
-    with LLM("smollm2-135m", instances=options.instances) as llm:
+    with LLM("smollm2-135m", dtype="float32", instances=options.instances) as llm:
         manual = first_paragraphs("\n\n".join(topics.values()), NUM_TOKENS, llm)
         prompt = hide(options.key, manual, options.depth) + QUESTION
         print(f"Pass key {options.key} is hidden in {len(llm.tokenize(prompt)):,} tokens of Python's manual.")

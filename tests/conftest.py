@@ -88,12 +88,13 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
 
 @pytest.fixture
 def thread_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
-    """The command line starts engines in this process, whose workers are threads."""
+    """The command line starts engines in this process. Their workers are threads and compute in float32 by default."""
     from engines import ThreadLLM
 
     import longspan
 
     del signals
+    monkeypatch.setenv("LONGSPAN_DTYPE", "float32")
     monkeypatch.setitem(vars(longspan), "LLM", ThreadLLM)
     monkeypatch.setattr("longspan.cli.options.start_server", lambda: None)
 

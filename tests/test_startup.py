@@ -15,7 +15,7 @@ import sys
 from longspan.args import EngineArgs
 from longspan.service import EngineModel
 from longspan.text.tokenizer import load_tokenizer
-model = EngineModel.of(EngineArgs(model=sys.argv[1]))
+model = EngineModel.of(EngineArgs(model=sys.argv[1], dtype="float32"))
 assert "transformers" not in sys.modules
 if model.files.tokenizer_dir is not None:
     load_tokenizer(model.files)

@@ -77,7 +77,7 @@ def _quick(folder: str, packages: str) -> list[Check]:
 
 def _others(folder: str) -> list[Check]:
     shape = f"{folder}/shape"
-    model = ("--device", "cuda", "--load-format", "dummy")
+    model = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy")
     measured = ("--threads-per-rank", "1", "--lengths", "128,1024,2048,4096", "--repeats", "2")
     profile = ("-m", "longspan", "profile", shape, *model, *measured, "--json")
     served = ("--instances", "1", "--policies", "chunked", "--num-requests", "40")

@@ -40,7 +40,7 @@ class DeviceArgs(ParallelArgs):
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        _devices("Precision of weights and KV; auto: float32 on CPUs, bfloat16 on CUDA."),
+        _devices("Precision of weights and KV; auto: the precision of the checkpoint."),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "native", "torch"],
@@ -57,11 +57,13 @@ class DeviceArgs(ParallelArgs):
     trust_remote_code: Annotated[bool, _devices("Run Python code that comes with the model.")] = False
 
     @property
-    def precision(self) -> Literal["float32", "bfloat16"]:
-        """Returns what `dtype` means on this device."""
-        if self.dtype == "auto":
-            return "bfloat16" if self.device == "cuda" else "float32"
-        return self.dtype
+    def required_dtype(self) -> Literal["auto", "float32", "bfloat16"]:
+        """Return bfloat16 instead of auto if the options require kernels of our own, which support no other dtype.
+
+        `model.source.prepare` resolves auto to the precision of the checkpoint.
+        """
+        needs_kernels = self.quantization is not None or self.attention_backend == "native"
+        return "bfloat16" if self.dtype == "auto" and needs_kernels else self.dtype
 
 
 @dataclass(frozen=True)

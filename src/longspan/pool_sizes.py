@@ -14,7 +14,6 @@ from longspan.core.cluster import Cluster
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard
-from longspan.model.store import DTYPES
 from longspan.runtime.pool import PROCESS_BYTES, bytes_per_block, default_kv_bytes
 
 _log = logging.getLogger("longspan")
@@ -54,11 +53,13 @@ def unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
     return 2**62
 
 
-def with_pools(cluster: Cluster, block_bytes: int, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes) -> Cluster:
+def with_pools(
+    cluster: Cluster, block_bytes: int, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
+) -> Cluster:
     """Return the cluster with pools on devices, hosts and disks; raise ValueError when memory for them is missing."""
     _check_hosts(given.host_kv_gib, cluster)
     cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
-    dtype, found, needed = DTYPES[given.precision], [], 0
+    found, needed = [], 0
     for instance in cluster.instances:
         per_block = _bytes_per_block(info, cluster, instance, given.block_size, dtype)
         num_blocks = given.num_gpu_blocks_override

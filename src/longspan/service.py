@@ -112,7 +112,7 @@ class Service:
             most_threads=given.threads_per_rank,
             block_size=given.block_size,
             kernels=setup.model.kernels,
-            host_kernels=_host_kernels(given, cluster),
+            host_kernels=_host_kernels(given, self.files.dtype, cluster),
             enforce_eager=given.enforce_eager,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
@@ -285,7 +285,9 @@ class Service:
             num_device_pools=before.host_pools.start,
             locations=locations,
         ).with_layers(self.info.num_layers, self.info.head_layers)
-        cluster = with_pools(cluster, self.block_bytes, self.info, given, self._kv_bytes)
+        cluster = with_pools(
+            cluster, self.block_bytes, self.info, given, self._kv_bytes, dtype=DTYPES[self.files.dtype]
+        )
         facts, policy = self._chosen_for(cluster)
         self.engine.reshard(cluster, policy)
         self.facts, self._policy = facts, policy
@@ -363,7 +365,8 @@ class EngineModel:
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
         """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
-        kernels = _kernels(given.attention_backend, given.device, given.precision)
+        dtype = given.required_dtype
+        kernels = None if dtype == "auto" else _kernels(given.attention_backend, given.device, dtype)
         if given.quantization is not None and kernels is None:
             problem = (
                 f"{given.quantization} is for kernels of our own: it needs dtype bfloat16 on a CPU that has them, and "
@@ -372,15 +375,20 @@ class EngineModel:
             raise ParameterError("quantization", problem, given.quantization)
         files = prepare(
             given.model,
-            dtype=given.precision,
+            dtype=dtype,
             load_format=given.load_format,
             device=given.device,
             seed=given.seed,
             quantization=given.quantization,
             trust_remote_code=given.trust_remote_code,
         )
+        if dtype == "auto":
+            kernels = _kernels(given.attention_backend, given.device, files.dtype)
+            lacks_kernels = kernels is None and given.attention_backend == "auto"
+            if lacks_kernels and (given.device, files.dtype) == ("cpu", "bfloat16"):
+                warn_of_slow_bfloat16()
         info = read_info(files.weights)
-        block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[given.precision])
+        block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[files.dtype])
         return cls(files=files, info=info, kernels=kernels, block_bytes=block_bytes)
 
     def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
@@ -425,10 +433,11 @@ class ResolvedEngine:
         for one in clusters:
             _check_split(info, files, one, wanted)
         check_host_memory(given.host_kv_gib, clusters[0])
-        clusters = [with_pools(one, block_bytes, info, given, kv_bytes) for one in clusters]
+        dtype = DTYPES[files.dtype]
+        clusters = [with_pools(one, block_bytes, info, given, kv_bytes, dtype=dtype) for one in clusters]
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
-        shape = info.shape(DTYPES[given.precision].itemsize)
+        shape = info.shape(dtype.itemsize)
         facts = _facts(profile_key, shape, cluster, given.block_size)
         facts = replace(facts, turns=turns, turn_cost=_turn_cost(profile_key, shape, turns, given.block_size))
         policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
@@ -597,11 +606,11 @@ def _check_windows(info: ModelInfo, csa: str) -> None:
         raise ParameterError("csa", problem, csa[:60])
 
 
-def _host_kernels(given: EngineArgs, cluster: Cluster) -> Path | None:
+def _host_kernels(given: EngineArgs, dtype: str, cluster: Cluster) -> Path | None:
     """Returns the compiled kernels by which hosts of other devices compute, if they have KV."""
     if given.device == "cpu" or not cluster.host_blocks:
         return None
-    return _kernels("auto", "cpu", given.precision)
+    return _kernels("auto", "cpu", dtype)
 
 
 def _kernels(backend: str, device: str, dtype: str) -> Path | None:
@@ -621,6 +630,14 @@ def _kernels(backend: str, device: str, dtype: str) -> Path | None:
         return None
 
 
+@cache  # once per process: planning and the engine resolve the same options
+def warn_of_slow_bfloat16() -> None:
+    _log.warning(
+        "computing in bfloat16, the precision of the checkpoint, with PyTorch's kernels instead of ours: prefill can "
+        "take more than twice as long as with dtype float32, which needs twice the memory"
+    )
+
+
 def _open_disks(
     given: EngineArgs,
     files: ModelFiles,
@@ -632,7 +649,7 @@ def _open_disks(
     """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
     a folder of its own; so is each host.
     """
-    model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[given.precision]
+    model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[files.dtype]
     folder = cache_root() / "kv" if given.disk_kv_dir is None else Path(given.disk_kv_dir).expanduser()
     disks = {}
     for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.args import EngineArgs
 from longspan.attn.backends import CudaKernel, backend_of
 from longspan.attn.backends.pytorch import TorchCpu, TorchCuda, cuda_kernel
 from longspan.attn.check import random_qkv, reference
@@ -213,8 +212,3 @@ def test_a_backend_may_keep_to_one_kernel_but_under_a_mask(
     with Called() as called:
         backend._kernel(q, k, v, spec, causal=False, mask=torch.empty(1, 1, 70, 70, device="meta"))
     assert called.names and not any("scaled_dot_product" in name for name in called.names)
-
-
-def test_precision_follows_the_device() -> None:
-    assert [EngineArgs("m", device=device).precision for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
-    assert EngineArgs("m", device="cuda", dtype="float32").precision == "float32"

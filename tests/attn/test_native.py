@@ -331,7 +331,7 @@ def test_some_heads_of_a_pool_are_left_to_pytorch_too(monkeypatch: pytest.Monkey
     ("arguments", "words"),
     [
         ({"attention_backend": "fast"}, "attention_backend must be auto, native or torch, but 'fast' given"),
-        ({"attention_backend": "native"}, "is for bfloat16 on cpu, not for float32 on cpu"),
+        ({"attention_backend": "native", "dtype": "float32"}, "is for bfloat16 on cpu, not for float32 on cpu"),
     ],
 )
 def test_a_wrong_backend_is_refused(arguments: dict[str, str], words: str) -> None:

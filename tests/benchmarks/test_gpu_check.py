@@ -141,7 +141,7 @@ def test_a_forced_kernel_reaches_the_workers(tiny: Path) -> None:
         return ThreadLauncher(msgspec.structs.replace(config, cuda_kernel="flash"))
 
     with pytest.raises(WorkerLostError, match="CPUs have no kernels of CUDA devices"):
-        Service(EngineArgs(str(tiny), skip_tokenizer_init=True), launcher=launch)
+        Service(EngineArgs(str(tiny), dtype="float32", skip_tokenizer_init=True), launcher=launch)
 
 
 def test_the_twin_fails_when_a_percentile_is_far_off(capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,7 +203,7 @@ def test_without_a_profile_the_user_is_told_how_to_make_one(
     assert batch("--attention-backend", "torch") == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), started) == ("", 1, [])
-    options = "--threads-per-rank 1 --attention-backend torch"
+    options = "--threads-per-rank 1 --dtype float32 --attention-backend torch"
     assert "--parallel auto" in err
     assert f"longspan profile {tiny} --parallel 2 {options} and longspan profile {tiny} --parallel tp2 {options}" in err
 

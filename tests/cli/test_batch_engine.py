@@ -163,7 +163,7 @@ def test_killed_and_run_again_a_batch_is_whole(tiny: Path, tmp_path: Path, capsy
     """First in another process, then in this one."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(source, [[index + 3] for index in range(15)], 100)
-    command = ["batch", str(tiny), "-i", str(source), "-o", str(target)]
+    command = ["batch", str(tiny), "-i", str(source), "-o", str(target), "--dtype", "float32"]
     command += ["--skip-tokenizer-init", "--max-num-seqs", "1", "--threads-per-rank", "1"]
     killed = Forked(main_on_threads, command)
     deadline = time.monotonic() + 120

@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
-    fixed = ("--load-format", "dummy", "--skip-tokenizer-init", "--threads-per-rank", "1", "--block-size", "16")
-    return ["generate", str(folder), *fixed, *arguments]
+    fixed = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init", "--threads-per-rank", "1")
+    return ["generate", str(folder), *fixed, "--block-size", "16", *arguments]
 
 
 @pytest.mark.usefixtures("thread_llm")

@@ -366,7 +366,7 @@ def test_a_real_engine_is_measured(
 ) -> None:
     monkeypatch.setitem(vars(longspan), "LLM", ThreadLLM)
     folder = make_tiny("llama", tmp_path / "tiny")
-    engine = ("--parallel", "2", "--block-size", "16", "--max-model-len", "300")
+    engine = ("--dtype", "float32", "--parallel", "2", "--block-size", "16", "--max-model-len", "300")
     command = ("profile", str(folder), *engine, "--lengths", "64,128", "--repeats", "1", "--partitions", "--json")
     assert run(*command) == 0
     shown = json.loads(capsys.readouterr().out)

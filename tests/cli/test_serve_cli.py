@@ -459,7 +459,8 @@ def test_an_address_that_is_taken_is_named_before_a_model_is_loaded(capsys: pyte
 def test_what_only_the_engine_refuses_is_said_of_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """It knows the parameter by its name in Python, in another process."""
     folder = make_tiny("llama", tmp_path)
-    assert run("serve", str(folder), "--skip-tokenizer-init", "--disk-kv-gib", "1", "--port", "0") == 2
+    flags = ("--dtype", "float32", "--skip-tokenizer-init", "--disk-kv-gib", "1", "--port", "0")
+    assert run("serve", str(folder), *flags) == 2
     assert "longspan: --disk-kv-gib 1 is reached by way of the host's memory: " in capsys.readouterr().err
 
 

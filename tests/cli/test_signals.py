@@ -24,6 +24,7 @@ from longspan.cli import signals
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 MODEL = ("--load-format", "dummy", "--skip-tokenizer-init", "--threads-per-rank", "1", "--block-size", "16")
+VARIABLES = {"OMP_NUM_THREADS": "1", "LONGSPAN_DTYPE": "float32"}
 GENERATE = ("--token-ids", "5,6,7", "--max-tokens", "400", "--ignore-eos")
 
 
@@ -68,9 +69,9 @@ class Run:
             text=True,
             env={
                 **os.environ,
+                **VARIABLES,
                 "TMPDIR": self._folder.name,
                 "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor",
-                "OMP_NUM_THREADS": "1",
             },
         )
 

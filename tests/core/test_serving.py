@@ -85,7 +85,7 @@ def test_many_requests_in_little_memory_equal_their_solo_runs(
 
 def test_weights_are_in_memory_once() -> None:
     """All workers map the same pages of the same file, and change none."""
-    with LLM(instances=2) as llm:
+    with LLM(dtype="float32", instances=2) as llm:
         tokens = list(topic_tokens()[:300])
         llm.generate([tokens[place::2] for place in range(2)], SamplingParams(temperature=0, max_tokens=2))
         mapped = [_mapped_weights(pid) for pid in llm.service.executor.pids]

@@ -40,7 +40,8 @@ def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_pools_fill_the_device_and_full_steps_still_fit(shape: Path, parallel: str) -> None:
     """Also where ranks share it."""
     free, total = torch.cuda.mem_get_info(0)
-    with LLM(str(shape), device="cuda", load_format="dummy", skip_tokenizer_init=True, parallel=parallel) as llm:
+    options = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
+    with LLM(str(shape), **options, parallel=parallel) as llm:
         cluster = llm.engine.config.cluster
         pools = sum(cluster.num_blocks) * llm.service.block_bytes
         left, _ = torch.cuda.mem_get_info(0)

@@ -36,7 +36,7 @@ def test_a_file_without_levels_is_another_one(tiny: Path) -> None:
     assert not map_levels(plain) and plain != ensure_weights(tiny, dtype="bfloat16", quantization="int8")
 
 
-@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16", "attention_backend": "torch"}])
+@pytest.mark.parametrize("given", [{"dtype": "float32"}, {"dtype": "bfloat16", "attention_backend": "torch"}])
 def test_levels_need_kernels_that_read_them(tiny: Path, given: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="quantization int4 is for kernels of our own"):
         LLM(str(tiny), quantization="int4", **given)  # type: ignore[arg-type]

@@ -227,7 +227,7 @@ def test_a_profile_is_of_models_of_the_same_sizes_only(tmp_path: Path) -> None:
 
     def key(name: str, seed: int) -> ProfileKey:
         folder = make_tiny(name, tmp_path / "m", seed)
-        return EngineModel.of(EngineArgs(model=str(folder))).profile_key("cpu", tp=1, threads=1)
+        return EngineModel.of(EngineArgs(model=str(folder), dtype="float32")).profile_key("cpu", tp=1, threads=1)
 
     assert key("llama", 0) == key("llama", 1) != key("qwen3", 0)
 

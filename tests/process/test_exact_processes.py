@@ -20,7 +20,7 @@ LONG = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, output_logi
 def test_any_number_of_instances(smollm2_oracle: Oracle, instances: int, block_size: int) -> None:
     """A threshold of 0 shards even the shortest prompt; small blocks give every member a part of it."""
     options = {"threshold": "0"} if instances > 1 else {}
-    with LLM(instances=instances, block_size=block_size, policy_options=options) as llm:
+    with LLM(dtype="float32", instances=instances, block_size=block_size, policy_options=options) as llm:
         for length in (1, 2, 17, 1000, 4096):
             prompt = list(topic_tokens()[:length])
             [output] = llm.generate([prompt], LONG)
@@ -40,7 +40,9 @@ def test_a_prompt_that_grows_and_is_decoded_elsewhere(model: str, request: pytes
     folder = str(request.getfixturevalue("tiny")) if model == "tiny" else "smollm2-135m"
     oracle: Oracle = request.getfixturevalue("oracle" if model == "tiny" else "smollm2_oracle")
     prompt = [5 + token % 190 for token in topic_tokens()[:300]]
-    with LLM(folder, prefill_parallel="2", decode_parallel="tp2", block_size=16, skip_tokenizer_init=True) as llm:
+    with LLM(
+        folder, dtype="float32", skip_tokenizer_init=True, block_size=16, prefill_parallel="2", decode_parallel="tp2"
+    ) as llm:
         llm.engine.set_policy(forced({300: [(100, (1,)), (200, (0, 1))]}, 2, decode=(2,), balance=True))
         [output] = llm.generate([prompt], GREEDY)
         assert llm.bytes_exchanged["kv_transfer"] > 0 and llm.bytes_exchanged["kv_balance"] > 0
@@ -54,6 +56,7 @@ def test_a_long_request_is_decoded_by_several_others(tiny: Path, oracle: Oracle)
     ]
     with LLM(
         str(tiny),
+        dtype="float32",
         prefill_parallel="2",
         decode_parallel="2",
         policy="csps",
@@ -76,6 +79,7 @@ def test_a_context_that_no_device_holds(model: str, request: pytest.FixtureReque
     prompt = [5 + token % 190 for token in topic_tokens()[:size]]
     with LLM(
         folder,
+        dtype="float32",
         parallel="tp2",
         block_size=block_size,
         num_gpu_blocks_override=size // block_size // 3,
@@ -92,7 +96,7 @@ def test_a_context_that_no_device_holds(model: str, request: pytest.FixtureReque
 @pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"])
 def test_every_exchange(smollm2_oracle: Oracle, exchange: str) -> None:
     prompt = list(topic_tokens()[:1500])
-    with LLM(instances=2, policy_options={"exchange": exchange, "threshold": "1000"}) as llm:
+    with LLM(dtype="float32", instances=2, policy_options={"exchange": exchange, "threshold": "1000"}) as llm:
         [output] = llm.generate([prompt], GREEDY)
         assert llm.bytes_exchanged[exchange] > 0
     assert_exact(output, smollm2_oracle.complete(prompt, 8))

@@ -28,6 +28,7 @@ LENGTHS = (90, 17, 40, 61, 25)
 def make_service(model: Path, spec: str) -> Service:
     given = EngineArgs(
         str(model),
+        dtype="float32",
         skip_tokenizer_init=True,
         parallel=spec,
         policy="chunked",
@@ -108,7 +109,9 @@ def test_one_is_killed_while_another_joins(
 
 
 def test_a_python_engine_that_is_idle_grows_at_once(tiny: Path, oracle: Oracle) -> None:
-    with LLM(str(tiny), skip_tokenizer_init=True, parallel="1", threads_per_rank=2, block_size=16) as llm:
+    with LLM(
+        str(tiny), dtype="float32", skip_tokenizer_init=True, parallel="1", threads_per_rank=2, block_size=16
+    ) as llm:
         llm.reshard("2")
         assert len(llm.service.executor.pids) == 2 and len(llm.engine.transitions) == 1
         [output] = llm.generate([[*range(3, 90)]], LONG, use_tqdm=False)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
-OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "threads_per_rank": 1, "block_size": 16}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "threads_per_rank": 1, "block_size": 16}
 
 
 def wait_for_lines(process: Forked, number: int) -> list[str]:
@@ -149,7 +149,7 @@ UNFINISHED = """
 import asyncio, sys, threading
 from contextlib import suppress
 from longspan import LLM, AsyncLLM, SamplingParams
-options = dict(skip_tokenizer_init=True, threads_per_rank=1, block_size=16)
+options = dict(dtype="float32", skip_tokenizer_init=True, threads_per_rank=1, block_size=16)
 endless = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 llm, other = LLM(sys.argv[1], host_kv_gib=0.01, **options), AsyncLLM(sys.argv[1], **options)
 def generate():

@@ -33,7 +33,8 @@ MAX_TOKENS = 24
 LENGTHS = tuple(5 + 7 * number % 50 for number in range(24))
 """The host has room for a fourth of these prompts, so that clusters change some ten times."""
 BATCH = "--policy seesaw --prefill-parallel pp2 --decode-parallel tp2 --threads-per-rank 1 --skip-tokenizer-init "
-BATCH += "--block-size 16 --num-gpu-blocks-override 30 --max-num-batched-tokens 48 --host-kv-gib 0.00015"
+BATCH += "--block-size 16 --num-gpu-blocks-override 30 --max-num-batched-tokens 48 --host-kv-gib 0.00015 "
+BATCH += "--dtype float32"
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
     before = left_names()
-    llm = LLM(instances=2, skip_tokenizer_init=True)
+    llm = LLM(dtype="float32", instances=2, skip_tokenizer_init=True)
     pids = llm.service.executor.pids
     killed = []
 
@@ -58,7 +58,7 @@ def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
 def control(model: str) -> None:
     """Starts two workers, says who they are, and computes until it is ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
-    llm = LLM(model, instances=2, skip_tokenizer_init=True, threads_per_rank=1)
+    llm = LLM(model, dtype="float32", instances=2, skip_tokenizer_init=True, threads_per_rank=1)
     print(*llm.service.executor.pids, flush=True)
     while True:
         llm.generate([list(range(3, 190)) * 10], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
@@ -96,7 +96,7 @@ def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny:
 @pytest.mark.parametrize("with_forkserver", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_forkserver: bool) -> None:
     before = left_names()
-    llm = LLM(str(tiny), instances=2, policy="context", skip_tokenizer_init=True, step_timeout_s=2.0)
+    llm = LLM(str(tiny), dtype="float32", instances=2, policy="context", skip_tokenizer_init=True, step_timeout_s=2.0)
     llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
     time.sleep(2.5)  # while there is nothing to do, nobody is late
     llm.generate([[3, 4, 5]], LONG)
@@ -108,12 +108,12 @@ def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_
         llm.generate([[3 + i, 4, 5] for i in range(4)], LONG, use_tqdm=False)
     llm.shutdown()
     wait_until_gone(pids, before)
-    with LLM(str(tiny), skip_tokenizer_init=True) as again:
+    with LLM(str(tiny), dtype="float32", skip_tokenizer_init=True) as again:
         assert again.generate([[3, 4, 5]], LONG)
 
 
 def test_a_controller_that_was_stopped_takes_what_came_meanwhile(tiny: Path) -> None:
-    with LLM(str(tiny), skip_tokenizer_init=True, step_timeout_s=2.0) as llm:
+    with LLM(str(tiny), dtype="float32", skip_tokenizer_init=True, step_timeout_s=2.0) as llm:
         stream = llm.stream([3, 4, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
         for _ in range(2):
             next(stream)
@@ -124,7 +124,7 @@ def test_a_controller_that_was_stopped_takes_what_came_meanwhile(tiny: Path) -> 
 def test_logs_are_kept_while_their_worker_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cache_root", lambda: tmp_path)
     folder = tmp_path / "logs"
-    with LLM(str(tiny), skip_tokenizer_init=True):
+    with LLM(str(tiny), dtype="float32", skip_tokenizer_init=True):
         [log] = folder.glob("*/rank0.log")
         os.utime(log.parent, (0, 0))  # others are newer
         for number in range(40):
@@ -137,7 +137,7 @@ def test_logs_are_kept_while_their_worker_runs(tiny: Path, tmp_path: Path, monke
 
 
 def test_a_worker_that_raises_is_named_with_its_reason(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(tiny), skip_tokenizer_init=True)
+    llm = LLM(str(tiny), dtype="float32", skip_tokenizer_init=True)
     # A block number beyond the pool: only a bug in the controller could send it, and the worker must not survive it.
     monkeypatch.setattr(llm.engine.account.pool(0), "allocate", lambda number: [10**6] * number)
     with pytest.raises(WorkerLostError, match=r"rank 0 .*IndexError"):
@@ -149,7 +149,7 @@ def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
     """A request may hold KV without being in flight; ending it must not hide what happened."""
     prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
     shared = {"policy": "context", "policy_options": {"threshold": "3000"}}
-    llm = LLM(instances=2, skip_tokenizer_init=True, max_num_seqs=1, **shared)  # type: ignore[arg-type]
+    llm = LLM(dtype="float32", instances=2, skip_tokenizer_init=True, max_num_seqs=1, **shared)  # type: ignore[arg-type]
     timer = threading.Timer(1.0, os.kill, (llm.service.executor.pids[0], signal.SIGKILL))
     timer.start()
     with pytest.raises(WorkerLostError, match=r"rank 0 .*SIGKILL"):
@@ -158,7 +158,7 @@ def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
 
 
 def test_after_shutdown_there_is_a_clear_error(tiny: Path) -> None:
-    llm = ThreadLLM(str(tiny), skip_tokenizer_init=True)
+    llm = ThreadLLM(str(tiny), dtype="float32", skip_tokenizer_init=True)
     llm.shutdown()
     llm.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):
@@ -350,7 +350,7 @@ def test_a_thread_that_cannot_load_its_model_is_named_with_its_reason(
     with pytest.raises(
         WorkerLostError, match=r"rank 0 was lost: .*no such weights.* \(see the log of process \d+ for r"
     ):
-        ThreadLLM(str(tiny), skip_tokenizer_init=True)
+        ThreadLLM(str(tiny), dtype="float32", skip_tokenizer_init=True)
 
 
 def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,7 @@ CONFIG = {
     "eos_token_id": 2,
 }
 """64 KB of KV per token, so that the prompts have 4 GB of it, and the cache of prefixes keeps as much as it may."""
-FIXED = ("--load-format", "dummy", "--skip-tokenizer-init", "--threads-per-rank", "1")
+FIXED = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init", "--threads-per-rank", "1")
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[FakeMemory]
 
 def options(model: Path, **given: object) -> dict[str, Any]:
     sizes = {"block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 7}
-    return {"model": str(model), "skip_tokenizer_init": True, **sizes, **given}
+    return {"model": str(model), "dtype": "float32", "skip_tokenizer_init": True, **sizes, **given}
 
 
 def num_blocks(
@@ -273,7 +273,7 @@ def test_a_device_that_is_full_is_a_mistake_of_the_user(
     monkeypatch.setattr("longspan.LLM", measuring([FakeMemory(ROOM)]))
     monkeypatch.setattr("longspan.cli.options.start_server", lambda: None)
     monkeypatch.setattr(Worker, "run", fails)
-    arguments = ("--skip-tokenizer-init", "--token-ids", "3,4", "--max-num-batched-tokens", "64")
+    arguments = ("--dtype", "float32", "--skip-tokenizer-init", "--token-ids", "3,4", "--max-num-batched-tokens", "64")
     assert run("generate", str(tiny), *arguments) == 2
     words = "the device of rank 0 has too little memory for the model and a step of 64 tokens: use a larger tp"
     assert words in capsys.readouterr().err

@@ -95,6 +95,7 @@ def start(tiny: Path, tmp_path: Path, one_thread: None) -> Iterator[Callable[[],
     del one_thread
     given = EngineArgs(
         str(tiny),
+        dtype="float32",
         skip_tokenizer_init=True,
         instances=2,
         block_size=16,

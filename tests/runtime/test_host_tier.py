@@ -44,7 +44,13 @@ def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monke
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     given = EngineArgs(
-        str(tiny), tp=2, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=BLOCKS_OF_16 // 4, **HOST
+        str(tiny),
+        dtype="float32",
+        tp=2,
+        skip_tokenizer_init=True,
+        block_size=16,
+        num_gpu_blocks_override=BLOCKS_OF_16 // 4,
+        **HOST,
     )
     service, submit, swaps = Service(given), WorkerExecutor.submit, []
 

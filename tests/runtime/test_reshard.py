@@ -24,7 +24,10 @@ HOST = {"host_kv_gib": 0.02}
 
 def make_service(model: Path, launcher: type[InOrderLauncher] = InOrderLauncher, **given: object) -> Service:
     options = {"block_size": 16, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 48, **given}
-    return Service(EngineArgs(str(model), skip_tokenizer_init=True, **options), launcher=launcher)  # type: ignore[arg-type]
+    return Service(
+        EngineArgs(str(model), dtype="float32", skip_tokenizer_init=True, **options),  # type: ignore[arg-type]
+        launcher=launcher,
+    )
 
 
 def run_with(service: Service, changes: dict[int, str]) -> list[Request]:

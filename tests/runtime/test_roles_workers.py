@@ -25,6 +25,7 @@ def start(
 ) -> LLM:
     return kind(
         str(tiny),
+        dtype="float32",
         prefill_parallel=prefill,
         decode_parallel=decode,
         transfer_backends=backends,
@@ -179,6 +180,11 @@ def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank:
     ],
 )
 def test_what_cannot_be(tiny: Path, arguments: dict[str, object], says: str) -> None:
-    given = {"prefill_parallel": "2", "decode_parallel": "1", "skip_tokenizer_init": True, **arguments}
+    given = {
+        "prefill_parallel": "2",
+        "decode_parallel": "1",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+    } | arguments
     with pytest.raises(ValueError, match=says):
         LLM(str(tiny), **given)  # type: ignore[arg-type]  # of LLM

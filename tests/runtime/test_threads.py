@@ -23,6 +23,7 @@ from longspan.service import Service
 
 LENGTHS = (3, 90, 17, 140, 8, 61, 33, 120)
 OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
     "skip_tokenizer_init": True,
     "block_size": 16,
     "max_num_batched_tokens": 48,

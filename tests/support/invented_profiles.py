@@ -13,7 +13,7 @@ from longspan.service import EngineModel
 
 def measure(model: Path, *, tp: int, token_s: float, decode_s: float) -> None:
     """Stores a profile of instances that take `token_s` for a token of a prompt, and `decode_s` for a decode step."""
-    key = EngineModel.of(EngineArgs(model=str(model))).profile_key("cpu", tp=tp, threads=1)
+    key = EngineModel.of(EngineArgs(model=str(model), dtype="float32")).profile_key("cpu", tp=tp, threads=1)
     alone: dict[str, Any] = {"members": 1, "exchange": "local"}
     prefills = [
         Prefill(new_tokens=new, cached_tokens=cached, seconds=(1e-5 + token_s * new,), **alone)

@@ -23,6 +23,7 @@ KEY = "sesame"
 MODEL, OTHER_NAME, MAX_MODEL_LEN = "tiny", "gpt-4o-mini", 4096
 """What the server that several files ask calls its model, and how long it lets requests become."""
 
+_VARIABLES = {"OMP_NUM_THREADS": "1", "LONGSPAN_DTYPE": "float32"}
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 15.0
@@ -69,7 +70,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder), **environment},
+                env={**os.environ, **_VARIABLES, "TMPDIR": str(self._folder), **environment},
             )
         self._seen: set[psutil.Process] = {self.process}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ _ADAPTER = "adapter_config.json"
 _INDEX = ".index.json"
 _WEIGHTS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
 """In the order in which transformers looks for them."""
+
+_DTYPES_OF_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""The dtypes of PyTorch for floating-point types of safetensors files."""
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A folder without any of these has no tokenizer."""
@@ -80,6 +91,24 @@ def _shards(index: Path) -> list[str]:
         more = f", and {len(missing) - 1} more files that are not" if missing[1:] else ""
         raise ModelError(f"{problem}{more}: fetch the model again")
     return names
+
+
+def stated_dtype(folder: Path, *, with_weights: bool) -> str | None:
+    """Return the dtype of a checkpoint, such as float16: from config.json, else the type of most tensors.
+
+    None if config.json has no dtype and safetensors files have no floating-point tensors, or are not to be read.
+
+    Raises:
+        ModelError: for a config.json or a file of weights that cannot be read.
+    """
+    config = read_json(folder / CONFIG)
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(value := part.get(key), str) and value != "auto":
+                return value.removeprefix("torch.")
+    types = Counter(stored_types(weight_files(folder)).values() if with_weights else ())
+    return next((_DTYPES_OF_TYPES[kind] for kind, _ in types.most_common() if kind in _DTYPES_OF_TYPES), None)
 
 
 def stored_types(files: dict[str, Path]) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -11,12 +13,13 @@ from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[a
 
 from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
-from longspan.model.folder import tokenizer_files
+from longspan.model.folder import stated_dtype, tokenizer_files
 from longspan.model.quantization import Quantization
-from longspan.model.store import build_once, ensure_weights
+from longspan.model.store import DTYPES, build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
+_log = logging.getLogger("longspan")
 
 
 def prepare(
@@ -33,11 +36,14 @@ def prepare(
 
     `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format` "dummy"
     draws random weights from `seed` and needs a configuration only: for CPUs once, in a file that they share, and for
-    another `device` where each rank is. A `quantization` rounds weights. Runs in the parent
-    process, before any worker starts. Raises ModelError for everything that the user can cause.
+    another `device` where each rank is. A `quantization` rounds weights. The `dtype` auto is the precision of the
+    checkpoint, see `own_dtype`. Runs in the parent process, before any worker starts. Raises ModelError for everything
+    that the user can cause.
     """
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
+    if dtype == "auto":
+        dtype = own_dtype(folder, with_weights=not dummy)
     tokenizer = tokenizer_files(folder)
     weights = ensure_weights(
         folder,
@@ -57,6 +63,27 @@ def prepare(
         quantization=quantization,
         trust_remote_code=trust_remote_code,
     )
+
+
+def own_dtype(folder: Path, *, with_weights: bool = True) -> str:
+    """Return the key of `DTYPES` for the precision of the checkpoint in `folder`; float32 if it states none.
+
+    bfloat16 replaces float16 and 8-bit floats, and float32 replaces float64: longspan computes in no other precision.
+    """
+    stated = stated_dtype(folder, with_weights=with_weights)
+    if stated is None or stated in DTYPES:
+        return stated or "float32"
+    chosen = "float32" if stated == "float64" else "bfloat16"
+    _warn_of_other_dtype(folder, stated, chosen)
+    return chosen
+
+
+@cache  # once per process: planning and the engine prepare the same model
+def _warn_of_other_dtype(folder: Path, stated: str, chosen: str) -> None:
+    words = f"{folder} is a checkpoint in {stated}, in which longspan does not compute: it computes in {chosen}"
+    if stated == "float16":
+        words += ", which rounds weights to 8 significant bits of 11. dtype float32 keeps them, in twice the memory"
+    _log.warning(words)
 
 
 def _folder(model: str, *, with_weights: bool) -> Path:
