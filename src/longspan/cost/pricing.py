@@ -20,24 +20,35 @@ from longspan.cost.step_cost import StepCost
 class PricedSwap:
     """Prices what is copied from a host, or its disk, to an instance, and what is computed there instead, by the cost
     of steps.
+
+    Args:
+        slow: the factor by which instances take longer than their cost.
     """
 
-    def __init__(self, cost: StepCost, cluster: Cluster) -> None:
+    def __init__(self, cost: StepCost, cluster: Cluster, slow: float = 1.0) -> None:
         host = cluster.host_pool(0)
         disk = cluster.disk_pool(host)
         self.block_s = _block_s(cost, host, 0, "in")
         self.load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
-        self.recompute_s = lru_cache(maxsize=4096)(partial(_prefill_s, cost, 1, LOCAL))
+
+        def recompute_s(new_tokens: int, cached_tokens: int) -> float:
+            return slow * _prefill_s(cost, 1, LOCAL, new_tokens, cached_tokens)
+
+        self.recompute_s = lru_cache(maxsize=4096)(recompute_s)
 
 
 class PricedTurns:
-    """Prices the work of clusters that take turns by the cost of steps, as if all of their devices had some."""
+    """Prices the work of clusters that take turns by the cost of steps, as if all of their devices had some.
 
-    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int) -> None:
+    Args:
+        slow: the factor by which instances take longer than their cost.
+    """
+
+    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0) -> None:
         self._costs = {one.spec: cost.resharded(one) for one in turns}
         self._other = {turns[0].spec: turns[1], turns[1].spec: turns[0]}
         self._swaps = {one.spec: PricedSwap(self._costs[one.spec], one) for one in turns}
-        self._block_size = block_size
+        self._block_size, self._slow = block_size, slow
         self._stage_s = lru_cache(maxsize=4096)(self._find_stage_s)
 
     def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
@@ -61,7 +72,7 @@ class PricedTurns:
     def _find_stage_s(self, spec: ParallelSpec, num_decodes: int, length: int) -> float:
         """Times the slowest stage of one instance with a prompt, or with so many decodes."""
         forward = _decodes(num_decodes, length) if num_decodes else _prefill(1, LOCAL, length, 0)
-        return max(self._costs[spec].stage_seconds(forward)[0])
+        return self._slow * max(self._costs[spec].stage_seconds(forward)[0])
 
 
 def _block_s(cost: StepCost, source: int, target: int, way: MoveWay) -> float:

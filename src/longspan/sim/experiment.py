@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,7 +128,8 @@ class Experiment:
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
     def _swap(self, cluster: Cluster) -> PricedSwap:
-        return PricedSwap(self.cost if cluster == self.cluster else self.cost.resharded(cluster), cluster)
+        cost = self.cost if cluster == self.cluster else self.cost.resharded(cluster)
+        return PricedSwap(cost, cluster, self.faults.common_factor(cluster.num_instances))
 
     def at_light_load(self, workload: Workload) -> Result:
         """Serves the requests such that none meets another."""
@@ -283,15 +284,16 @@ def computed_experiment(
         exchanges=(*of_any_layout(), CHAIN),
         sizes={int(size) for size in named if size.strip().isdecimal()},
     )
+    slow = _common_factor(faults, cluster, turns)
     flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
     facts = replace(
         known,
         shape=model.attention,
-        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
-        profile=profile,
+        hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
+        profile=profile.slowed(slow),
         cluster=cluster,
         turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
+        turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
     return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
@@ -316,13 +318,14 @@ def measured_experiment(
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
         partitions = ModelledPartitions(found)
     cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
+    slow = _common_factor(faults, cluster, turns)
     facts = Facts(
-        profile=profile,
+        profile=profile.slowed(slow),
         model=key.model,
         partitions=partitions,
         cluster=cluster,
         turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
+        turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
     )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(
@@ -339,6 +342,11 @@ def measured_experiment(
         scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
         faults=faults,
     )
+
+
+def _common_factor(faults: Faults, cluster: Cluster, turns: Sequence[Cluster]) -> float:
+    """Returns the factor by which the instances of all clusters are slow."""
+    return faults.common_factor(max(one.num_instances for one in (cluster, *turns)))
 
 
 def _with_step_tokens(scheduling: SchedulingArgs, facts: Facts, whole_tokens: Callable[[], int]) -> SchedulingArgs:
