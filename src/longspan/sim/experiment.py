@@ -22,12 +22,13 @@ from longspan.cost.estimate import (
     USED_MEMORY,
     activation_bytes,
     full_step,
+    levelled_fractions,
     searched_fractions,
     whole_prompt_tokens,
 )
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
-from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
+from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
 from longspan.cost.pricing import PricedSwap, PricedTurns, predicted_profile
 from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
 from longspan.cost.step_cost import RooflineCost, StepCost
@@ -259,7 +260,9 @@ def computed_experiment(
     )
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
-    partitions = ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size))
+    line = cost.lines[0]
+    search = partial(searched_fractions, line, align=scheduling.block_size)
+    partitions = ModelledPartitions(search, partial(levelled_fractions, line))
     turns = clusters if len(clusters) > 1 else ()
     known = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
@@ -283,6 +286,7 @@ def computed_experiment(
         prompts=profiled_prompts(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=(*of_any_layout(), CHAIN),
         sizes={int(size) for size in named if size.strip().isdecimal()},
+        pieces=partial(_chain_pieces, cost.lines[0]),
     )
     slow = _common_factor(faults, cluster, turns)
     flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
@@ -342,6 +346,11 @@ def measured_experiment(
         scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
         faults=faults,
     )
+
+
+def _chain_pieces(line: Roofline, members: int, length: int) -> tuple[float, ...] | None:
+    """Returns the fractions of a chain whose pieces are searched; None where policies cut even pieces."""
+    return levelled_fractions(line, members, length) if 1 < members <= MAX_SEARCHED else None
 
 
 def _common_factor(faults: Faults, cluster: Cluster, turns: Sequence[Cluster]) -> float:
