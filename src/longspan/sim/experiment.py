@@ -262,7 +262,10 @@ def computed_experiment(
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     line = cost.lines[0]
     search = partial(searched_fractions, line, align=scheduling.block_size)
-    partitions = ModelledPartitions(search, partial(levelled_fractions, line))
+    estimate = (
+        None if scheduling.policy == "runahead" else partial(levelled_fractions, line)
+    )  # the searches are its own
+    partitions = ModelledPartitions(search, estimate)
     turns = clusters if len(clusters) > 1 else ()
     known = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
