@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -46,12 +48,12 @@ def test_slower_instances_at_a_lower_rate_scale_all_times(policy: str, rate: flo
 @pytest.mark.parametrize("policy", ["csps", "auto"])
 def test_more_devices_do_not_slow_down_requests_at_low_load(policy: str, workload: str) -> None:
     found = [mean_e2e_s(served(policy, hosts=hosts, workload=workload)) for hosts in (1, 2, 4)]
-    for fewer, more in zip(found, found[1:], strict=False):
+    for fewer, more in pairwise(found):
         assert more <= 1.01 * fewer, found
 
 
 @pytest.mark.parametrize("workload", ["short", "medium"])
 def test_a_faster_link_does_not_slow_down_requests_at_low_load(workload: str) -> None:
     found = [mean_e2e_s(served("context", workload=workload, link_gbytes_per_s=speed)) for speed in (25.0, 50.0, 100.0)]
-    for slower, faster in zip(found, found[1:], strict=False):
+    for slower, faster in pairwise(found):
         assert faster <= 1.03 * slower, found

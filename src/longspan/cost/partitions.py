@@ -237,8 +237,8 @@ class ModelledPartitions:
 
     Args:
         search: finds the fractions of so many members for a prompt of some length.
-        estimate: finds nearly as good ones at once, which are predicted for more than 4 members. A search for 8 members and one
-            length takes seconds. None to search for all.
+        estimate: finds nearly as good ones at once, which are predicted for more than 4 members. A search for 8
+            members and one length takes seconds. None to search for all.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ def predicted_profile(
 
     Args:
         sizes: of further groups; those larger than the cluster are left out.
-        pieces: the fractions of a chain, by its members and the length of a whole prompt; even pieces if there are none.
+        pieces: the fractions of a chain, by its members and the length of a whole prompt; even if there are none.
     """
     powers = {2**power for power in range(num_instances.bit_length())}
     wanted = {size for size in powers.union(sizes) if 1 <= size <= num_instances}

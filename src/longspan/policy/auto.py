@@ -43,8 +43,8 @@ times, so a machine with half the speed gets the same decisions at half the rate
 _LEAST_WINDOW = 85.0
 """Shortest window of a rate, in decode steps of one request: the first arrivals would count as a high rate."""
 _MEMORY = 850.0
-"""Decay time of the prefill seconds counted for an instance, in decode steps of one request. A longer time keeps decodes
-away longer from an instance that has prefilled.
+"""Decay time of the prefill seconds counted for an instance, in decode steps of one request. A longer time keeps
+decodes away longer from an instance that has prefilled.
 """
 _BUSIEST = 0.9
 """The largest part of the time that instances are taken to be busy: it bounds what others are expected to wait."""

@@ -21,11 +21,10 @@ from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
 
-
 _ANSWER_TOKENS = 200
-"""Upper bound for the output tokens that a prefill is planned for. `max_tokens` is often much larger than an answer. More
-tokens give smaller groups on links where a sharded decode is slower than one on a single instance. Policy `auto` begins
-with the same number.
+"""Upper bound for the output tokens that a prefill is planned for. `max_tokens` is often much larger than an answer.
+More tokens give smaller groups on links where a sharded decode is slower than one on a single instance. Policy `auto`
+begins with the same number.
 """
 
 
