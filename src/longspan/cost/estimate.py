@@ -320,6 +320,15 @@ def searched_fractions(model: Roofline, members: int, length: int, *, align: int
     return tuple(piece / length for piece in _searched(model, prompt, align))
 
 
+def levelled_fractions(model: Roofline, members: int, length: int) -> tuple[float, ...]:
+    """Cuts a prompt for a chain into pieces that take equally long alone.
+
+    A search that starts from these pieces gains a few per cent, and takes seconds for 8 members.
+    """
+    prompt = PromptShape(group=tuple(range(members)), exchange=CHAIN, new=length, cached=0, batch=1)
+    return tuple(piece / length for piece in _levelled(model, prompt, 1))
+
+
 def _searched(model: Roofline, prompt: PromptShape, align: int = _BLOCK) -> tuple[int, ...]:
     """Returns the best of two searches, from even pieces and from pieces that take equally long alone."""
 

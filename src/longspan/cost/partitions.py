@@ -31,6 +31,8 @@ _SUM_TOLERANCE = 1e-3
 _CONFIRMED = 3
 _MODELLED = tuple(2**power for power in range(9, 21))
 """Lengths from 512 tokens to a million."""
+_SEARCHED = 4
+"""Members up to which a search takes well below a second. A simulation searches for several lengths."""
 _MANY = 8
 MAX_SEARCHED = 16
 """Searches for more members would take minutes."""
@@ -235,10 +237,17 @@ class ModelledPartitions:
 
     Args:
         search: finds the fractions of so many members for a prompt of some length.
+        estimate: finds nearly as good ones at once, which are predicted for more than 4 members. A search for 8
+            members and one length takes seconds. None to search for all.
     """
 
-    def __init__(self, search: Callable[[int, int], tuple[float, ...]]) -> None:
+    def __init__(
+        self,
+        search: Callable[[int, int], tuple[float, ...]],
+        estimate: Callable[[int, int], tuple[float, ...]] | None = None,
+    ) -> None:
         self._search = lru_cache(maxsize=None)(search)
+        self._estimate = self._search if estimate is None else lru_cache(maxsize=None)(estimate)
 
     def lengths(self, _model: str, members: int) -> tuple[int, ...]:
         """Returns the lengths between which others are interpolated."""
@@ -250,8 +259,8 @@ class ModelledPartitions:
     def predict(self, _model: str, members: int, length: int) -> tuple[float, ...] | None:
         if members > MAX_SEARCHED:
             return None
-        nearest = bisect_left(_MODELLED, length)
-        around = [(known, self._search(members, known)) for known in _MODELLED[max(0, nearest - 1) : nearest + 1]]
+        nearest, found = bisect_left(_MODELLED, length), self._estimate if members > _SEARCHED else self._search
+        around = [(known, found(members, known)) for known in _MODELLED[max(0, nearest - 1) : nearest + 1]]
         return _interpolated(around, length)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster, ParallelSpec, cut_evenly
-from longspan.core.exchange import LOCAL, Exchange
+from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost.flows import alone_s
 from longspan.cost.forward import pipelined_s
+from longspan.cost.partitions import cut
 from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey
 from longspan.cost.step_cost import StepCost
 
@@ -20,24 +22,35 @@ from longspan.cost.step_cost import StepCost
 class PricedSwap:
     """Prices what is copied from a host, or its disk, to an instance, and what is computed there instead, by the cost
     of steps.
+
+    Args:
+        slow: the factor by which instances take longer than their cost.
     """
 
-    def __init__(self, cost: StepCost, cluster: Cluster) -> None:
+    def __init__(self, cost: StepCost, cluster: Cluster, slow: float = 1.0) -> None:
         host = cluster.host_pool(0)
         disk = cluster.disk_pool(host)
         self.block_s = _block_s(cost, host, 0, "in")
         self.load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
-        self.recompute_s = lru_cache(maxsize=4096)(partial(_prefill_s, cost, 1, LOCAL))
+
+        def recompute_s(new_tokens: int, cached_tokens: int) -> float:
+            return slow * _prefill_s(cost, 1, LOCAL, new_tokens, cached_tokens)
+
+        self.recompute_s = lru_cache(maxsize=4096)(recompute_s)
 
 
 class PricedTurns:
-    """Prices the work of clusters that take turns by the cost of steps, as if all of their devices had some."""
+    """Prices the work of clusters that take turns by the cost of steps, as if all of their devices had some.
 
-    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int) -> None:
+    Args:
+        slow: the factor by which instances take longer than their cost.
+    """
+
+    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0) -> None:
         self._costs = {one.spec: cost.resharded(one) for one in turns}
         self._other = {turns[0].spec: turns[1], turns[1].spec: turns[0]}
         self._swaps = {one.spec: PricedSwap(self._costs[one.spec], one) for one in turns}
-        self._block_size = block_size
+        self._block_size, self._slow = block_size, slow
         self._stage_s = lru_cache(maxsize=4096)(self._find_stage_s)
 
     def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
@@ -61,7 +74,7 @@ class PricedTurns:
     def _find_stage_s(self, spec: ParallelSpec, num_decodes: int, length: int) -> float:
         """Times the slowest stage of one instance with a prompt, or with so many decodes."""
         forward = _decodes(num_decodes, length) if num_decodes else _prefill(1, LOCAL, length, 0)
-        return max(self._costs[spec].stage_seconds(forward)[0])
+        return self._slow * max(self._costs[spec].stage_seconds(forward)[0])
 
 
 def _block_s(cost: StepCost, source: int, target: int, way: MoveWay) -> float:
@@ -80,14 +93,16 @@ def predicted_profile(
     prompts: Iterable[tuple[int, int]],
     exchanges: Sequence[Exchange],
     sizes: Collection[int] = (),
+    pieces: Pieces | None = None,
 ) -> Profile:
     """Predicts the profile of a machine that is only known by its cost, so that policies choose as on a real one.
 
     Prefills of (new, cached) tokens are one step each, or some that fill its stages, on one instance and on groups of
-    2, 4, 8 and so on to all; decodes are on one instance.
+    2, 4, 8 and so on to all. Decodes are on one instance, and of one request on each of these groups.
 
     Args:
         sizes: of further groups; those larger than the cluster are left out.
+        pieces: the fractions of a chain, by its members and the length of a whole prompt; even if there are none.
     """
     powers = {2**power for power in range(num_instances.bit_length())}
     wanted = {size for size in powers.union(sizes) if 1 <= size <= num_instances}
@@ -97,7 +112,7 @@ def predicted_profile(
             exchange=str(exchange),
             new_tokens=new,
             cached_tokens=cached,
-            seconds=(_prefill_s(cost, members, exchange, new, cached),),
+            seconds=(_prefill_s(cost, members, exchange, new, cached, pieces if exchange.traits.skewed else None),),
         )
         for members in sorted(wanted | {num_instances})
         for exchange in (exchanges if members > 1 else (LOCAL,))
@@ -109,20 +124,41 @@ def predicted_profile(
             exchange=str(LOCAL),
             batch=batch,
             context_tokens=context,
-            seconds=(max(map(sum, cost.stage_seconds(_decodes(batch, context)).values())),),
+            seconds=(_whole_s(cost, _decodes(batch, context)),),
         )
         for batch in _BATCHES
+        for context in _CONTEXTS
+    ] + [
+        Decode(
+            members=members,
+            exchange=str(RING_Q),
+            batch=1,
+            context_tokens=context,
+            seconds=(_whole_s(cost, _decodes(1, context, members)),),
+        )
+        for members in sorted((wanted | {num_instances}) - {1})
         for context in _CONTEXTS
     ]
     return Profile(profile_key=profile_key, prefills=tuple(prefills), decodes=tuple(decodes))
 
 
+Pieces = Callable[[int, int], tuple[float, ...] | None]
 _BATCHES, _CONTEXTS = (1, 16, 64), (1024, 16384)
 """The decodes that are predicted."""
 
 
-def _prefill_s(cost: StepCost, members: int, exchange: Exchange, new: int, cached: int) -> float:
-    whole = cost.stage_seconds(_prefill(members, exchange, new, cached))
+def _whole_s(cost: StepCost, forward: Forward) -> float:
+    return max(map(sum, cost.stage_seconds(forward).values()))
+
+
+def _prefill_s(
+    cost: StepCost, members: int, exchange: Exchange, new: int, cached: int, pieces: Pieces | None = None
+) -> float:
+    fractions = None if pieces is None else pieces(members, new)
+    if fractions:  # behind cached tokens, as policies cut them
+        share = new / (new + cached)
+        fractions = tuple([share * fraction + (1 - share) / members for fraction in fractions])
+    whole = cost.stage_seconds(_prefill(members, exchange, new, cached, fractions))
     num_stages = max(map(len, whole.values()))
     if num_stages == 1:
         return max(stages[0] for stages in whole.values())
@@ -134,16 +170,16 @@ def _prefill_s(cost: StepCost, members: int, exchange: Exchange, new: int, cache
     return pipelined_s([max(chunk, key=sum) for chunk in chunks])
 
 
-def _decodes(number: int, length: int) -> Forward:
+def _decodes(number: int, length: int, members: int = 1) -> Forward:
     parts = tuple(
         Part(
             request_id=request_id,
             start=length - 1,
             stop=length,
             tokens=range(1),
-            group=(0,),
-            runs=((Run(length - 1, length),),),
-            exchange=LOCAL,
+            group=tuple(range(members)),
+            runs=((Run(length - 1, length),), *[()] * (members - 1)),
+            exchange=LOCAL if members == 1 else RING_Q,
             first_block=0,
             blocks=(),
             sample=Sample(instance=0, position=length),
@@ -153,14 +189,20 @@ def _decodes(number: int, length: int) -> Forward:
     return Forward(number=1, parts=parts)
 
 
-def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:
+def _prefill(
+    members: int, exchange: Exchange, new: int, cached: int, fractions: tuple[float, ...] | None = None
+) -> Forward:
+    runs = shard_span(exchange.traits.layouts[0], cached, cached + new, members, head=0)
+    if fractions:
+        ends = accumulate(cut(fractions, new, 1), initial=cached)
+        runs = tuple([(Run(start, stop),) if stop > start else () for start, stop in pairwise(ends)])
     part = Part(
         request_id=0,
         start=cached,
         stop=cached + new,
         tokens=range(new),
         group=tuple(range(members)),
-        runs=shard_span(exchange.traits.layouts[0], cached, cached + new, members, head=0),
+        runs=runs,
         exchange=exchange,
         first_block=0,
         blocks=(),

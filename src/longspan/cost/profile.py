@@ -102,6 +102,9 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return statistics.median(self.seconds)
 
 
+MeasuredT = TypeVar("MeasuredT", bound=_Measured)
+
+
 class Prefill(_Measured, frozen=True, kw_only=True):
     """Seconds to the first token of a prompt, whose `cached_tokens` had KV before."""
 
@@ -167,6 +170,15 @@ class Profile(Stored, frozen=True, kw_only=True):
         key = transfer.kind, transfer.members, transfer.num_bytes
         kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
         return msgspec.structs.replace(self, transfers=(*kept, transfer))
+
+    def slowed(self, factor: float) -> Self:
+        """Returns the profile of instances that take this factor longer, over the same links."""
+
+        def scaled(one: MeasuredT) -> MeasuredT:
+            return msgspec.structs.replace(one, seconds=tuple(factor * seconds for seconds in one.seconds))
+
+        prefills, decodes = tuple(map(scaled, self.prefills)), tuple(map(scaled, self.decodes))
+        return msgspec.structs.replace(self, prefills=prefills, decodes=decodes)
 
     def of_one_beside(self, busy: int) -> Self:
         """Returns a profile without what one instance was timed at beside more or fewer busy ones."""

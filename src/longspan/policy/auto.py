@@ -35,18 +35,27 @@ from longspan.policy.tetris import GroupOptions, expected_times, measured_times,
 
 Numbers = NDArray[np.float64]
 
-_WINDOW_S = 30.0
-"""Over which arrivals are counted."""
-_MEMORY_S = 10.0
-"""An instance that has prefilled counts so long as one that will."""
+_WINDOW = 2500.0
+"""Window over which arrivals are counted, in decode steps of one request: 29 s for llama-3-8b on an A100. A longer
+window gives steadier rates, which follow a change of the load later. All times of this policy are multiples of measured
+times, so a machine with half the speed gets the same decisions at half the rate.
+"""
+_LEAST_WINDOW = 85.0
+"""Shortest window of a rate, in decode steps of one request: the first arrivals would count as a high rate."""
+_MEMORY = 850.0
+"""Decay time of the prefill seconds counted for an instance, in decode steps of one request. A longer time keeps
+decodes away longer from an instance that has prefilled.
+"""
 _BUSIEST = 0.9
 """The largest part of the time that instances are taken to be busy: it bounds what others are expected to wait."""
 _SLOWER = 20.0
 """A step with a prompt may take so many times as long as a token alone, by default: shorter steps delay answers as
 long in all, and prompts longer.
 """
-_AHEAD_S = 0.05
-"""An instance is given a prompt so long before it is free for it, and not sooner: later is better for the choice."""
+_AHEAD = 4.0
+"""A prompt is assigned to an instance at most this many decode steps before the instance is free. A later decision uses
+fresher load.
+"""
 _WEIGHT = 2.0
 """An answer that takes twice as long counts as much as so many first tokens that do."""
 _ANSWER, _LEARNS = 200.0, 0.05
@@ -61,8 +70,10 @@ _CALM = 3.0
 """Tokens should take at most so many times as long as alone, for most of the time."""
 _COMFORT = 0.6
 """The part of that which a step of decodes alone may take before more instances decode."""
-_LEAST_S = 1e-4
-"""Less is not measured well."""
+_LEAST = 0.01
+"""Lower bound for predicted prefill seconds, in decode steps of one request: shorter times are measurement noise."""
+_LEAST_TOKEN_S = 1e-5
+"""Lower bound for the seconds of a decode step, for a fit that rounds to zero. No device is as quick."""
 _GUESSED_DECODE = DecodeFit(mean_error=0.0, max_error=0.0, num_samples=0, start_s=0.02, request_s=1e-4, context_s=1e-7)
 """Stands for measurements, for want of any."""
 
@@ -86,13 +97,18 @@ class AutoOptions(GroupOptions):
 
 
 class Arrivals:
-    """The prompts of the last seconds: how many there were, and what each takes on one instance, and at best.
+    """Counts recent prompts, with the seconds of each on one instance and on its quickest group.
 
     Attributes:
         usual_s, usual_quick_s: the medians of these seconds, not always of the very latest.
+
+    Args:
+        window_s: seconds over which arrivals count.
+        least_window_s: lower bound for the span of a rate, while fewer seconds have passed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float, least_window_s: float) -> None:
+        self._window_s, self._least_window_s = window_s, least_window_s
         self._recent: deque[tuple[float, float, float]] = deque()
         self._total_s, self._begun_s, self._num_unseen = 0.0, math.inf, 0
         self.usual_s = self.usual_quick_s = 0.0
@@ -109,9 +125,9 @@ class Arrivals:
 
     def rates(self, now_s: float) -> tuple[float, float]:
         """Returns requests per second, and seconds of one instance that they take per second."""
-        while self._recent and self._recent[0][0] < now_s - _WINDOW_S:
+        while self._recent and self._recent[0][0] < now_s - self._window_s:
             self._total_s -= self._recent.popleft()[1]
-        span_s = min(_WINDOW_S, max(1.0, now_s - self._begun_s))
+        span_s = min(self._window_s, max(self._least_window_s, now_s - self._begun_s))
         return len(self._recent) / span_s, max(0.0, self._total_s) / span_s
 
 
@@ -195,7 +211,8 @@ class Auto(Policy, name="auto"):
         fits = {} if facts.profile is None else facts.profile.decode_fits()
         alone = [fit for (members, _), fit in fits.items() if members == 1]
         self._decode = alone[0] if alone else _GUESSED_DECODE
-        self._usual_token_s = max(_LEAST_S, self._decode.seconds(1, 0))
+        self._usual_token_s = token_s = max(_LEAST_TOKEN_S, self._decode.seconds(1, 0))
+        self._ahead_s, self._memory_s, self._least_s = _AHEAD * token_s, _MEMORY * token_s, _LEAST * token_s
         usual_s = _SLOWER * self._usual_token_s if alone else math.inf  # a guess is no reason to cut steps
         self._target_s = usual_s if options.target_tbt == "auto" else options.target_tbt
         hosts: dict[object, list[int]] = {}
@@ -204,7 +221,7 @@ class Auto(Policy, name="auto"):
         self._place = {instance: place for place, instance in enumerate(instances)}
         self._choice = Choice(list(hosts.values()), self._times, self._place)
         self._parts = options.group_parts(instances, facts)
-        self._arrivals, self._answer = Arrivals(), _ANSWER
+        self._arrivals, self._answer = Arrivals(_WINDOW * token_s, _LEAST_WINDOW * token_s), _ANSWER
         self._unseen: dict[int, RequestView] = {}
         """Requests that have arrived, or lost their KV, and have not been able to start since."""
         self._seen: dict[int, Seen] = {}
@@ -279,7 +296,7 @@ class Auto(Policy, name="auto"):
         """Forget the requests that were admitted, and gradually the seconds that instances have prefilled."""
         for one in [one for one in self._groups if self._seen[one].request.group]:
             self._drop(one)
-        fades = math.exp((self._prefilled_at_s - view.now_s) / _MEMORY_S)
+        fades = math.exp((self._prefilled_at_s - view.now_s) / self._memory_s)
         self._prefilled_at_s = view.now_s
         for instance in self._prefilled_s:
             self._prefilled_s[instance] *= fades
@@ -388,13 +405,13 @@ class Auto(Policy, name="auto"):
         for request in view.startable if self._unseen else ():
             if self._unseen.pop(request.id, None) is not None:
                 hit = view.kv.match(request, self.instances)
-                quick_s = max(_LEAST_S, self._quickest_s(request.num_tokens - hit.num_tokens, hit.num_tokens))
+                quick_s = max(self._least_s, self._quickest_s(request.num_tokens - hit.num_tokens, hit.num_tokens))
                 self._seen[request.id] = Seen(request, quick_s)
                 if not request.was_admitted:
                     single_s = self._seconds(1, request.num_tokens - hit.num_tokens, hit.num_tokens)
                     self._arrivals.add(request.arrival_s, single_s, quick_s)
         waits = [one.wait_s for one in known.values()]
-        if min(waits) > _AHEAD_S:
+        if min(waits) > self._ahead_s:
             return
         wait_s = np.array(waits)
         waiting = [one for key, one in self._seen.items() if key not in self._groups and view.can_start(one.request)]
@@ -404,7 +421,7 @@ class Auto(Policy, name="auto"):
         strains = self._choice.sums(strain)
         slowness = sum([1 / one.quick_s for one in waiting])
         for request, quick_s in waiting:
-            if wait_s.min() > _AHEAD_S:
+            if wait_s.min() > self._ahead_s:
                 break
             slowness -= 1 / quick_s
             num_blocks = request.blocks_for(request.num_tokens)
@@ -420,7 +437,7 @@ class Auto(Policy, name="auto"):
                 group, seconds, num_blocks = self._choice.groups[best], float(seconds_of[best]), int(blocks_of[best])
             places = [self._place[i] for i in group]
             begins_s = float(wait_s[places].max())
-            if begins_s <= _AHEAD_S:
+            if begins_s <= self._ahead_s:
                 self._groups[request.id], self._wants[request.id] = group, (seconds, num_blocks)
             wait_s[places] = begins_s + seconds
             room[places] -= num_blocks / len(group)
@@ -460,8 +477,8 @@ class Auto(Policy, name="auto"):
         choice, everyone = self._choice, len(self.instances)
         requests_per_s, busy = self._arrivals.rates(now_s)
         slack = 1 - min(_BUSIEST, busy / everyone)
-        num_free, usual_s = int((wait_s <= _AHEAD_S).sum()), self._arrivals.usual_s
-        usual_quick_s = max(_LEAST_S, self._arrivals.usual_quick_s)
+        num_free, usual_s = int((wait_s <= self._ahead_s).sum()), self._arrivals.usual_s
+        usual_quick_s = max(self._least_s, self._arrivals.usual_quick_s)
         queues_s = [_queue_s(num_free - size, requests_per_s, usual_s) for size in self._times]
 
         begins_s = choice.most(wait_s)
@@ -484,7 +501,7 @@ class Auto(Policy, name="auto"):
 
     def _left(self, instance: int) -> float:
         """Returns the part of its time that prompts leave an instance."""
-        return 1 - min(_BUSIEST, self._prefilled_s[instance] / _MEMORY_S)
+        return 1 - min(_BUSIEST, self._prefilled_s[instance] / self._memory_s)
 
     def _step_s(self, decodes: int, context: int) -> float:
         fit = self._decode

@@ -80,6 +80,8 @@ class Chooser:
         exchange: the only candidate; None for all that a layout can be computed with.
         chains: whether prompts may be cut into consecutive pieces, as a chain needs.
         weights: where `alltoall` gets unsharded weights from on instances that are split.
+        decode: the exchange of single tokens of a request on several members.
+        keeps_later: whether a chain leaves its KV with the last member, which then decodes alone.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class Chooser:
         *,
         chains: bool = False,
         weights: Literal["auto", WeightSource] = "auto",
+        decode: Exchange = RING_Q,
+        keeps_later: bool = True,
     ) -> None:
         times = facts.profile.times() if facts.profile is not None else {}
         if exchange is not None:
@@ -102,29 +106,60 @@ class Chooser:
             for members in range(2, num_instances + 1)
             if (found := {one: times[members, one] for one in candidates if (members, one) in times})
         }
+        self._decode_fits = {} if facts.profile is None else facts.profile.decode_fits()
+        self._decode, self._keeps_later = decode, keeps_later
         self._facts, self._weights = facts, weights
         self.members = lru_cache(maxsize=_MAX_KNOWN)(self._members)
         """Every length is predicted once: it is asked of all that wait, at every step."""
 
-    def _members(self, new_tokens: int, cached_tokens: int = 0) -> int | None:
-        """Returns the number of instances expected to finish a prompt first; the fewest of equals.
+    def _members(self, new_tokens: int, cached_tokens: int = 0, answer_tokens: int = 0) -> int | None:
+        """Returns the number of instances expected to finish a prompt and its answer first; the fewest of equals.
 
         None when that was not measured.
         """
         if self._alone is None or not self._shared:
             return None
-        seconds = {1: self._alone.seconds(new_tokens, cached_tokens)}
+        context = new_tokens + cached_tokens
+        seconds = {1: self._alone.seconds(new_tokens, cached_tokens) + self._answer_s(1, LOCAL, context, answer_tokens)}
         for members, times in self._shared.items():
-            seconds[members] = min(one.seconds(new_tokens, cached_tokens) for one in times.values())
+            seconds[members] = min(
+                time.seconds(new_tokens, cached_tokens) + self._answer_s(members, exchange, context, answer_tokens)
+                for exchange, time in times.items()
+            )
         return min(seconds, key=seconds.__getitem__)
 
-    def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
-        """Returns the exchange that is expected to be quickest for this chunk on `members` instances.
+    @property
+    def prices_answers(self) -> bool:
+        """Whether decodes of any group were measured, so that answers count in the number of members."""
+        return any(members > 1 for members, _ in self._decode_fits)
+
+    def _answer_s(self, members: int, exchange: Exchange, context: int, answer_tokens: int) -> float:
+        """Predicts the decode of an answer where a prefill leaves its KV: on all members, or on one after a chain.
+
+        A group whose decodes were not measured counts as one instance.
+        """
+        if not answer_tokens or (alone := self._decode_fits.get((1, LOCAL))) is None:
+            return 0.0
+        leaves_with_last = exchange.traits.keeps == "later" and self._keeps_later
+        fit = alone if leaves_with_last else self._decode_fits.get((members, self._decode), alone)
+        return answer_tokens * fit.seconds(1, context)
+
+    def exchange(self, new_tokens: int, cached_tokens: int, members: int, answer_tokens: int = 0) -> Exchange:
+        """Returns the exchange by which `members` instances are expected to finish this chunk and its answer first.
 
         Without measurements what Algorithm 5 says of a known model and hardware, or else `ring_kv`.
+
+        Args:
+            answer_tokens: 0 for a chunk that is not all that remains of a prompt, as the last chunk decides the decode.
         """
         if times := self._shared.get(members):
-            return min(times, key=lambda one: times[one].seconds(new_tokens, cached_tokens))
+            context = new_tokens + cached_tokens
+            return min(
+                times,
+                key=lambda one: (
+                    times[one].seconds(new_tokens, cached_tokens) + self._answer_s(members, one, context, answer_tokens)
+                ),
+            )
         shape, hardware = self._facts.shape, self._facts.hardware
         if shape is None or hardware is None:
             return RING_KV

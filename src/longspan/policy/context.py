@@ -22,7 +22,7 @@ from longspan.errors import ParameterError
 from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import admit_alone
-from longspan.policy.group_parts import GroupParts, Partitions, SharingOptions, is_too_large
+from longspan.policy.group_parts import GroupParts, Partitions, SharingOptions, expected_answer, is_too_large
 
 _UNMEASURED_THRESHOLD = 1024
 
@@ -86,8 +86,11 @@ class Context(Policy, name="context"):
 
     @property
     def _side_by_side(self) -> bool:
-        """Whether groups with no instance in common prefill sharded prompts at once."""
-        return False
+        """Whether groups with no instance in common prefill sharded prompts at once.
+
+        So they do where a prompt may get fewer instances than its prefill alone could use.
+        """
+        return self._sharing.threshold == "auto" and self._group_parts.chooser.prices_answers
 
     @property
     def capacity(self) -> int:
@@ -177,16 +180,17 @@ class Context(Policy, name="context"):
     def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
         """Counts the instances for a request, some of it cached, where memory has room for it."""
         del view
-        return self._num_members(request.num_tokens - cached_tokens, cached_tokens)
+        return self._num_members(request.num_tokens - cached_tokens, cached_tokens, expected_answer(request))
 
     def _partition(self, request: RequestView, view: ClusterView) -> int:
         """Returns the tokens of a whole prompt that each member has, the last one what is left; 0 for even pieces."""
         del request, view
         return 0
 
-    def _num_members(self, new_tokens: int, cached_tokens: int = 0) -> int:
+    def _num_members(self, new_tokens: int, cached_tokens: int = 0, answer_tokens: int = 0) -> int:
         everyone, threshold = len(self.instances), self._sharing.threshold
-        members = self._group_parts.chooser.members(new_tokens, cached_tokens) if threshold == "auto" else None
+        chooser = self._group_parts.chooser
+        members = chooser.members(new_tokens, cached_tokens, answer_tokens) if threshold == "auto" else None
         if members is None:
             limit = _UNMEASURED_THRESHOLD if threshold == "auto" else threshold
             members = everyone if new_tokens > limit else 1
@@ -201,7 +205,8 @@ class Context(Policy, name="context"):
         if len(group) < members:
             return None
         hit = view.kv.match(request, group)
-        exchange = self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members)
+        new_tokens, answer_tokens = request.num_tokens - hit.num_tokens, expected_answer(request)
+        exchange = self._group_parts.exchange(new_tokens, hit.num_tokens, members, answer_tokens)
         if exchange.traits.keeps == "later":
             group = _ending_at_owner(group, hit, budget)
         return self._group_parts.chunk(

@@ -280,7 +280,7 @@ class Csps(Context, name="csps"):
 
     @property
     def _side_by_side(self) -> bool:
-        return self._size != "auto"
+        return self._size != "auto" or super()._side_by_side
 
     def _sized(self, num_tokens: int, block_size: int, num_blocks: int) -> tuple[int, int] | None:
         """Returns how many instances share that many tokens, and the partition of each; None if no option says so."""
@@ -294,7 +294,11 @@ class Csps(Context, name="csps"):
     def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
         """Counts the instances by what they must hold, cached or new; or else by what is quickest."""
         sized = self._sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))
-        return super()._members(request, cached_tokens, view) if sized is None else sized[0]
+        if sized is not None:
+            return sized[0]
+        if request.sparse is not None:  # its partition is of a number of instances that leaves out the answer
+            return self._num_members(request.num_tokens - cached_tokens, cached_tokens)
+        return super()._members(request, cached_tokens, view)
 
     def _partition(self, request: RequestView, view: ClusterView) -> int:
         sized = self._sized(request.num_tokens, request.block_size, view.kv.num_blocks(0))

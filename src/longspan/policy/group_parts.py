@@ -22,6 +22,17 @@ from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
 
+_ANSWER_TOKENS = 200
+"""Upper bound for the output tokens that a prefill is planned for. `max_tokens` is often much larger than an answer.
+More tokens give smaller groups on links where a sharded decode is slower than one on a single instance. Policy `auto`
+begins with the same number.
+"""
+
+
+def expected_answer(request: RequestView) -> int:
+    """Returns the output tokens whose decode counts in the choice of a group: as many as it may have, up to a bound."""
+    return min(_ANSWER_TOKENS, max(0, request.max_tokens - (request.num_tokens - request.num_prompt) - 1))
+
 
 def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automatic: bool = True) -> None:
     """Raises ParameterError unless an option names one of these exchanges, or `auto` where that is possible."""
@@ -192,10 +203,18 @@ class GroupParts:
         self._options, self._partitions, self._balance = options, partitions, balance
         self._decoding = exchange_of(options.decode)
         chains = options.layout in {"auto", "contiguous"}
-        self.chooser = Chooser(num_instances, facts, options.wanted, chains=chains, weights=options.weights)
+        self.chooser = Chooser(
+            num_instances,
+            facts,
+            options.wanted,
+            chains=chains,
+            weights=options.weights,
+            decode=self._decoding,
+            keeps_later=options.home != "computed",
+        )
 
-    def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
-        return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members)
+    def exchange(self, new_tokens: int, cached_tokens: int, members: int, answer_tokens: int = 0) -> Exchange:
+        return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members, answer_tokens)
 
     def next(self, request: RequestView, budget: Budget, most: int, partition: int = 0) -> ScheduledPart | None:
         """Schedules the next chunk of a prompt, or token of a decode; None when the budget has no token left for it.
@@ -297,7 +316,9 @@ class GroupParts:
         exchange, shape = self._decoding, _ZIGZAG
         if request.num_tokens - start > 1:
             new_tokens = min(end - start, sum(room.tokens))
-            exchange = self.exchange(new_tokens, start, len(group))
+            is_whole = start == 0 and new_tokens == request.num_tokens
+            answer_tokens = expected_answer(request) if is_whole else 0
+            exchange = self.exchange(new_tokens, start, len(group), answer_tokens)
             shape = self._shape(exchange, request, new_tokens, start, len(group), partition)
         moved = dict(moves)
         owners = [group.index(moved.get(index, ref.instance)) for index, ref in enumerate(table)]

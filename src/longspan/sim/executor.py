@@ -229,9 +229,12 @@ def apply_slowdown(forward: Forward, own_s: Mapping[int, float], factors: Mappin
     """Scales the seconds of each instance in a step by its factor, what it waits and samples included; links stay fast.
 
     The delay of an instance reaches all others of its ring, and those behind it in a chain. A delay that came by one
-    chain is not passed on to another chain of the step.
+    chain is not passed on to another chain of the step. A delay is the time beyond that of the least factor in the
+    step: instances that are equally slow do not delay each other.
     """
     found = {i: seconds * factors.get(i, 1.0) for i, seconds in own_s.items()}
+    least = min(factors.get(i, 1.0) for i in own_s)
+    own_s = {i: least * seconds for i, seconds in own_s.items()}
     parts = [part for part in forward.parts if len(part.group) > 1]
     for part in parts:
         if part.exchange.traits.skewed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,12 +23,13 @@ from longspan.cost.estimate import (
     USED_MEMORY,
     activation_bytes,
     full_step,
+    levelled_fractions,
     searched_fractions,
     whole_prompt_tokens,
 )
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
-from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
+from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
 from longspan.cost.pricing import PricedSwap, PricedTurns, predicted_profile
 from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
 from longspan.cost.step_cost import RooflineCost, StepCost
@@ -129,7 +130,8 @@ class Experiment:
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
     def _swap(self, cluster: Cluster) -> PricedSwap:
-        return PricedSwap(self.cost if cluster == self.cluster else self.cost.resharded(cluster), cluster)
+        cost = self.cost if cluster == self.cluster else self.cost.resharded(cluster)
+        return PricedSwap(cost, cluster, self.faults.common_factor(cluster.num_instances))
 
     def at_light_load(self, workload: Workload) -> Result:
         """Serves the requests such that none meets another."""
@@ -259,7 +261,12 @@ def computed_experiment(
     )
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
-    partitions = ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size))
+    line = cost.lines[0]
+    search = partial(searched_fractions, line, align=scheduling.block_size)
+    estimate = (
+        None if scheduling.policy == "runahead" else partial(levelled_fractions, line)
+    )  # the searches are its own
+    partitions = ModelledPartitions(search, estimate)
     turns = clusters if len(clusters) > 1 else ()
     known = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
@@ -283,16 +290,18 @@ def computed_experiment(
         prompts=profiled_prompts(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=(*of_any_layout(), CHAIN),
         sizes={int(size) for size in named if size.strip().isdecimal()},
+        pieces=partial(_chain_pieces, cost.lines[0]),
     )
+    slow = _common_factor(faults, cluster, turns)
     flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
     facts = replace(
         known,
         shape=model.attention,
-        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
-        profile=profile,
+        hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
+        profile=profile.slowed(slow),
         cluster=cluster,
         turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
+        turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
     return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
@@ -317,13 +326,14 @@ def measured_experiment(
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
         partitions = ModelledPartitions(found)
     cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
+    slow = _common_factor(faults, cluster, turns)
     facts = Facts(
-        profile=profile,
+        profile=profile.slowed(slow),
         model=key.model,
         partitions=partitions,
         cluster=cluster,
         turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
+        turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
     )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(
@@ -340,6 +350,16 @@ def measured_experiment(
         scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
         faults=faults,
     )
+
+
+def _chain_pieces(line: Roofline, members: int, length: int) -> tuple[float, ...] | None:
+    """Returns the fractions of a chain whose pieces are searched; None where policies cut even pieces."""
+    return levelled_fractions(line, members, length) if 1 < members <= MAX_SEARCHED else None
+
+
+def _common_factor(faults: Faults, cluster: Cluster, turns: Sequence[Cluster]) -> float:
+    """Returns the factor by which the instances of all clusters are slow."""
+    return faults.common_factor(max(one.num_instances for one in (cluster, *turns)))
 
 
 def _with_step_tokens(scheduling: SchedulingArgs, facts: Facts, whole_tokens: Callable[[], int]) -> SchedulingArgs:

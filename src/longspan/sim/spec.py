@@ -233,6 +233,14 @@ class Faults:
     def seconds_to_restart(self) -> float:
         return _RESTART_S if self.restart_s is None else self.restart_s
 
+    def common_factor(self, num_instances: int) -> float:
+        """Returns the factor by which all of the instances are slow, or fast if it is below 1; 1 if any is neither.
+
+        A profile measured on such instances has times of this factor, so policies know it.
+        """
+        factors = [self.slow.get(instance, 1.0) for instance in range(num_instances)]
+        return max(1.0, min(factors)) if max(factors) > 1 else max(factors)
+
     def check(self, num_instances: int) -> None:
         """Raises ParameterError when an instance is slow that is not there."""
         for instance in self.slow:
