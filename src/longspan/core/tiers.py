@@ -427,8 +427,7 @@ class Tiers:
     ) -> bool:
         """Claims room for a request; tells whether those behind it can have what is left.
 
-        One that has come where the policy would not let it begin now, since more is to be computed there than
-        elsewhere, waits until that is done.
+        A request starts where its KV was loaded.
         """
         fetch = self._fetches.get(request.id)
         if fetch is not None and (fetch.numbers or not fetch.loads):
@@ -438,10 +437,8 @@ class Tiers:
                 if max(room.values()) >= fetch.found.num_blocks:
                     self._unpin(request.id)  # to be fetched to where there is room
                 return False
-            elif request.was_admitted:
-                self._return(request, fetch.found)
-            elif not self._is_best(request, fetch.found, load):
-                return False
+            else:
+                self.returning[request.id] = fetch.found.group
             _claim(room, load, fetch.found, fetch.num_claimed, request)
             return True
         if max(room.values()) < self._asked.get(request.id, 1) or self._is_copied(request):
@@ -516,18 +513,6 @@ class Tiers:
             key=lambda one: (one.num_tokens - load[one.group[0]], one.num_cached, room[one.group[0]]),
         )
         return best, bool(able)
-
-    def _is_best(self, request: Request, found: Found, load: Sequence[int]) -> bool:
-        """Tells whether a prefill would end sooner on one instance, with what is there, than on any that has less."""
-        if len(found.group) > 1:
-            return True
-        cached = {
-            i: self._lookup.find(request, (i,), on_disks=False).num_cached
-            for i in self._cluster.prefill
-            if i not in found.group
-        }
-        best = load[found.group[0]] - found.num_tokens
-        return all(best < load[i] - number or number >= found.num_tokens for i, number in cached.items())
 
     def release(self, request: Request) -> None:
         """Drops the pins of a request that has been admitted or has ended, and leaves what it gave up to the cache."""

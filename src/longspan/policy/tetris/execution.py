@@ -244,7 +244,11 @@ class Cdsp(Policy):
 
     def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
         """Plans the requests whose turn it is, and returns whether one of them waits for room."""
-        unscheduled = [planned for planned in self._plans.values() if not planned.is_scheduled]
+        unscheduled = [
+            planned
+            for planned in self._plans.values()
+            if not planned.is_scheduled and (planned.begun or view.can_start(planned.request))
+        ]
         if not unscheduled:  # everybody decodes
             return self._with_running(Batch(view, self._all)).plan(), False
         in_turn = self._in_turn(unscheduled)
