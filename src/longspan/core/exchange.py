@@ -1,17 +1,22 @@
 """The exchange of queries, keys, values and partial outputs in attention: a value, and the traits of every kind.
 
 To add an exchange, register its kind and traits here. Its tensors are in `attn/exchanges/<kind>.py`, its seconds and
-bytes in `cost/channels.py`.
+bytes in `cost/channels.py`. A package of its own adds one by an `ExchangePlugin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from longspan.core.extensions import EXCHANGES, extensions
 from longspan.core.runs import Layout
 from longspan.core.sparse import SparseSetting
+from longspan.errors import PluginError
+
+if TYPE_CHECKING:
+    from longspan.core.extensions import Extension
 
 WeightSource = Literal["host", "peers"]
 """Unsharded weights come from the memory of the host, or from the other ranks of the instance."""
@@ -89,7 +94,40 @@ class Exchange(NamedTuple):
         return self.is_layerwise or self.traits.stores == "after"
 
 
-_TRAITS: dict[str, Traits] = {}
+@dataclass(frozen=True, kw_only=True)
+class ExchangePlugin:
+    """An exchange of another package: its entry point of the group `longspan.exchanges` names one.
+
+    The module of this object needs no torch, because all processes import it.
+
+    Attributes:
+        traits: its layouts and so on.
+        attention: `module:name` of the function that computes attention, or of an `attn.exchanges.AttentionExchange`.
+            Workers alone import it.
+        cost: `module:name` of a `cost.channels.ExchangeCost`, which policies and simulations import.
+    """
+
+    traits: Traits
+    attention: str
+    cost: str
+
+
+class _Known(dict[str, Traits]):
+    """The traits of each kind. Those of a plug-in are loaded when they are first read."""
+
+    def __missing__(self, kind: str) -> Traits:
+        added = extensions(EXCHANGES, _BUILT_IN)
+        if kind not in added:
+            raise KeyError(kind)
+        plugin = added[kind].load()
+        if not isinstance(plugin, ExchangePlugin):
+            raise PluginError(f"{added[kind].origin} is no longspan.core.exchange.ExchangePlugin: name one")
+        self[kind], _PLUGINS[kind] = plugin.traits, (plugin, added[kind])
+        return plugin.traits
+
+
+_TRAITS = _Known()
+_PLUGINS: dict[str, tuple[ExchangePlugin, Extension]] = {}
 
 
 def register_traits(kind: str, traits: Traits) -> Exchange:
@@ -119,8 +157,36 @@ CHAIN = register_traits(
 """Keys and values run from each member to the next (KV-Runahead)."""
 
 
+_BUILT_IN = frozenset(_TRAITS)
+
+
+def exchange_names() -> tuple[str, ...]:
+    """Returns the kinds between several members, those of packages that are not imported yet included."""
+    return tuple(dict.fromkeys((*(one.kind for one in exchanges()), *extensions(EXCHANGES, _BUILT_IN))))
+
+
+def plugin_attention(kind: str) -> object | None:
+    """Imports what computes attention by an exchange of another package; None for a kind that is none."""
+    return _part(kind, "attention")
+
+
+def plugin_cost(kind: str) -> object | None:
+    """Imports the cost of an exchange of another package; None for a kind that is none."""
+    return _part(kind, "cost")
+
+
+def _part(kind: str, part: Literal["attention", "cost"]) -> object | None:
+    if kind in _BUILT_IN:
+        return None
+    _ = _TRAITS[kind]  # a plug-in is loaded here
+    if kind not in _PLUGINS:  # it was registered by `register_traits`
+        return None
+    plugin, extension = _PLUGINS[kind]
+    return extension.resolve(getattr(plugin, part))
+
+
 def exchanges() -> Iterator[Exchange]:
-    """Yields every kind between several members, without parameters."""
+    """Yields every loaded kind between several members, without parameters. A plug-in is loaded when it is named."""
     return (Exchange(kind) for kind in _TRAITS if kind != LOCAL.kind)
 
 
@@ -148,8 +214,9 @@ def shown_names() -> tuple[str, ...]:
 
 def exchange_of(kind: str) -> Exchange:
     """Returns a kind of exchange, without parameters. Raises ValueError for one that nobody registered."""
-    if kind not in _TRAITS:
-        raise ValueError(f"unknown exchange {kind!r}: choose one of {', '.join(_TRAITS)}")
+    if kind != LOCAL.kind and kind not in exchange_names():
+        raise ValueError(f"unknown exchange {kind!r}: choose one of {', '.join((LOCAL.kind, *exchange_names()))}")
+    _ = _TRAITS[kind]  # a plug-in is loaded here
     return Exchange(kind)
 
 

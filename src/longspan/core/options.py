@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
-from longspan.errors import ParameterError
+from longspan.errors import ParameterError, PluginError
 
 OptionsT = TypeVar("OptionsT")
 
@@ -109,6 +109,8 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
     except msgspec.ValidationError as error:
         if isinstance(cause := error.__cause__, ParameterError):
             raise ParameterError(cause.parameter, f"{cause.problem} (policy {policy})", cause.value) from cause
+        if isinstance(cause, PluginError):
+            raise cause from None
         raise ValueError(f"policy {policy}: {_explained(error, kind, options)}") from error
 
 

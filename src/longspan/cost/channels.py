@@ -13,13 +13,14 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, plugin_cost
 from longspan.core.runs import Run, SpanShards
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import Heads, SparseWork, work_of_layer
 from longspan.cost.architecture import ModelShape
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
+from longspan.errors import PluginError
 
 
 class Share(NamedTuple):
@@ -164,6 +165,11 @@ def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
 
 
 def cost_of(exchange: Exchange) -> ExchangeCost:
+    """Returns the registered cost of a kind, or that of a plug-in."""
+    if exchange.kind not in _COSTS and (added := plugin_cost(exchange.kind)) is not None:
+        if not isinstance(added, ExchangeCost):
+            raise PluginError(f"the cost of exchange {exchange.kind} is no longspan.cost.channels.ExchangeCost")
+        register_cost(exchange, added)
     return _COSTS[exchange.kind]
 
 

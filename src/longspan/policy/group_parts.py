@@ -5,13 +5,13 @@ has grown (Tetris §4.1).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
+from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_names, exchange_of, exchanges, takers
 from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef, PrefixHit, Rotation
 from longspan.core.runs import Layout, Run, SpanShards
@@ -22,9 +22,11 @@ from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
 
 
-def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automatic: bool = True) -> None:
+def check_exchange(key: str, given: str, choices: Callable[[], Iterable[Exchange]], *, automatic: bool = True) -> None:
     """Raises ParameterError unless an option names one of these exchanges, or `auto` where that is possible."""
-    kinds = ["auto"] * automatic + [one.kind for one in choices]
+    if given in exchange_names():
+        exchange_of(given)  # an exchange of a plug-in is a choice once it is loaded
+    kinds = ["auto"] * automatic + [one.kind for one in choices()]
     if given not in kinds:
         raise ParameterError(key, f"is one of {', '.join(kinds)}, but {given!r} given", given)
 
@@ -60,8 +62,8 @@ class SharingOptions:
     rotate: Literal["block", "token"] = "block"
 
     def __post_init__(self) -> None:
-        check_exchange("exchange", self.exchange, tuple(exchanges()))
-        check_exchange("decode", self.decode, decoding(), automatic=False)
+        check_exchange("exchange", self.exchange, exchanges)
+        check_exchange("decode", self.decode, decoding, automatic=False)
         traits = None if self.exchange == "auto" else exchange_of(self.exchange).traits
         if traits is not None and self.layout not in {"auto", *traits.layouts}:
             able, use = " or ".join(traits.layouts), traits.layouts[0]

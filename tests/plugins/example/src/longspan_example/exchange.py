@@ -1,0 +1,14 @@
+"""Exchange `broadcast` sends all keys and values of each instance to every other instance.
+
+All processes import this module, so it imports no torch. Workers alone import `tensors`.
+"""
+
+from __future__ import annotations
+
+from longspan.core.exchange import ExchangePlugin, Traits
+
+BROADCAST = ExchangePlugin(
+    traits=Traits(layouts=("zigzag", "striped")),
+    attention="longspan_example.tensors:broadcast",
+    cost="longspan_example.cost:COST",
+)
