@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 
 from longspan.errors import PluginError
+
+_REMEDY = "update the distribution, or uninstall it"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,16 @@ class Plugin:
         """Import the object that the entry point names."""
         return self._load(self.entry_point)
 
+    def check(self, reference: str) -> None:
+        """Find the module of another object of the package without importing it."""
+        module = reference.partition(":")[0]
+        try:
+            spec = find_spec(module)
+        except (ImportError, ValueError):  # its package is not there, or it is no name of a module
+            spec = None
+        if spec is None:
+            raise PluginError(f"{self.origin} refers to {reference}, but there is no module {module}: {_REMEDY}")
+
     def resolve(self, reference: str) -> object:
         """Import another object of the package."""
         return self._load(EntryPoint(name=self.entry_point.name, value=reference, group=self.entry_point.group))
@@ -43,7 +56,7 @@ class Plugin:
             return entry_point.load()
         except Exception as error:  # the package may raise anything
             problem = f"{self.origin} does not load {entry_point.value} ({type(error).__name__}: {error})"
-            raise PluginError(f"{problem}: update the distribution, or uninstall it") from error
+            raise PluginError(f"{problem}: {_REMEDY}") from error
 
 
 @cache

@@ -156,6 +156,21 @@ BROKEN = {
         "exchange_of('mine')",
         "in distribution broken 0.1.0 is no longspan.core.exchange.ExchangePlugin",
     ),
+    "no module with the tensors of an exchange": (
+        {"longspan.exchanges": {"mine": "exchange_without_tensors:MINE"}},
+        "exchange_of('mine')",
+        "in distribution broken 0.1.0 refers to nowhere_at_all:attend, but there is no module nowhere_at_all",
+    ),
+    "no module with the cost of an exchange": (
+        {"longspan.exchanges": {"mine": "exchange_without_cost:MINE"}},
+        "make_policy('context', num_instances=2, options={'exchange': 'mine'})",
+        "in distribution broken 0.1.0 does not load nowhere_at_all:COST",
+    ),
+    "an exchange of whole layers": (
+        {"longspan.exchanges": {"mine": "exchange_of_layers:MINE"}},
+        "exchange_of('mine')",
+        "in distribution broken 0.1.0 computes whole layers",
+    ),
     "the name of a built-in exchange": (
         {"longspan.exchanges": {"ring_kv": "longspan_example.exchange:BROADCAST"}},
         "make_policy('context', num_instances=2, options={'exchange': 'ring_kv'})",
@@ -164,11 +179,22 @@ BROKEN = {
 }
 
 
+MODULES = {
+    "exchange_without_tensors": "traits=Traits(), attention='nowhere_at_all:attend', cost='json:loads'",
+    "exchange_without_cost": "traits=Traits(), attention='json:loads', cost='nowhere_at_all:COST'",
+    "exchange_of_layers": "traits=Traits(level='layer'), attention='json:loads', cost='json:loads'",
+}
+"""Modules with broken exchanges: the arguments of `ExchangePlugin`."""
+
+
 @pytest.mark.parametrize(("entry_points", "use", "words"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_package_is_named(
     tmp_path: Path, entry_points: Mapping[str, Mapping[str, str]], use: str, words: str
 ) -> None:
     install(tmp_path, "broken", entry_points)
+    for module, fields in MODULES.items():
+        text = f"from longspan.core.exchange import ExchangePlugin, Traits\nMINE = ExchangePlugin({fields})\n"
+        (tmp_path / f"{module}.py").write_text(text)
     code = f"""
 from longspan.core.exchange import exchange_of
 from longspan.errors import PluginError

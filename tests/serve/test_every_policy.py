@@ -92,6 +92,15 @@ CASES = {
     "loongserve-disagg": Case(name="loongserve-disagg", engine=ROLES, refused=SPECS, shrinks_to=None),
     "csps": Case(name="csps", options={"threshold": "30"}, change={"csa": EXACT}),
     "csps with csa": Case(name="csps", options={"threshold": "30", "csa": EXACT}, change={"csa": "off"}),
+    "fractions": Case(
+        name="auto", options={"fractions": "0.5,0.3,0.2"}, policy="context", refused=SPECS, shrinks_to=None
+    ),
+    "sizes": Case(
+        name="tetris", options={"sp_sizes": "1,3"}, change={"chunking": False}, refused=SPECS, shrinks_to=None
+    ),
+    "sizes of loongserve": Case(name="loongserve", options={"sp_sizes": "1,2"}, refused=("1", "tp2"), fragile=SPECS),
+    "partition": Case(name="csps", options={"partition": "64"}, change={"csa": EXACT}),
+    "partition of runahead": Case(name="runahead", options={"threshold": "30", "home": "computed"}),
     "seesaw": Case(name="seesaw", engine=PHASES, refused=SPECS, shrinks_to=None),
     "prefill-first": Case(name="prefill-first"),
     "decode-first": Case(name="decode-first"),
@@ -243,13 +252,19 @@ def test_every_policy_has_a_case() -> None:
 # ---------------------------------------------------------------- threads
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+EXTRA = {"auto with options", "sizes of loongserve", "partition", "partition of runahead"}
+ON_THREADS = [
+    pytest.param(case, id=name, marks=[pytest.mark.full] if name in EXTRA else []) for name, case in CASES.items()
+]
+
+
+@pytest.mark.parametrize("case", ON_THREADS)
 def test_a_policy_answers_changes_is_resharded_and_survives(tiny: Path, oracle: Oracle, case: Case) -> None:
     with thread_server(case.args(tiny), max_worker_restarts=1) as server:
         check_with_restarts(server, case, oracle)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", ON_THREADS)
 def test_a_policy_survives_without_restarts_or_is_refused(tiny: Path, oracle: Oracle, case: Case) -> None:
     start = partial(thread_server, case.args(tiny), max_worker_restarts=0)
     if case.shrinks_to is None:

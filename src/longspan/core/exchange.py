@@ -122,6 +122,9 @@ class _Known(dict[str, Traits]):
         plugin = added[kind].load()
         if not isinstance(plugin, ExchangePlugin):
             raise PluginError(f"{added[kind].origin} is no longspan.core.exchange.ExchangePlugin: name one")
+        if plugin.traits.level == "layer":
+            raise PluginError(f"{added[kind].origin} computes whole layers: only built-in exchanges can")
+        added[kind].check(plugin.attention)  # only workers import it
         self[kind], _PLUGINS[kind] = plugin.traits, (plugin, added[kind])
         return plugin.traits
 

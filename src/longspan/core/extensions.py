@@ -19,6 +19,9 @@ if TYPE_CHECKING:
         def load(self) -> object:
             """Import the object; raise PluginError if that fails."""
 
+        def check(self, reference: str) -> None:
+            """Raise PluginError if there is no module for `module:name`; do not import it."""
+
         def resolve(self, reference: str) -> object:
             """Import the object that `module:name` refers to; raise PluginError if that fails."""
 

@@ -16,6 +16,7 @@ from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef, PrefixHit, Rotation
 from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
+from longspan.cost.channels import cost_of
 from longspan.cost.partitions import PartitionTable, parse_fractions
 from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
@@ -25,7 +26,7 @@ from longspan.policy.choosing import Chooser, Facts
 def check_exchange(key: str, given: str, choices: Callable[[], Iterable[Exchange]], *, automatic: bool = True) -> None:
     """Raises ParameterError unless an option names one of these exchanges, or `auto` where that is possible."""
     if given in exchange_names():
-        exchange_of(given)  # an exchange of a plug-in is a choice once it is loaded
+        cost_of(exchange_of(given))  # an exchange of a plug-in is a choice once it is loaded
     kinds = ["auto"] * automatic + [one.kind for one in choices()]
     if given not in kinds:
         raise ParameterError(key, f"is one of {', '.join(kinds)}, but {given!r} given", given)
