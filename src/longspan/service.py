@@ -271,7 +271,9 @@ class Service:
         """
         before, given = self.engine.config.cluster, self._given
         if before.has_roles or self.engine.config.turns:
-            raise ParameterError("parallel", f"{spec} is for instances that all do the same: start anew", spec)
+            kind = "phases" if self.engine.config.turns else "roles"
+            problem = f"({spec}) cannot replace instances with {kind}: start anew with parallel, or with other specs"
+            raise ParameterError("parallel", problem, spec)
         wanted, locations = ParallelSpec.parse(spec), before.locations
         num_more = max(0, wanted.num_ranks - before.num_ranks)
         if num_more and len(set(before.hosts)) > 1:

@@ -208,7 +208,10 @@ def check_reshards(server: Server, case: Case, oracle: Oracle, refused: tuple[st
         reply = server.ask("POST", "/admin/parallel", {"parallel": spec})
         if spec in refused:
             assert (reply.status, reply.body["error"]["param"]) == (400, "parallel")
-            assert REMEDY.search(reply.body["error"]["message"]), reply.body
+            message = reply.body["error"]["message"]
+            assert REMEDY.search(message), message
+            values = ",".join((spec, *case.options.values())).split(",")
+            assert any(re.search(rf"\b{re.escape(value)}\b", message) for value in values), message
             assert (settings_of(server), spec_of(server)) == (before, parallel)
         else:
             assert (reply.status, reply.body) == (200, {"parallel": spec})
