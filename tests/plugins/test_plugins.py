@@ -104,14 +104,14 @@ from longspan import LLM, SamplingParams
 
 if __name__ == "__main__":
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    options = {"exchange": "broadcast", "threshold": "20", "decode": "broadcast"}
     shared = {"skip_tokenizer_init": True, "instances": 2, "block_size": 16, "threads_per_rank": 1}
-    prompt = [5, 9, 3, 11] * 20
-    for given in (
-        {"policy": "last", "policy_options": {"most": "30"}},
-        {"policy": "context", "exchange": "broadcast", "policy_options": {"threshold": "20", "decode": "broadcast"}},
-    ):
-        with LLM(sys.argv[1], **shared, **given) as llm:
-            [output] = llm.generate([prompt], params, use_tqdm=False)
+    with LLM(sys.argv[1], **shared, policy="last", policy_options={"most": "30"}) as llm:
+        for change in (None, ("context", options)):
+            if change is not None:
+                llm.set_policy(*change)
+                llm.reset_prefix_cache()
+            [output] = llm.generate([[5, 9, 3, 11] * 20], params, use_tqdm=False)
             sent = llm.bytes_exchanged.get("broadcast", 0)
             print(*output.outputs[0].token_ids, sent > 0, *output.metrics.kv_tokens_per_instance)
     assert "longspan_example.tensors" not in sys.modules

@@ -255,7 +255,7 @@ def test_every_policy_has_a_case() -> None:
 # ---------------------------------------------------------------- threads
 
 
-EXTRA = {"auto with options", "sizes of loongserve", "partition", "partition of runahead"}
+EXTRA = {"auto with options", "fractions", "sizes of loongserve", "partition", "partition of runahead"}
 ON_THREADS = [
     pytest.param(case, id=name, marks=[pytest.mark.full] if name in EXTRA else []) for name, case in CASES.items()
 ]
@@ -327,7 +327,7 @@ def test_a_fleet_that_grows_shares_long_prompts(tiny: Path, oracle: Oracle) -> N
         assert server.ask("POST", "/admin/parallel", {"parallel": "2"}).status == 200
         assert settings_of(server)["policy"] == "auto"
         check_answers(server, oracle)
-    prompt, params = [3 + at * 37 % 190 for at in range(1500)], SamplingParams(temperature=0, max_tokens=4)
+    prompt, params = [3 + at * 37 % 190 for at in range(700)], SamplingParams(temperature=0, max_tokens=4)
     given = {**case.given, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 2048}
     with ThreadLLM(str(tiny), **given) as llm:
         llm.reshard("2")
