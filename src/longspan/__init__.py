@@ -4,8 +4,12 @@ The names below load on first use, so that ``import longspan`` is quick and need
 library, which needs none of the rest.
 """
 
+from longspan.core import extensions as _extensions
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without importing typing: the command line handles signals before it imports more than this
+    from collections.abc import Mapping
+
     from longspan import attn
     from longspan.async_llm import AsyncLLM
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
@@ -44,6 +48,15 @@ _OWNERS = {
     "attn": "longspan.attn",
     "simulate": "longspan.simulation",
 }
+
+
+def _find(group: str) -> "Mapping[str, _extensions.Extension]":
+    from longspan.plugins import find  # noqa: PLC0415 - reading metadata takes as long as other imports together
+
+    return find(group)
+
+
+_extensions.finder = _find
 
 
 def __getattr__(name: str) -> object:

@@ -27,6 +27,10 @@ def named(name: str, problem: str) -> str:
     return f"{name}{problem}" if problem[:1] in (":", "(") else f"{name} {problem}"
 
 
+class PluginError(ValueError):
+    """A package that adds policies or exchanges is broken; the message names its entry point and its distribution."""
+
+
 class WorkerLostError(RuntimeError):
     """A worker process died or raised; the requests in flight cannot finish.
 

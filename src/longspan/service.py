@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import msgspec
@@ -20,7 +21,8 @@ from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
-from longspan.core.policy import Policy, PolicySettings
+from longspan.core.options import PolicySettings
+from longspan.core.policy import Policy
 from longspan.core.sparse import is_tuned
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
@@ -249,24 +251,31 @@ class Service:
         _check_one_cluster(self.engine.config)
         for rank in ranks:
             cluster = cluster.without(rank)
-        cluster, facts, policy = self._largest_part(cluster)
+        cluster, facts, policy = self._largest_part(cluster, self._choice)
         self.executor.close()
         self.executor = self._start_workers(cluster)
         self.engine.restart(self.executor, cluster=cluster, policy=policy)
         self.facts, self._policy = facts, policy
 
-    def reshard(self, spec: str) -> None:
+    def reshard(self, spec: str, changes: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Lets the workers take their places in another cluster while requests go on, see `Engine.reshard`.
 
         Further workers start when the spec takes more than there are; what it leaves over waits for the next change.
 
+        Args:
+            spec: the parallel spec.
+            changes: options of the policy that change at the same time. None takes one back.
+
         Raises:
-            ParameterError: for a spec that model, policy or hosts cannot do with.
+            ParameterError: for a spec that model, policy or hosts cannot do with, or that could not serve without a
+                lost worker where none is replaced.
             RuntimeError: while another change is under way.
         """
         before, given = self.engine.config.cluster, self._given
         if before.has_roles or self.engine.config.turns:
-            raise ParameterError("parallel", f"{spec} is for instances that all do the same: start anew", spec)
+            kind = "phases" if self.engine.config.turns else "roles"
+            problem = f"({spec}) cannot replace instances with {kind}: start anew with parallel, or with other specs"
+            raise ParameterError("parallel", problem, spec)
         wanted, locations = ParallelSpec.parse(spec), before.locations
         num_more = max(0, wanted.num_ranks - before.num_ranks)
         if num_more and len(set(before.hosts)) > 1:
@@ -288,13 +297,21 @@ class Service:
         cluster = with_pools(
             cluster, self.block_bytes, self.info, given, self._kv_bytes, dtype=DTYPES[self.files.dtype]
         )
-        facts, policy = self._chosen_for(cluster)
+        given_options = {name: text for name, text in {**self._choice.given, **changes}.items() if text is not None}
+        choice = replace(self._choice, given=given_options)
+        facts, policy = self._chosen_for(cluster, choice)
+        if self._max_worker_restarts == 0 and (reason := self._why_not_smaller(cluster, choice)) is not None:
+            problem = (
+                f"{spec} cannot serve without a lost worker, and max_worker_restarts is 0 ({reason}): choose more "
+                "instances, or start anew with max_worker_restarts of 1 or more"
+            )
+            raise ParameterError("parallel", problem, spec)
         self.engine.reshard(cluster, policy)
-        self.facts, self._policy = facts, policy
+        self.facts, self._policy, self._choice = facts, policy, choice
 
-    def _chosen_for(self, cluster: Cluster) -> tuple[Facts, Policy]:
-        """Resolve the user's choice of a policy for another cluster."""
-        choice, shape = self._choice, self.facts.shape
+    def _chosen_for(self, cluster: Cluster, choice: PolicyChoice) -> tuple[Facts, Policy]:
+        """Resolve the choice of a policy for another cluster."""
+        shape = self.facts.shape
         assert shape is not None, "a service knows its model"
         threads = self._worker_config.threads_among(cluster.num_ranks)
         key = msgspec.structs.replace(self.profile_key, threads=threads)
@@ -304,11 +321,11 @@ class Service:
         _check_split(self.info, self.files, cluster, policy)
         return facts, policy
 
-    def _largest_part(self, cluster: Cluster) -> tuple[Cluster, Facts, Policy]:
+    def _largest_part(self, cluster: Cluster, choice: PolicyChoice) -> tuple[Cluster, Facts, Policy]:
         """Return the largest part of a cluster that the policy can serve on; raise its error if there is none."""
         while True:
             try:
-                return cluster, *self._chosen_for(cluster)
+                return cluster, *self._chosen_for(cluster, choice)
             except ValueError:
                 if cluster.num_instances == 1:
                     raise
@@ -318,11 +335,21 @@ class Service:
         """Raise ParameterError when no instances would serve after the loss of a worker."""
         try:
             _check_one_cluster(config)
-            for instance in config.cluster.instances:
-                self._largest_part(config.cluster.without(config.cluster.ranks(instance).start))
+            reason = self._why_not_smaller(config.cluster, self._choice)
+        except ParameterError as error:
+            reason = str(error)
+        if reason is not None:
+            problem = f"is 0, but without a lost worker the others cannot serve ({reason}): allow 1 or more"
+            raise ParameterError("max_worker_restarts", problem, 0)
+
+    def _why_not_smaller(self, cluster: Cluster, choice: PolicyChoice) -> str | None:
+        """Return why a cluster cannot serve without one of its workers; None if it can without each of them."""
+        try:
+            for instance in cluster.instances:
+                self._largest_part(cluster.without(cluster.ranks(instance).start), choice)
         except ValueError as error:
-            problem = f"is 0, but without a lost worker the others cannot serve ({error}): allow 1 or more"
-            raise ParameterError("max_worker_restarts", problem, 0) from error
+            return str(error)
+        return None
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, also what is saved; raises RuntimeError when some are unfinished."""

@@ -6,8 +6,8 @@ import pytest
 from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
-from longspan.core.options import option_text
-from longspan.core.policy import OptionValue, Policy, SettledError
+from longspan.core.options import OptionValue, SettledError, option_text
+from longspan.core.policy import Policy
 from longspan.errors import ParameterError
 from longspan.policy.registry import make_policy
 from longspan.policy.tetris.rates import RateTable, RateWatch

@@ -21,7 +21,8 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
-from longspan.core.policy import Policy, PolicySettings
+from longspan.core.options import PolicySettings
+from longspan.core.policy import Policy
 from longspan.core.steps import Completion, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.policy.registry import make_policy

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 from starlette.testclient import TestClient
 
-from longspan.core.policy import PolicySettings
+from longspan.core.options import PolicySettings
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient, OutputQueue
 from longspan.serve.messages import Delta, FinishedChoice, Started, Stats, StepOutputs

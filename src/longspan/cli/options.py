@@ -25,7 +25,7 @@ from cyclopts.validators import Number
 import longspan
 from longspan.args import EngineArgs
 from longspan.cli.signals import finishing, unwinding
-from longspan.core.exchange import exchanges
+from longspan.core.exchange_plugins import exchange_names
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
 from longspan.limits import read_bytes
@@ -60,7 +60,7 @@ def start(model: str, engine: EngineArgs, *, seed: int | None) -> Iterator[LLM]:
 
 
 _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = {
-    "exchange": lambda: ("auto", *(one.kind for one in exchanges())),
+    "exchange": lambda: ("auto", *exchange_names()),
     "policy": policy_names,
 }
 """The values of an option that are in a registry, by the option's field."""

@@ -2,17 +2,21 @@
 
 To add an exchange, register its kind and traits here. Its tensors are in `attn/exchanges/<kind>.py`, its seconds and
 bytes in `cost/channels.py`. A sparse form of an exchange is a kind of its own. Users choose the exact exchange, and the
-policy schedules the sparse form for a request that has a sparse setting.
+policy schedules the sparse form for a request that has a sparse setting. A package of its own adds an exchange by an
+`exchange_plugins.ExchangePlugin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from longspan.core.runs import Layout
 from longspan.core.sparse import SparseSetting
+
+if TYPE_CHECKING:
+    pass
 
 WeightSource = Literal["host", "peers"]
 """Unsharded weights come from the memory of the host, or from the other ranks of the instance."""
@@ -106,9 +110,21 @@ class Exchange(NamedTuple):
         return self if exact is None else Exchange(exact)
 
 
-_TRAITS: dict[str, Traits] = {}
 _SPARSE_FORMS: dict[str, str] = {}
 """Maps an exact kind to the kind that is its sparse form."""
+
+
+class _Known(dict[str, Traits]):
+    """The traits of each kind. Those of a plug-in are loaded when they are first read."""
+
+    def __missing__(self, kind: str) -> Traits:
+        from longspan.core.exchange_plugins import load_traits  # noqa: PLC0415 - built-in kinds need no plug-ins
+
+        self[kind] = load_traits(kind)
+        return self[kind]
+
+
+_TRAITS = _Known()
 
 
 def register_traits(kind: str, traits: Traits) -> Exchange:
@@ -147,8 +163,14 @@ GATHER_HIDDEN_SPARSE = register_traits(
 """`gather_hidden` whose members do not attend to unimportant tokens far away."""
 
 
+BUILT_IN = frozenset(_TRAITS)
+
+
 def exchanges() -> Iterator[Exchange]:
-    """Yields every exact kind between several members, without parameters."""
+    """Yields every loaded exact kind between several members, without parameters.
+
+    A plug-in is loaded when it is named.
+    """
     return (Exchange(kind) for kind in _exact_kinds() if kind != LOCAL.kind)
 
 
@@ -185,8 +207,14 @@ def shown_names() -> tuple[str, ...]:
 
 def exchange_of(kind: str) -> Exchange:
     """Returns an exact kind of exchange, without parameters. Raises ValueError for any other name."""
-    if kind not in (kinds := [*_exact_kinds()]):
-        raise ValueError(f"unknown exchange {kind!r}: choose one of {', '.join(kinds)}")
+    try:
+        is_exact = _TRAITS[kind].sparse_form_of is None
+    except KeyError:
+        is_exact = False
+    if not is_exact:
+        from longspan.core.exchange_plugins import exchange_names  # noqa: PLC0415 - an error
+
+        raise ValueError(f"unknown exchange {kind!r}: choose one of {', '.join((LOCAL.kind, *exchange_names()))}")
     return Exchange(kind)
 
 

@@ -5,14 +5,14 @@ A field of a dataclass is an option if an `Option` annotates it. Its name, type 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from longspan.errors import ParameterError
+from longspan.errors import ParameterError, PluginError
 
 OptionsT = TypeVar("OptionsT")
 
@@ -109,6 +109,8 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
     except msgspec.ValidationError as error:
         if isinstance(cause := error.__cause__, ParameterError):
             raise ParameterError(cause.parameter, f"{cause.problem} (policy {policy})", cause.value) from cause
+        if isinstance(cause, PluginError):
+            raise cause from None
         raise ValueError(f"policy {policy}: {_explained(error, kind, options)}") from error
 
 
@@ -128,6 +130,42 @@ def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a li
             yield from _wanted(choice)
     else:
         yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",)}.get(hint, ())
+
+
+OptionValue = str | int | float | bool | None
+"""The value of an option of a policy. None means that it was not given and has no default."""
+
+
+class SettledError(ValueError):
+    """The option cannot change while the policy serves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """A policy as the API shows it.
+
+    Attributes:
+        options: all of its options, as they are in force.
+        changeable: the options that may change while it serves.
+        given: the options that users gave, as texts. Everything else is derived, again for each cluster.
+    """
+
+    name: str
+    options: Mapping[str, OptionValue]
+    changeable: tuple[str, ...] = ()
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def check_changes(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless these options exist and may change, SettledError if one may not."""
+        others = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
+        for name in names:
+            if name not in self.options:
+                raise ValueError(f"policy {self.name} has no option {name[:60]!r}; its options {others}")
+            if name not in self.changeable:
+                raise SettledError(
+                    f"option {name} of policy {self.name} cannot change while it serves: start anew with "
+                    f"policy option {name}=VALUE; options {others}"
+                )
 
 
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]

@@ -1,62 +1,23 @@
-"""The base class of policies: it decides the next steps from a read-only view, and is notified of events.
-
-class Chunked(Policy, name="chunked"):
-reads_hosts = True
-
-def plan(self, view: ClusterView) -> Plan: ...
-"""
+"""The base class of policies: it decides the next steps from a read-only view, and is notified of events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from longspan.core.view import Admitted, ClusterView, Plan, RequestView
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from longspan.core.cluster import Cluster
+    from longspan.core.options import PolicySettings
     from longspan.core.sparse import SparseSetting
-
-OptionValue = str | int | float | bool | None
-"""The value of an option of a policy. None means that it was not given and has no default."""
-
-
-class SettledError(ValueError):
-    """The option cannot change while the policy serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
     """The options of a policy that has none. The engine bounds its steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """A policy as the API shows it.
-
-    Attributes:
-        options: all of its options, as they are in force.
-        changeable: the options that may change while it serves.
-        given: the options that users gave, as texts. Everything else is derived, again for each cluster.
-    """
-
-    name: str
-    options: Mapping[str, OptionValue]
-    changeable: tuple[str, ...] = ()
-    given: Mapping[str, str] = field(default_factory=dict)
-
-    def check_changes(self, names: Iterable[str]) -> None:
-        """Raise ValueError unless these options exist and may change, SettledError if one may not."""
-        others = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
-        for name in names:
-            if name not in self.options:
-                raise ValueError(f"policy {self.name} has no option {name[:60]!r}; its options {others}")
-            if name not in self.changeable:
-                raise SettledError(
-                    f"option {name} of policy {self.name} cannot change while it serves: start anew with "
-                    f"policy option {name}=VALUE; options {others}"
-                )
 
 
 class Policy:
@@ -151,6 +112,8 @@ class Policy:
     @property
     def settings(self) -> PolicySettings:
         """The name of the policy and its options."""
+        from longspan.core.options import PolicySettings  # noqa: PLC0415 - only those who show options need it
+
         options = asdict(self.options)
         return PolicySettings(name=self.name, options=options, changeable=self.changeable, given=self.given)
 

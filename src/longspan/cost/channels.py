@@ -25,9 +25,11 @@ from longspan.core.exchange import (
     RING_Q,
     Exchange,
 )
+from longspan.core.exchange_plugins import plugin_part
 from longspan.core.runs import SpanShards
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
+from longspan.errors import PluginError
 
 
 class Share(NamedTuple):
@@ -177,8 +179,13 @@ def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
 
 
 def cost_of(exchange: Exchange) -> ExchangeCost:
-    if exchange.kind not in _COSTS:
+    """Returns the registered cost of a kind, or that of a plug-in."""
+    if exchange.kind in _LOADED_ON_USE and exchange.kind not in _COSTS:
         importlib.import_module(_LOADED_ON_USE[exchange.kind])
+    if exchange.kind not in _COSTS and (added := plugin_part(exchange.kind, "cost")) is not None:
+        if not isinstance(added, ExchangeCost):
+            raise PluginError(f"the cost of exchange {exchange.kind} is no longspan.cost.channels.ExchangeCost")
+        register_cost(exchange, added)
     return _COSTS[exchange.kind]
 
 

@@ -1,1 +1,1 @@
-"""Policies and their baselines. `policy.registry` finds them by name."""
+"""This package has the policies and their baselines. `policy.registry` finds them by name."""

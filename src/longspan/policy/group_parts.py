@@ -5,7 +5,7 @@ has grown (Tetris §4.1).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -13,10 +13,12 @@ from typing import Literal
 
 from longspan.core.blocks import BlockRef, PrefixHit
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
+from longspan.core.exchange_plugins import exchange_names
 from longspan.core.layouts import shard_span
 from longspan.core.owners import Rotation
 from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
+from longspan.cost.channels import cost_of
 from longspan.cost.partitions import PartitionTable, parse_fractions
 from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
@@ -34,9 +36,11 @@ def expected_answer(request: RequestView) -> int:
     return min(_ANSWER_TOKENS, max(0, request.max_tokens - (request.num_tokens - request.num_prompt) - 1))
 
 
-def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automatic: bool = True) -> None:
+def check_exchange(key: str, given: str, choices: Callable[[], Iterable[Exchange]], *, automatic: bool = True) -> None:
     """Raises ParameterError unless an option names one of these exchanges, or `auto` where that is possible."""
-    kinds = ["auto"] * automatic + [one.kind for one in choices]
+    if given in exchange_names():
+        cost_of(exchange_of(given))  # an exchange of a plug-in is a choice once it is loaded
+    kinds = ["auto"] * automatic + [one.kind for one in choices()]
     if given not in kinds:
         raise ParameterError(key, f"is one of {', '.join(kinds)}, but {given!r} given", given)
 
@@ -72,8 +76,8 @@ class SharingOptions:
     rotate: Literal["block", "token"] = "block"
 
     def __post_init__(self) -> None:
-        check_exchange("exchange", self.exchange, tuple(exchanges()))
-        check_exchange("decode", self.decode, decoding(), automatic=False)
+        check_exchange("exchange", self.exchange, exchanges)
+        check_exchange("decode", self.decode, decoding, automatic=False)
         traits = None if self.exchange == "auto" else exchange_of(self.exchange).traits
         if traits is not None and self.layout not in {"auto", *traits.layouts}:
             able, use = " or ".join(traits.layouts), traits.layouts[0]

@@ -102,7 +102,7 @@ class LoongServeOptions:
     sp_sizes: str = "auto"
 
     def __post_init__(self) -> None:
-        check_exchange("exchange", self.exchange, of_any_layout())
+        check_exchange("exchange", self.exchange, of_any_layout)
 
     @property
     def group(self) -> GroupOptions:

@@ -1,4 +1,4 @@
-"""Policies by their names. `make_policy` resolves the choice of a user for a cluster.
+"""This registry finds policies by their names. `make_policy` resolves the choice of a user for a cluster.
 
 To add one, write a subclass of `core.policy.Policy`. Name it in the registry here, give it to `register_policy`, or let
 a package of its own name it as an entry point of the group `longspan.policies`.
@@ -12,12 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from longspan.core.exchange import of_any_layout
+from longspan.core.extensions import POLICIES, extensions
 from longspan.core.options import parse_options
 from longspan.core.policy import Policy
-from longspan.errors import ParameterError
+from longspan.errors import ParameterError, PluginError
 
 if TYPE_CHECKING:
     from longspan.core.cluster import Cluster
+    from longspan.core.extensions import Extension
     from longspan.policy.choosing import Facts
 
 _REGISTRY: dict[str, str | type[Policy]] = {
@@ -35,6 +37,7 @@ _REGISTRY: dict[str, str | type[Policy]] = {
     "decode-first": "batch_order:DecodeFirst",
 }
 """A policy, or the module and name of a class that is imported on first use."""
+_BUILT_IN = frozenset(_REGISTRY)
 _SPARSE = frozenset({"csa", "max_accuracy_loss", "target_ttft"})
 """Options of sparse attention, which `csps` alone has."""
 
@@ -61,7 +64,8 @@ def register_policy(policy: type[Policy]) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    return tuple(_REGISTRY)
+    """Return all names, those of packages that are not imported yet included."""
+    return tuple(dict.fromkeys((*_REGISTRY, *extensions(POLICIES, _BUILT_IN))))
 
 
 def make_policy(
@@ -131,10 +135,23 @@ def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
 
 def policy_class(name: str) -> type[Policy]:
     """Return the policy of that name; raise ParameterError for an unknown one."""
+    added = extensions(POLICIES, _BUILT_IN)
     if name not in _REGISTRY:
-        raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
+        if name not in added:
+            raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
+        _REGISTRY[name] = _added(name, added[name])
     found = _REGISTRY[name]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = _REGISTRY[name] = getattr(import_module(f"longspan.policy.{module}"), attribute)
     return found
+
+
+def _added(name: str, extension: Extension) -> type[Policy]:
+    """Import a policy of another package."""
+    policy = extension.load()
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise PluginError(f"{extension.origin} is no subclass of longspan.core.policy.Policy: name one")
+    if policy.name != name:
+        raise PluginError(f"{extension.origin} is a policy that is named {policy.name!r}: give both the same name")
+    return policy

@@ -34,7 +34,7 @@ class RunaheadOptions(LengthOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_exchange("exchange", self.exchange, [CHAIN])
+        check_exchange("exchange", self.exchange, lambda: (CHAIN,))
 
 
 class Runahead(Context, name="runahead"):

@@ -19,7 +19,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from longspan import limits
-from longspan.core.policy import PolicySettings
+from longspan.core.options import PolicySettings
 from longspan.errors import ParameterError
 from longspan.runtime.child import lack_of_memory, make_run_dir, start_child
 from longspan.serve import messages
@@ -363,7 +363,8 @@ class EngineClient:
     def _take_settings(self, settings: PolicySettings, number: int | None) -> None:
         self.policy = settings
         if number is not None:  # else a new engine core was set as the last one
-            self._policy_changes = {name: settings.given.get(name) for name in settings.changeable}
+            # A re-shard may have chosen a policy with other options: the changes of the one before stay.
+            self._policy_changes |= {name: settings.given.get(name) for name in settings.changeable}
             self._take_answer(number, settings)
 
     def _take_answer(self, number: int, value: PolicySettings | str) -> None:
@@ -372,9 +373,9 @@ class EngineClient:
 
     def _replay(self) -> None:
         """Sends what waits to a new engine core; what was accepted once stays accepted."""
-        if self._parallel_change is not None:  # the policy follows from the cluster, so that comes first
-            self._send(messages.SetParallel(None, self._parallel_change))
-        if self._policy_changes:
+        if self._parallel_change is not None:
+            self._send(messages.SetParallel(None, self._parallel_change, self._policy_changes))
+        elif self._policy_changes:
             self._send(messages.SetPolicy(None, self._policy_changes))
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()

@@ -154,9 +154,9 @@ class EngineLoop:
                     self._send(messages.PolicySet(self._service.policy_settings, id))
                 except ValueError as error:
                     self._send(messages.Failed(id, str(error)))
-            case messages.SetParallel(id, parallel):
+            case messages.SetParallel(id, parallel, options):
                 try:
-                    self._service.reshard(parallel)
+                    self._service.reshard(parallel, options)
                     self._resharding = command
                 except ValueError as error:
                     self._send(messages.Failed(id, str(error)))

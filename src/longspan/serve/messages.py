@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from longspan.args import EngineArgs
-from longspan.core.policy import PolicySettings
+from longspan.core.options import PolicySettings
 from longspan.core.request import ErrorKind, FinishReason
 from longspan.core.steps import BytesSent
 from longspan.outputs import LogprobsOfToken
@@ -62,11 +62,13 @@ class SetPolicy(msgspec.Struct, frozen=True, tag=True):
 class SetParallel(msgspec.Struct, frozen=True, tag=True):
     """Take another parallel spec; the answer is `ParallelSet`, once that is done, or `Failed` with the same id.
 
-    There is no id when a new engine core is set as the last one was.
+    There is no id when a new engine core is set as the last one was. The `options` of the policy that were changed
+    before come with the spec then, because the policy follows from both.
     """
 
     id: int | None
     parallel: str
+    options: dict[str, str | None] = {}
 
 
 class Quit(msgspec.Struct, frozen=True, tag=True):

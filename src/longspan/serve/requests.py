@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from longspan.core.options import option_text
-from longspan.core.policy import OptionValue, PolicySettings, SettledError
+from longspan.core.options import OptionValue, PolicySettings, SettledError, option_text
 from longspan.serve.errors import WireError
 
 MOST = 2**31 - 1

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from longspan.core.policy import PolicySettings
+from longspan.core.options import PolicySettings
 from longspan.serve.chat_requests import TextRequest
 from longspan.serve.client import EngineClient, Output, OutputQueue, abandon
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request

@@ -1,6 +1,6 @@
 """Attention exchanges, one file each: all members of a group call one at once, layer by layer.
 
-The module `<kind>.py` registers its exchange and is imported on first use.
+The module `<kind>.py` registers its exchange and is imported on first use. So is that of a plug-in.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import Exchange
+from longspan.core.exchange_plugins import plugin_part
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Two tensors `[kv_heads, tokens, head_dim]`."""
@@ -81,5 +83,11 @@ def register_attention(exchange: Exchange, attend: Attend, *, start: Start | Non
 def attention_exchange(exchange: Exchange) -> AttentionExchange:
     """Returns the registered operations of a kind."""
     if exchange.kind not in _REGISTERED:
-        importlib.import_module(f"{__name__}.{exchange.kind}")
+        added = plugin_part(exchange.kind, "attention")
+        if added is None:
+            importlib.import_module(f"{__name__}.{exchange.kind}")
+        elif isinstance(added, AttentionExchange):
+            _REGISTERED[exchange.kind] = added
+        else:
+            register_attention(exchange, cast("Attend", added))
     return _REGISTERED[exchange.kind]

@@ -36,8 +36,8 @@ class GroupOptions:
     rotate: Literal["block", "token"] = "block"
 
     def __post_init__(self) -> None:
-        check_exchange("exchange", self.exchange, of_any_layout())
-        check_exchange("decode", self.decode, decoding(), automatic=False)
+        check_exchange("exchange", self.exchange, of_any_layout)
+        check_exchange("decode", self.decode, decoding, automatic=False)
 
     def sharing(self) -> SharingOptions:
         layout = "zigzag" if self.layout == "auto" else self.layout

@@ -1,0 +1,65 @@
+"""Exchanges of other packages, which name them as entry points of the group `longspan.exchanges`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from longspan.core.exchange import BUILT_IN, Exchange, Traits, exchanges
+from longspan.core.extensions import EXCHANGES, extensions
+from longspan.errors import PluginError
+
+if TYPE_CHECKING:
+    from longspan.core.extensions import Extension
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangePlugin:
+    """An exchange of another package: its entry point of the group `longspan.exchanges` names one.
+
+    The module of this object needs no torch, because all processes import it.
+
+    Attributes:
+        traits: its layouts and so on.
+        attention: `module:name` of the function that computes attention, or of an `attn.exchanges.AttentionExchange`.
+            Workers alone import it.
+        cost: `module:name` of a `cost.channels.ExchangeCost`, which policies and simulations import.
+    """
+
+    traits: Traits
+    attention: str
+    cost: str
+
+
+_LOADED: dict[str, tuple[ExchangePlugin, Extension]] = {}
+
+
+def load_traits(kind: str) -> Traits:
+    """Import the plug-in that has this name, and return its traits. Raises KeyError if there is none."""
+    added = extensions(EXCHANGES, BUILT_IN)
+    if kind not in added:
+        raise KeyError(kind)
+    plugin = added[kind].load()
+    if not isinstance(plugin, ExchangePlugin):
+        raise PluginError(f"{added[kind].origin} is no longspan.core.exchange_plugins.ExchangePlugin: name one")
+    if plugin.traits.level == "layer":
+        raise PluginError(f"{added[kind].origin} computes whole layers: only built-in exchanges can")
+    added[kind].check(plugin.attention)  # only workers import it
+    _LOADED[kind] = plugin, added[kind]
+    return plugin.traits
+
+
+def exchange_names() -> tuple[str, ...]:
+    """Return the kinds between several members, those of packages that are not imported yet included."""
+    return tuple(dict.fromkeys((*(one.kind for one in exchanges()), *extensions(EXCHANGES, BUILT_IN))))
+
+
+def plugin_part(kind: str, part: Literal["attention", "cost"]) -> object | None:
+    """Import a part of the plug-in of this name: what computes attention, or its cost. None for any other kind."""
+    if kind in BUILT_IN:
+        return None
+    _ = Exchange(kind).traits  # loads a plug-in
+    if kind not in _LOADED:  # `register_traits` has made it known
+        return None
+    plugin, extension = _LOADED[kind]
+    return extension.resolve(getattr(plugin, part))

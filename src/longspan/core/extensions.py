@@ -1,0 +1,47 @@
+"""Names that installed packages add to the registries of policies and exchanges.
+
+The registries do no I/O: `longspan/__init__.py` sets `finder`, which reads entry points. This module imports nothing,
+because every process loads it.
+"""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from typing import Protocol
+
+    class Extension(Protocol):
+        """An entry point of a package."""
+
+        @property
+        def origin(self) -> str:
+            """The name and the group of the entry point, and the distribution that has it, for messages."""
+
+        def load(self) -> object:
+            """Import the object; raise PluginError if that fails."""
+
+        def check(self, reference: str) -> None:
+            """Raise PluginError if there is no module for `module:name`; do not import it."""
+
+        def resolve(self, reference: str) -> object:
+            """Import the object that `module:name` refers to; raise PluginError if that fails."""
+
+
+POLICIES, EXCHANGES = "longspan.policies", "longspan.exchanges"
+
+finder: "Callable[[str], Mapping[str, Extension]] | None" = None
+"""Returns the extensions of a group by name."""
+
+
+def extensions(group: str, built_in: "Collection[str]") -> "Mapping[str, Extension]":
+    """Return the extensions of a group by name.
+
+    Raises:
+        PluginError: two packages have the same name, or a package has the name of a built-in.
+    """
+    found = {} if finder is None else finder(group)
+    for name in found:
+        if name in built_in:
+            from longspan.errors import PluginError  # noqa: PLC0415 - rare
+
+            raise PluginError(f"{found[name].origin} takes the name of a built-in: rename the entry point")
+    return found

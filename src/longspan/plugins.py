@@ -1,0 +1,71 @@
+"""Entry points of installed packages: policies of the group `longspan.policies`, exchanges of `longspan.exchanges`.
+
+Names are read from the metadata of packages, once for each process. A package is imported when its name is first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+
+from longspan.errors import PluginError
+
+_REMEDY = "update the distribution, or uninstall it"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An entry point, see `core.extensions.Extension`."""
+
+    entry_point: EntryPoint
+
+    @property
+    def distribution(self) -> str:
+        """The name and version of the package that has the entry point."""
+        dist = self.entry_point.dist
+        return "an unnamed distribution" if dist is None else f"{dist.name} {dist.version}"
+
+    @property
+    def origin(self) -> str:
+        one = self.entry_point
+        return f"entry point {one.name} = {one.value} of group {one.group} in distribution {self.distribution}"
+
+    def load(self) -> object:
+        """Import the object that the entry point names."""
+        return self._load(self.entry_point)
+
+    def check(self, reference: str) -> None:
+        """Find the module of another object of the package without importing it."""
+        module = reference.partition(":")[0]
+        try:
+            spec = find_spec(module)
+        except (ImportError, ValueError):  # its package is not there, or it is no name of a module
+            spec = None
+        if spec is None:
+            raise PluginError(f"{self.origin} refers to {reference}, but there is no module {module}: {_REMEDY}")
+
+    def resolve(self, reference: str) -> object:
+        """Import another object of the package."""
+        return self._load(EntryPoint(name=self.entry_point.name, value=reference, group=self.entry_point.group))
+
+    def _load(self, entry_point: EntryPoint) -> object:
+        try:
+            return entry_point.load()
+        except Exception as error:  # the package may raise anything
+            problem = f"{self.origin} does not load {entry_point.value} ({type(error).__name__}: {error})"
+            raise PluginError(f"{problem}: {_REMEDY}") from error
+
+
+@cache
+def find(group: str) -> Mapping[str, Plugin]:
+    """Return the entry points of a group by name; raise PluginError if two distributions have the same name."""
+    found: dict[str, Plugin] = {}
+    for entry_point in entry_points(group=group):
+        plugin, other = Plugin(entry_point), found.get(entry_point.name)
+        if other is not None and other.entry_point.value != entry_point.value:
+            raise PluginError(f"{plugin.origin} has the name of {other.origin}: uninstall one of them")
+        found[entry_point.name] = plugin
+    return found
