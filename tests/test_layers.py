@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from longspan.core.exchange import exchanges
+
 MODULES = (
     "longspan",
     "longspan.core",
@@ -28,6 +30,26 @@ for module in sys.argv[1:]:
     print(module, *sorted({"torch", "transformers", "zmq", "safetensors", "accelerate", "gguf"} & set(sys.modules)))
 """
 
+OF_EXACT_ATTENTION = (
+    "longspan.core.engine",
+    "longspan.cost.step_cost",
+    "longspan.cost.fitted_cost",
+    *(f"longspan.policy.{policy}" for policy in ("auto", "chunked", "context", "tetris")),
+    *(f"longspan.attn.exchanges.{kind.kind}" for kind in exchanges() if kind.traits.level == "attention"),
+    "longspan.runtime.layerwise.gather_hidden",
+    "longspan.runtime.layerwise.unsharded_alltoall",
+    "longspan.runtime.worker_process",
+)
+"""Modules of the engine, the simulator and workers that requests without a sparse setting need."""
+VALUE = "longspan.core.sparse"
+"""The type of a field of `Exchange`, which messages to workers name."""
+SPARSE = r"""
+import importlib, re, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print(*sorted(name for name in sys.modules if re.match(r"longspan\..*(sparse|csa|csps)", name)))
+"""
+
 
 def test_importing_loads_nothing_heavy() -> None:
     """One after the other in a process of their own: the first that does is named."""
@@ -41,3 +63,9 @@ def test_exports_are_listed_and_unknown_names_refused() -> None:
     assert set(longspan.__all__) <= set(dir(longspan))
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         longspan.nope  # noqa: B018
+
+
+def test_exact_attention_imports_no_sparse_attention() -> None:
+    """Sparse forms of exchanges, their costs and settings are loaded by name on first use."""
+    command = [sys.executable, "-c", SPARSE, *OF_EXACT_ATTENTION]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [VALUE]

@@ -12,7 +12,6 @@ from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args
 from longspan import limits
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
-from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
 from longspan.policy.registry import turns_of
 
@@ -116,6 +115,8 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         )
         options = self.all_policy_options()
         if "csa" in options:
+            from longspan.csa_file import csa_settings  # noqa: PLC0415 - only some policies have the option
+
             options["csa"] = csa_settings(options["csa"], self.model)
         turns = turns_of(self.policy, cluster)
         for one in turns or (cluster,):

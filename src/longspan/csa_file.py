@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from longspan.core.sparse import is_tuned
 from longspan.errors import ParameterError
 from longspan.limits import read_bytes
 
@@ -25,10 +26,10 @@ def csa_settings(name: str, model: str) -> str:
     """
     if name == "off" or name.lstrip().startswith("{"):
         return name
-    from longspan.cost.csa_tuned import Tuned, is_tuned  # noqa: PLC0415 - numpy, which the command line needs only here
-
     content = _tuned_for(model) if name == AUTO else _content(name)
     if is_tuned(content):
+        from longspan.cost.csa_tuned import Tuned  # noqa: PLC0415 - numpy, which the command line needs only here
+
         try:
             return Tuned.from_json(content).brief.to_json(indent=0)
         except ValueError as error:

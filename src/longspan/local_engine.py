@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Self, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar, Unpack, get_args
 
 from longspan.args import EngineArgs, unpacked
 from longspan.core.engine import Engine
 from longspan.core.sampling import SamplingParams
-from longspan.core.sparse_plan import Savings, savings
 from longspan.core.steps import Link
 from longspan.driver import Driver
 from longspan.model.store import DTYPES
@@ -18,6 +17,9 @@ from longspan.outputs import RequestOutput
 from longspan.runtime.child import unless_forked
 from longspan.service import Service
 from longspan.text.input_processor import Message, Prompt, TemplateOptions
+
+if TYPE_CHECKING:
+    from longspan.core.sparse_plan import Savings
 
 ResultT = TypeVar("ResultT")
 
@@ -120,10 +122,14 @@ class LocalEngine:
 
     def sparse_savings(self, output: RequestOutput) -> Savings | None:
         """Returns what sparse attention saved a request; None when it was computed exactly."""
+        if not output.metrics.sparse_parts:
+            return None
+        from longspan.core.sparse_plan import savings  # noqa: PLC0415 - exact attention does not need it
+
         layers = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.info.specs]
-        parts, cluster = output.metrics.sparse_parts, self.service.engine.config.cluster
+        cluster = self.service.engine.config.cluster
         stages = [cluster.layers(0, stage) for stage in range(cluster.pp(0))]
-        return savings(parts, layers, stages, DTYPES[self.service.files.dtype].itemsize) if parts else None
+        return savings(output.metrics.sparse_parts, layers, stages, DTYPES[self.service.files.dtype].itemsize)
 
     def worker_times(self) -> list[dict[str, float]]:
         """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.

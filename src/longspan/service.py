@@ -21,8 +21,8 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.policy import Policy, PolicySettings
+from longspan.core.sparse import is_tuned
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
-from longspan.cost.csa_tuned import is_tuned
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.flows import DISK_BYTES_PER_S

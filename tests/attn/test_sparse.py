@@ -53,7 +53,7 @@ def run_layers(
             tags = range(layer * 100, layer * 100 + 100)
             group = Group(transport, range(size), rank, tags=tags, name=f"{layer}", sent=sent)
             requests = [of_layer(one, layer) for one in batch]
-            call = member_call(ALLTOALL._replace(sparse=setting), group, requests, spec, seed=rank)
+            call = member_call(ALLTOALL.sparse_form(setting), group, requests, spec, seed=rank)
             call.parts.memory = memory
             found.append(attend(replace(call, layer=layer, num_layers=LAYERS, layers=range(LAYERS))))
         return found

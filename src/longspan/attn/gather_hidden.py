@@ -8,6 +8,9 @@ projections calls the methods of `GatherHidden` in the order `gather`, `attend`,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,15 +18,33 @@ from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberParts, attend_all, gather_runs
 from longspan.attn.paged import PagedKv
-from longspan.attn.sparse.alone import AlonePart, SparseLayer, attend_alone
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import split_heads
-from longspan.core.runs import Run, num_tokens
+from longspan.core.runs import Run, SpanShards, num_tokens
 
 
 def hidden_hops(size: int) -> int:
     """Counts the hops that one layer numbers in a group of `size` members; no exchange has more."""
     return gather_hops(size) + 3
+
+
+class GatheredPart(NamedTuple):
+    """One request after the exchange: tensors of one member's heads, with the tokens of all members.
+
+    Attributes:
+        q_runs: the queries of each member.
+        q: the queries, one tensor per member.
+        held: the runs of the keys, cached ones of each member first, then new ones.
+        k, v: keys and values, one tensor per entry of `held`.
+        results: where the outputs go, one tensor per member.
+    """
+
+    q_runs: SpanShards
+    q: Sequence[Tensor]
+    held: Sequence[Sequence[Run]]
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    results: Sequence[Tensor]
 
 
 class GatherHidden:
@@ -34,14 +55,10 @@ class GatherHidden:
     Attributes:
         share: the heads that this member computes.
 
-    Args:
-        sparse: how attention drops tokens; None where it is exact.
     """
 
-    def __init__(
-        self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec, sparse: SparseLayer | None = None
-    ) -> None:
-        self._group, self._parts, self._kv, self._spec, self._sparse = group, parts, kv, spec, sparse
+    def __init__(self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -> None:
+        self._group, self._parts, self._kv, self._spec = group, parts, kv, spec
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self.share = self._shares[group.rank]
         lengths = [[num_tokens(part.q_runs[member]) for part in parts] for member in range(group.size)]
@@ -68,21 +85,22 @@ class GatherHidden:
         self._group.start(sends=leaving, receives=coming, hop=gather_hops(self._group.size)).wait()
         coming[me] = self._message(me, k, v)
         keys, values = (torch.cat([coming[member].tensors[kind] for member in members]) for kind in (0, 1))
-        out, spec = torch.empty_like(q), self._spec.of_heads(self.share)
+        out = torch.empty_like(q)
         pieces = [tensor.split(self._lengths, dim=1) for tensor in (q, k, v, out)]
-        alone: list[AlonePart] = []
+        gathered = []
         for index, part in enumerate(self._parts) if self.share.heads else ():
             held = [*(self._cached(holder)[index] for holder in members), *part.q_runs]
             old_k, old_v = ([coming[member].tensors[2 + 2 * index + kind] for member in members] for kind in (0, 1))
             own_q, new_k, new_v, found = (split[index :: len(self._parts)] for split in pieces)
-            k_all, v_all = [*old_k, *new_k], [*old_v, *new_v]
-            if self._sparse is not None:
-                alone.append(AlonePart(part.q_runs, own_q, held, k_all, v_all, found))
-                continue
-            attend_all(self._parts.backend, part.q_runs, own_q, held, k_all, v_all, spec, found)
-        if self._sparse is not None and alone:
-            attend_alone(self._parts, alone, self._sparse.of_share(self.share), spec)
+            gathered.append(GatheredPart(part.q_runs, own_q, held, [*old_k, *new_k], [*old_v, *new_v], found))
+        if gathered:
+            self._attend_gathered(gathered, self._spec.of_heads(self.share))
         return out, keys, values
+
+    def _attend_gathered(self, gathered: Sequence[GatheredPart], spec: AttnSpec) -> None:
+        """Computes attention of this member's heads; `spec` describes these heads."""
+        for part in gathered:
+            attend_all(self._parts.backend, part.q_runs, part.q, part.held, part.k, part.v, spec, part.results)
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Returns this member's rows `[tokens, hidden]` of the sum over members of their `[all tokens, hidden]`."""

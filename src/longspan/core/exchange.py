@@ -1,7 +1,8 @@
 """The exchange of queries, keys, values and partial outputs in attention: a value, and the traits of every kind.
 
 To add an exchange, register its kind and traits here. Its tensors are in `attn/exchanges/<kind>.py`, its seconds and
-bytes in `cost/channels.py`.
+bytes in `cost/channels.py`. A sparse form of an exchange is a kind of its own. Users choose the exact exchange, and the
+policy schedules the sparse form for a request that has a sparse setting.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Traits:
         skewed: whether its members may be in different layers at the same time, so that nobody waits for a later one.
         reads_hosts: whether some keys of a member may lie in the pool of its host.
         parameters: the fields of `Exchange` that it takes.
+        sparse_form_of: the kind that computes the same exactly; None for a kind that is exact itself.
     """
 
     layouts: tuple[Layout, ...] = ("zigzag", "striped", "contiguous")
@@ -43,6 +45,7 @@ class Traits:
     skewed: bool = False
     reads_hosts: bool = False
     parameters: tuple[Parameter, ...] = ()
+    sparse_form_of: str | None = None
 
     @property
     def in_order(self) -> bool:
@@ -58,7 +61,7 @@ class Exchange(NamedTuple):
         kind: a name of the registry.
         dense: scores that causality hides are computed and masked instead of skipped.
         weights: every rank computes whole layers with unsharded weights from there; None keeps the ranks' own shares.
-        sparse: how unimportant tokens far away are dropped; None for exact attention.
+        sparse: how a sparse form drops unimportant tokens far away; None for exact kinds.
     """
 
     kind: str
@@ -72,8 +75,7 @@ class Exchange(NamedTuple):
     @property
     def shown(self) -> str:
         """The name in metrics and reports, which does not tell where weights are from."""
-        variant = "_dense" if self.dense else "_sparse" if self.sparse is not None else ""
-        return self.kind + variant
+        return f"{self.kind}_dense" if self.dense else self.kind
 
     @property
     def traits(self) -> Traits:
@@ -88,14 +90,33 @@ class Exchange(NamedTuple):
     def stores_after(self) -> bool:
         return self.is_layerwise or self.traits.stores == "after"
 
+    @property
+    def has_sparse_form(self) -> bool:
+        return self.kind in _SPARSE_FORMS
+
+    def sparse_form(self, setting: SparseSetting) -> Exchange:
+        """Returns the sparse form of this exchange with a setting."""
+        assert self == Exchange(self.kind), f"{self} has parameters that its sparse form does not take"
+        return Exchange(_SPARSE_FORMS[self.kind], sparse=setting)
+
+    @property
+    def exact_form(self) -> Exchange:
+        """The exact exchange of a sparse form, and any other exchange itself."""
+        exact = self.traits.sparse_form_of
+        return self if exact is None else Exchange(exact)
+
 
 _TRAITS: dict[str, Traits] = {}
+_SPARSE_FORMS: dict[str, str] = {}
+"""Maps an exact kind to the kind that is its sparse form."""
 
 
 def register_traits(kind: str, traits: Traits) -> Exchange:
     """Makes a kind of exchange known; returns it without parameters."""
     assert kind not in _TRAITS, f"there is an exchange {kind} already"
     _TRAITS[kind] = traits
+    if traits.sparse_form_of is not None:
+        _SPARSE_FORMS[traits.sparse_form_of] = kind
     return Exchange(kind)
 
 
@@ -105,23 +126,34 @@ RING_KV = register_traits("ring_kv", Traits())
 """Keys and values travel around the ring (pass-KV)."""
 RING_Q = register_traits("ring_q", Traits())
 """Queries travel to the keys, and partial outputs back (pass-Q)."""
-ALLTOALL = register_traits("alltoall", Traits(parameters=("weights", "sparse")))
+ALLTOALL = register_traits("alltoall", Traits(parameters=("weights",)))
 """Each member gets some heads of all tokens (SP-NTP, Ulysses)."""
 GATHER_KV = register_traits("gather_kv", Traits(parameters=("dense",)))
 """Every member gathers all keys and values (the papers' TSP baseline)."""
-GATHER_HIDDEN = register_traits(
-    "gather_hidden", Traits(level="layer", stores="after", decodes=False, parameters=("sparse",))
-)
+GATHER_HIDDEN = register_traits("gather_hidden", Traits(level="layer", stores="after", decodes=False))
 """Hidden states are gathered, and outputs are summed and scattered (SP-TP, Megatron-SP)."""
 CHAIN = register_traits(
     "chain", Traits(layouts=("contiguous",), stores="after", decodes=False, keeps="later", skewed=True)
 )
 """Keys and values run from each member to the next (KV-Runahead)."""
+ALLTOALL_SPARSE = register_traits(
+    "alltoall_sparse", Traits(decodes=False, parameters=("sparse",), sparse_form_of=ALLTOALL.kind)
+)
+"""`alltoall` that drops unimportant tokens far away before they travel (CSPS §3.2.4)."""
+GATHER_HIDDEN_SPARSE = register_traits(
+    "gather_hidden_sparse",
+    Traits(level="layer", stores="after", decodes=False, parameters=("sparse",), sparse_form_of=GATHER_HIDDEN.kind),
+)
+"""`gather_hidden` whose members do not attend to unimportant tokens far away."""
 
 
 def exchanges() -> Iterator[Exchange]:
-    """Yields every kind between several members, without parameters."""
-    return (Exchange(kind) for kind in _TRAITS if kind != LOCAL.kind)
+    """Yields every exact kind between several members, without parameters."""
+    return (Exchange(kind) for kind in _exact_kinds() if kind != LOCAL.kind)
+
+
+def _exact_kinds() -> Iterator[str]:
+    return (kind for kind, traits in _TRAITS.items() if traits.sparse_form_of is None)
 
 
 def of_any_layout() -> tuple[Exchange, ...]:
@@ -140,23 +172,28 @@ def takers(parameter: Parameter) -> str:
     return ", ".join(one.kind for one in exchanges() if parameter in one.traits.parameters)
 
 
+def with_sparse_form() -> tuple[Exchange, ...]:
+    """Returns the exchanges that have a sparse form."""
+    return tuple(one for one in exchanges() if one.has_sparse_form)
+
+
 def shown_names() -> tuple[str, ...]:
+    """Returns the names of all exchanges between several members, sparse forms last."""
     names = [variant.shown for one in exchanges() for variant in _variants(one)]
-    names += [f"{one.kind}_sparse" for one in exchanges() if "sparse" in one.traits.parameters]
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys((*names, *_SPARSE_FORMS.values())))
 
 
 def exchange_of(kind: str) -> Exchange:
-    """Returns a kind of exchange, without parameters. Raises ValueError for one that nobody registered."""
-    if kind not in _TRAITS:
-        raise ValueError(f"unknown exchange {kind!r}: choose one of {', '.join(_TRAITS)}")
+    """Returns an exact kind of exchange, without parameters. Raises ValueError for any other name."""
+    if kind not in (kinds := [*_exact_kinds()]):
+        raise ValueError(f"unknown exchange {kind!r}: choose one of {', '.join(kinds)}")
     return Exchange(kind)
 
 
 def exchange_named(text: str) -> Exchange:
-    """Returns the exchange that prints as `text`. Raises ValueError when none does."""
+    """Returns the exact exchange that prints as `text`. Raises ValueError when none does."""
     if text in _TRAITS:
-        return Exchange(text)
+        return exchange_of(text)
     return next((one for base in exchanges() for one in _variants(base) if str(one) == text), None) or exchange_of(text)
 
 

@@ -21,6 +21,9 @@ DropMode = Literal["qkv", "kv"]
 
 MOST_LEVELS, MOST_PIECES = 4, 16
 """The most levels, and the most micro-partitions of each: every piece has a tag of its own."""
+TOKENS_HOP, RESULTS_HOP, SAMPLES_HOP = 0, MOST_PIECES, MOST_LEVELS * MOST_PIECES
+SPARSE_HOPS = SAMPLES_HOP + 1
+"""The hops that one layer numbers: pieces of tokens; then, by level, pieces of results; then sampled queries."""
 
 
 class SparseSetting(NamedTuple):
@@ -83,3 +86,8 @@ class SparseSetting(NamedTuple):
     def kept(self, size: int, layer: int, kv_head: int, level: int) -> int:
         """Counts the tokens of a piece that are kept."""
         return size - int(self.ratio(layer, kv_head, level) * size + 1e-9)
+
+
+def is_tuned(csa: str) -> bool:
+    """Returns True if a value of option `csa` is the text of a tuned file: no other JSON of ours has that name."""
+    return csa.lstrip().startswith("{") and '"tuned_for"' in csa

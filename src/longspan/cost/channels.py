@@ -1,23 +1,31 @@
 """Seconds per layer of attention and what is exchanged for it, by exchange, as each really overlaps.
 
 A channel is all that a step does in one group by one exchange. Each kind of exchange has an `ExchangeCost`. The time of
-a `chain`, whose layers run skewed, is in `forward.py`. Bytes are as in docs/exchanges.md.
+a `chain`, whose layers run skewed, is in `forward.py`. Sparse forms are in `sparse_channels.py`. Bytes are as in
+docs/exchanges.md.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange
-from longspan.core.runs import Run, SpanShards
-from longspan.core.sparse import SparseSetting
-from longspan.core.sparse_plan import Heads, SparseWork, work_of_layer
-from longspan.cost.architecture import ModelShape
+from longspan.core.exchange import (
+    ALLTOALL,
+    ALLTOALL_SPARSE,
+    CHAIN,
+    GATHER_HIDDEN,
+    GATHER_HIDDEN_SPARSE,
+    GATHER_KV,
+    RING_KV,
+    RING_Q,
+    Exchange,
+)
+from longspan.core.runs import SpanShards
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
 
@@ -157,6 +165,11 @@ class ExchangeCost:
 
 
 _COSTS: dict[str, ExchangeCost] = {}
+_LOADED_ON_USE = {
+    ALLTOALL_SPARSE.kind: "longspan.cost.sparse_channels",
+    GATHER_HIDDEN_SPARSE.kind: "longspan.cost.sparse_channels",
+}
+"""The modules that register costs of kinds that most users do not need."""
 
 
 def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
@@ -164,6 +177,8 @@ def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
 
 
 def cost_of(exchange: Exchange) -> ExchangeCost:
+    if exchange.kind not in _COSTS:
+        importlib.import_module(_LOADED_ON_USE[exchange.kind])
     return _COSTS[exchange.kind]
 
 
@@ -261,45 +276,13 @@ def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTim
 
 
 def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    if channel.exchange.sparse is not None:
-        return _sparse_alltoall(layer, topology, channel, channel.exchange.sparse)
     members, shape, shares = len(channel.group), layer.model.attention, channel.shares
     element = layer.bytes_per_element
     outputs = max(shares.queries) * math.ceil(layer.heads / members) * shape.head_dim * element * (members - 1)
     kv_heads = math.ceil(layer.kv_heads / members)
     keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
     exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
-    return ChannelTime(attention_s=_by_heads_s(layer, channel), exposed_s=exposed_s)
-
-
-def _sparse_alltoall(layer: Layer, topology: Topology, channel: Channel, setting: SparseSetting) -> ChannelTime:
-    """Prices what is kept, as a mean over layers. Tokens travel while each member attends its own partition."""
-    exact, kept = _sparse_work(setting, tuple(channel.shares.queries), layer.model.attention, layer.bytes_per_element)
-    attended_s, members = _by_heads_s(layer, channel), len(channel.group)
-    near_s, far_s = (attended_s * pairs / exact.num_pairs for pairs in (kept.near_pairs, kept.far_pairs))
-    shape = layer.model.attention
-    part = layer.heads / shape.num_heads / members / shape.num_layers  # of a rank, in a layer
-    sent_s, returned_s = (topology.alltoall_s(part * n, channel.group) for n in (kept.sent_bytes, kept.returned_bytes))
-    return ChannelTime(attention_s=near_s + far_s, exposed_s=max(0.0, sent_s - near_s) + returned_s)
-
-
-@lru_cache(maxsize=2**10)
-def _sparse_work(
-    setting: SparseSetting, queries: tuple[int, ...], shape: ModelShape, element_bytes: float
-) -> tuple[SparseWork, SparseWork]:
-    """Returns the work of all layers without drops and with them, of a prompt that members compute in order."""
-    ends = list(accumulate(queries, initial=0))
-    runs = tuple((Run(first, last),) if first < last else () for first, last in pairwise(ends))
-    heads, layers = Heads(shape.num_heads, shape.num_kv_heads), shape.num_layers
-    work = (
-        [
-            work_of_layer(one, runs, runs, layer, (range(layers),), heads, shape.head_dim, round(element_bytes))
-            for layer in range(layers)
-        ]
-        for one in (setting.exact, setting)
-    )
-    exact, kept = (sum(found, SparseWork()) for found in work)
-    return exact, kept
+    return ChannelTime(attention_s=by_heads_s(layer, channel), exposed_s=exposed_s)
 
 
 def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
@@ -307,15 +290,11 @@ def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> Channe
     hidden = most * layer.model.attention.hidden_size * layer.bytes_per_element
     exposed_s = 2 * topology.gather_s(hidden, channel.group)
     exposed_s += topology.alltoall_s(most * layer.kv_bytes * (members - 1) / members, channel.group)
-    attended_s = _by_heads_s(layer, channel)
-    if (setting := channel.exchange.sparse) is not None:
-        shape, queries = layer.model.attention, tuple(channel.shares.queries)
-        exact, kept = _sparse_work(setting, queries, shape, layer.bytes_per_element)
-        attended_s *= kept.num_pairs / exact.num_pairs
-    return ChannelTime(attention_s=attended_s, exposed_s=exposed_s)
+    return ChannelTime(attention_s=by_heads_s(layer, channel), exposed_s=exposed_s)
 
 
-def _by_heads_s(layer: Layer, channel: Channel) -> float:
+def by_heads_s(layer: Layer, channel: Channel) -> float:
+    """Returns seconds of attention when each member attends all tokens with its part of the heads."""
     shares = channel.shares
     every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
     return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group))
@@ -333,10 +312,6 @@ def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
 
 
 def _alltoall_bytes(layer: Layer, channel: Channel) -> float:
-    if (setting := channel.exchange.sparse) is not None:
-        shape = layer.model.attention
-        _, kept = _sparse_work(setting, tuple(channel.shares.queries), shape, layer.bytes_per_element)
-        return kept.num_bytes / shape.num_layers
     members, shape = len(channel.group), layer.model.attention
     kv_heads = max(shape.num_kv_heads, min(members, shape.num_heads))
     rows = shape.num_heads * sum(channel.shares.queries) + kv_heads * sum(channel.shares.held)

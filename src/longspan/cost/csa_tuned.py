@@ -149,11 +149,6 @@ class Tuned(Stored, frozen=True, kw_only=True):
         return loss
 
 
-def is_tuned(text: str) -> bool:
-    """Tells whether a text is a tuned file: no other JSON of ours has that name."""
-    return text.lstrip().startswith("{") and '"tuned_for"' in text
-
-
 @lru_cache(maxsize=256)
 def pair_shares(hosts: tuple[int, ...], levels: int) -> tuple[float, ...]:
     """Returns the part of all pairs of a query and a key that meet at each level from 2 on, of a long prompt."""

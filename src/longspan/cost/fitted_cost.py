@@ -211,7 +211,7 @@ class FittedCost:
         return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
-        members, exchange = len(part.group), part.exchange._replace(sparse=None)  # what is dropped was not measured
+        members, exchange = len(part.group), part.exchange.exact_form  # sparse forms were not measured
         if (members, exchange) not in self._times:
             problem = (
                 f"lacks times of {members} instances with exchange {exchange}: measure {members} instances or more, or "

@@ -20,11 +20,11 @@ from typing import Literal
 import msgspec
 
 from longspan.core.cluster import hosts_of
-from longspan.core.exchange import ALLTOALL, exchange_of, takers
-from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting
+from longspan.core.exchange import ALLTOALL, exchange_of, with_sparse_form
+from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting, is_tuned
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.cost.csa_tuned import Tuned, is_tuned
+from longspan.cost.csa_tuned import Tuned
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Facts
@@ -163,12 +163,11 @@ class CspsOptions(ContextOptions):
             if (value := getattr(self, name)) != unset:
                 problem = f"and csa exclude each other, but {value} given: leave one of them out"
                 raise ParameterError(name, problem, value)
-        is_able = self.exchange != "auto" and "sparse" in exchange_of(self.exchange).traits.parameters
+        is_able = self.exchange != "auto" and exchange_of(self.exchange).has_sparse_form
         if not is_able or self.layout not in {"auto", "contiguous"}:
             given = f"layout {self.layout}" if is_able else self.exchange
-            problem = (
-                f"is for exchange {takers('sparse')} and layout contiguous, but {given} given: leave one of them out"
-            )
+            able = ", ".join(one.kind for one in with_sparse_form())
+            problem = f"is for exchange {able} and layout contiguous, but {given} given: leave one of them out"
             raise ParameterError("csa", problem, _OFF)
 
     def _check_partition(self) -> None:

@@ -326,8 +326,8 @@ class GroupParts:
         )
 
     def _of_step(self, exchange: Exchange, request: RequestView, num_tokens: int, members: int) -> Exchange:
-        if request.sparse is not None and "sparse" in exchange.traits.parameters and num_tokens > 1:
-            return exchange._replace(sparse=request.sparse)
+        if request.sparse is not None and exchange.has_sparse_form and num_tokens > 1:
+            return exchange.sparse_form(request.sparse)
         return self.chooser.of_step(exchange, num_tokens, members)
 
     def _leaves_kv_with_last(self, exchange: Exchange) -> bool:
@@ -343,7 +343,7 @@ class GroupParts:
         partition: int,
     ) -> Shape:
         """Returns the shape of the next chunk, on so many members."""
-        if request.sparse is not None and "sparse" in exchange.traits.parameters:
+        if request.sparse is not None and exchange.has_sparse_form:
             return _partitions_shape(request, request.sparse.partition, new_tokens, members)
         if partition and not exchange.traits.in_order:
             return _partitions_shape(request, partition, new_tokens, members)

@@ -12,8 +12,8 @@ from torch import Tensor
 from longspan.attn.collectives import all_reduce
 from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.gather_hidden import hidden_hops
-from longspan.attn.sparse.messages import SPARSE_HOPS
 from longspan.core.cluster import Cluster
+from longspan.core.sparse import SPARSE_HOPS
 from longspan.core.steps import Link
 from longspan.runtime.batch import Channel
 from longspan.runtime.block_messages import FIRST_TAG as FIRST_MOVE_TAG

@@ -9,16 +9,12 @@ from __future__ import annotations
 from longspan.attn.comm import Message
 from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_all, gather_runs
-from longspan.attn.sparse.exchange import sparse_alltoall
 from longspan.core.cluster import HeadShare, spread_heads, uniform_pieces
 from longspan.core.exchange import ALLTOALL
 from longspan.core.runs import num_tokens
 
 
 def alltoall(call: Call) -> None:
-    if call.exchange.sparse is not None:
-        sparse_alltoall(call)
-        return
     group, parts, spec = call.group, call.parts, call.spec
     me, members, others = group.rank, range(group.size), group.others
     shares = spread_heads(spec.num_heads, spec.num_kv_heads, group.size)

@@ -1,4 +1,4 @@
-"""Attention that drops unimportant tokens far away before they travel (CSPS §3.2.4, SP-NTP): `alltoall` with a setting.
+"""Attention that drops unimportant tokens far away (CSPS §3.2.4): the parts that the sparse forms of exchanges share.
 
 Each member attends its own partition to itself, all heads, where it is. What lies farther apart meets as in `alltoall`,
 level by level: heads are spread over the members of a segment, and each gets the tokens that are kept there. Each

@@ -1,4 +1,4 @@
-"""The messages of sparse attention that carry partial results, and the hops of a layer."""
+"""The messages of sparse attention that carry partial results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ import torch
 from longspan.attn.backends import Partial
 from longspan.attn.comm import Message, Shape
 from longspan.attn.exchanges import Call
-from longspan.core.sparse import MOST_LEVELS, MOST_PIECES
-
-TOKENS_HOP, RESULTS_HOP, SAMPLES_HOP = 0, MOST_PIECES, MOST_LEVELS * MOST_PIECES
-SPARSE_HOPS = SAMPLES_HOP + 1
-"""The hops of a layer: pieces of tokens; then, by level, pieces of results; then samples."""
 
 
 def partial_room(call: Call, counts: Sequence[tuple[int, int]]) -> Message:

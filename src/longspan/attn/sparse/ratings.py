@@ -10,9 +10,10 @@ from torch import Tensor
 
 from longspan.attn.comm import Message, Pending
 from longspan.attn.exchanges import Call
-from longspan.attn.sparse.messages import SAMPLES_HOP, partial_room, partials_of
+from longspan.attn.sparse.messages import partial_room, partials_of
 from longspan.attn.sparse.part import SparsePart
 from longspan.core.runs import Run, SpanShards, num_tokens, positions
+from longspan.core.sparse import SAMPLES_HOP
 from longspan.core.sparse_plan import sampled_rows
 
 

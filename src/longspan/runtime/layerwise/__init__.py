@@ -6,26 +6,28 @@ modules taken over. All other tokens go through to Hugging Face's own forward, b
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Protocol
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from longspan.attn.paged import on_device
-from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN
+from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, GATHER_HIDDEN_SPARSE
 from longspan.model.adapter import Model
 from longspan.model.files import ModelError
 from longspan.model.sharding import attention_modules
 from longspan.model.stages import LayerArguments
 from longspan.runtime.batch import Channel, Packed
-from longspan.runtime.layerwise.gather_hidden import HiddenLayers
 from longspan.runtime.layerwise.layers import Arguments, HookedAttention, StepContext
-from longspan.runtime.layerwise.unsharded_alltoall import HostWeights, UnshardedLayers
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
+
+if TYPE_CHECKING:
+    from longspan.runtime.layerwise.unsharded_alltoall import HostWeights
 
 
 class LayerwiseExchange(Protocol):
@@ -37,11 +39,21 @@ class LayerwiseExchange(Protocol):
         """Returns the output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""
 
 
-LAYERWISE: dict[str, Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]] = {
-    GATHER_HIDDEN.kind: HiddenLayers,
-    ALLTOALL.kind: UnshardedLayers,
+LAYERWISE = {
+    GATHER_HIDDEN.kind: ("gather_hidden", "HiddenLayers"),
+    GATHER_HIDDEN_SPARSE.kind: ("gather_hidden_sparse", "SparseHiddenLayers"),
+    ALLTOALL.kind: ("unsharded_alltoall", "UnshardedLayers"),
 }
-"""The registry of layer exchanges, by kind. Add one here, and its traits in `core/exchange.py`."""
+"""The registry of layer exchanges: by kind, the module and its class. Add an exchange here, and its traits in
+`core/exchange.py`. A module is imported at the first step that needs it."""
+
+
+@cache
+def _layerwise(kind: str) -> Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]:
+    module, name = LAYERWISE[kind]
+    made: Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]
+    made = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return made
 
 
 class Layerwise:
@@ -59,6 +71,8 @@ class Layerwise:
 
     @cached_property
     def _host_weights(self) -> HostWeights:
+        from longspan.runtime.layerwise.unsharded_alltoall import HostWeights  # noqa: PLC0415 - only if a step needs it
+
         return HostWeights(self._model.stored_attention, self._model.module.device)
 
     def step(self, packed: Packed, comm: StepComm, *, pool: KvPool, watch: Stopwatch) -> LayerwiseStep:
@@ -90,7 +104,7 @@ class LayerwiseStep:
             row = packed.positions[: packed.num_alone], packed.rope_lengths[: packed.num_alone]
             self._alone = context.model.layer_arguments(*on_device(row, context.model.module.device))
         self._exchanges = {
-            kind: LAYERWISE[kind](context, [channel for channel in channels if channel.exchange.kind == kind])
+            kind: _layerwise(kind)(context, [channel for channel in channels if channel.exchange.kind == kind])
             for kind in dict.fromkeys(channel.exchange.kind for channel in channels)
         }
 

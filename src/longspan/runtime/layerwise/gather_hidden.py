@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspan.attn.gather_hidden import GatherHidden
-from longspan.attn.sparse.alone import SparseLayer
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import StepContext
 
@@ -23,9 +22,7 @@ class HiddenLayers:
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
         """Gathers, computes this member's heads, and scatters the sums."""
-        context = self._context
-        group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
-        gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer], self._sparse(layer, channel))
+        context, gathered = self._context, self._gather_hidden(layer, channel)
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with context.watch.during("attention"):
@@ -33,18 +30,11 @@ class HiddenLayers:
                 channel.store(context.pool, layer, keys, values)
                 return out
 
-        arguments, share = self._arguments[channel.number][layer], {"index": channel.rank, "size": group.size}
+        arguments, share = self._arguments[channel.number][layer], {"index": channel.rank, "size": len(channel.members)}
         partial = context.layers[layer].compute(gathered.gather(hidden), arguments, attend, **share)
         return gathered.scatter(partial)
 
-    def _sparse(self, layer: int, channel: Channel) -> SparseLayer | None:
-        setting, model = channel.exchange.sparse, self._context.model
-        if setting is None:
-            return None
-        return SparseLayer(
-            setting=setting,
-            layer=layer,
-            num_layers=model.info.num_layers,
-            layers=self._context.pool.layers,
-            first_kv_head=model.first_kv_heads[layer],
-        )
+    def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
+        context = self._context
+        group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
+        return GatherHidden(group, channel.parts, kv, context.model.specs[layer])

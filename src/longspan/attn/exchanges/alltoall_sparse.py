@@ -1,4 +1,7 @@
-"""`alltoall` with a sparse setting: the order in which tokens and results travel, and what is computed meanwhile."""
+"""The sparse form of `alltoall`: the order in which tokens and results travel, and what is computed meanwhile.
+
+The levels and the ratings of tokens are described in `attn/sparse`.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,28 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspan.attn.comm import Message, Pending
-from longspan.attn.exchanges import Call
+from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import MemberPart, gather_runs
-from longspan.attn.sparse.messages import RESULTS_HOP, TOKENS_HOP, partial_room, partials_of
+from longspan.attn.sparse.messages import partial_room, partials_of
 from longspan.attn.sparse.part import SparsePart
 from longspan.attn.sparse.ratings import Ratings
+from longspan.core.exchange import ALLTOALL_SPARSE
 from longspan.core.runs import num_tokens
-from longspan.core.sparse import MOST_PIECES, SparseSetting
+from longspan.core.sparse import MOST_PIECES, RESULTS_HOP, TOKENS_HOP, SparseSetting
 
 
-def sparse_alltoall(call: Call, stored: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
-    """Computes attention like `alltoall`, without what the setting drops.
+def alltoall_sparse(call: Call) -> None:
+    """Computes attention like `alltoall`, without the tokens that the setting drops."""
+    attend_levels(call, [_gathered(call, part) for part in call.parts])
 
-    What is near is sent, and computed, first; what is farther travels meanwhile, and so do results (CSPS §3.2.5).
+
+def attend_levels(call: Call, stored: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Computes attention like `alltoall`, level by level.
+
+    Near tokens are sent and attended first. Farther tokens travel meanwhile, and so do results (CSPS §3.2.5).
 
     Args:
-        stored: for each part the keys and values `[kv_heads, tokens, head_dim]` of this member, if they are not in the
-            pool.
+        stored: for each part the keys and values `[kv_heads, tokens, head_dim]` that this member holds.
     """
     setting, memory = call.exchange.sparse, call.parts.memory
     assert setting is not None and call.spec.window is None, "a window drops all that is far"
@@ -31,7 +39,6 @@ def sparse_alltoall(call: Call, stored: Sequence[tuple[Tensor, Tensor]] | None =
     found = ratings.of_keys() if isinstance(ratings, Ratings) else [None] * len(call.parts)
     if ratings is None or call.layer in (0, call.num_layers - 1):
         setting = setting.exact
-    stored = stored or [_gathered(call, part) for part in call.parts]
     each = zip(call.parts, stored, found, strict=True)
     parts = [SparsePart(call, setting, part, kv, rated) for part, kv, rated in each]
     arriving = _Arriving(call, setting, parts)
@@ -147,3 +154,6 @@ def _filled(call: Call, parts: Sequence[SparsePart], target: int, number: int, n
     for part in parts:
         part.fill(target, tensors, number, num_pieces)
     return message
+
+
+register_attention(ALLTOALL_SPARSE, alltoall_sparse)

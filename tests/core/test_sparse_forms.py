@@ -1,0 +1,57 @@
+"""Sparse forms of exchanges: kinds of their own that policies schedule and users do not choose."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from longspan.core.exchange import (
+    ALLTOALL,
+    ALLTOALL_SPARSE,
+    CHAIN,
+    GATHER_HIDDEN,
+    GATHER_HIDDEN_SPARSE,
+    LOCAL,
+    RING_KV,
+    Exchange,
+    decoding,
+    exchange_named,
+    exchange_of,
+    exchanges,
+    of_any_layout,
+    shown_names,
+    with_sparse_form,
+)
+from longspan.core.sparse import SparseSetting
+
+SETTING = SparseSetting(partition=64, segments=(1, 2), drop=(((0.5, 0.75),),))
+FORMS = {ALLTOALL: ALLTOALL_SPARSE, GATHER_HIDDEN: GATHER_HIDDEN_SPARSE}
+
+
+def test_a_sparse_form_has_the_setting_and_its_own_name_and_leads_back_to_the_exact_form() -> None:
+    assert with_sparse_form() == tuple(FORMS)
+    for exact, form in FORMS.items():
+        made = exact.sparse_form(SETTING)
+        assert made == form._replace(sparse=SETTING)
+        assert made.exact_form == exact
+        assert made.is_layerwise == exact.is_layerwise and made.stores_after == exact.stores_after
+        assert str(made) == made.shown == made.kind == f"{exact.kind}_sparse"
+        assert made.shown in shown_names()
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Exchange) == made
+
+
+def test_exact_exchanges_take_no_setting() -> None:
+    for one in (LOCAL, *exchanges()):
+        assert "sparse" not in one.traits.parameters
+        assert one.exact_form == one
+    assert not any(one.has_sparse_form for one in (LOCAL, RING_KV, CHAIN, ALLTOALL_SPARSE, GATHER_HIDDEN_SPARSE))
+
+
+@pytest.mark.parametrize("kind", [form.kind for form in FORMS.values()])
+def test_no_option_names_a_sparse_form(kind: str) -> None:
+    chosen = {*exchanges(), *of_any_layout(), *decoding()}
+    assert kind not in {one.kind for one in chosen}
+    for find in (exchange_of, exchange_named):
+        with pytest.raises(ValueError, match=r"unknown exchange .*: choose one of local, ring_kv") as caught:
+            find(kind)
+        assert f", {kind}" not in str(caught.value)
