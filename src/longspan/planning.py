@@ -19,7 +19,7 @@ from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
 from longspan.profiling.store import load_profile
-from longspan.service import EngineModel, ResolvedEngine
+from longspan.resolve import EngineModel, ResolvedEngine
 from longspan.sim.executor import StepTiming
 from longspan.sim.run import Observers, Result, simulate
 from longspan.text.input_processor import EngineRequest

@@ -268,9 +268,9 @@ def test_steps_are_as_large_as_memory_and_the_longest_prompt_allow(
 
     assert step(tiny) == 4096
     assert step(tiny, max_model_len=3000) == 3000
-    monkeypatch.setattr("longspan.service.default_step_bytes", lambda *_: 2500 * 4 * (6 * 96 + 4 * 128))
+    monkeypatch.setattr("longspan.resolve.default_step_bytes", lambda *_: 2500 * 4 * (6 * 96 + 4 * 128))
     assert step(tiny) == 2500
-    monkeypatch.setattr("longspan.service.default_step_bytes", lambda *_: 0)
+    monkeypatch.setattr("longspan.resolve.default_step_bytes", lambda *_: 0)
     assert step(tiny) == 2048, "as without chains"
     caplog.set_level("INFO", logger="longspan")
     assert step(make_tiny("mixtral", tmp_path)) == 2048

@@ -21,7 +21,7 @@ from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.view import ClusterView, KvView, RequestView, RunningView
 
-MAX_LINES = 1520
+MAX_LINES = 1564
 POLICIES = ("chunked", "context", "runahead", "loongserve", "prefill-first", "decode-first")
 ALIKE = st.sampled_from(POLICIES).flatmap(lambda policy: setups_of(policy, 3, {}))
 VIEWS: dict[type, type] = {Request: RequestView, Running: RunningView, KvAccount: KvView}

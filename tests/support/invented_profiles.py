@@ -8,7 +8,7 @@ from typing import Any
 from longspan.args import EngineArgs
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.profiling.store import save_profile
-from longspan.service import EngineModel
+from longspan.resolve import EngineModel
 
 
 def measure(model: Path, *, tp: int, token_s: float, decode_s: float) -> None:

@@ -71,6 +71,10 @@ class FittedCost:
             )
             raise ParameterError("profile", problem)
 
+    @property
+    def device(self) -> str:
+        return self._profile.profile_key.device
+
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         if move.way != "across":
             assert self._cluster is not None, "pools of hosts belong to a cluster"
@@ -182,7 +186,7 @@ class FittedCost:
 
     def _hosted_s(self, part: Part) -> float:
         """Times keys on the host as if they came from there; on a CPU they are where its pool is, too."""
-        if not part.num_hosted or self._profile.profile_key.device == "cpu":
+        if not part.num_hosted or self.device == "cpu":
             return 0.0
         link = self._host_link or self._known_link()
         return part.num_hosted * self._block_bytes / (link.bytes_per_s * self._tp)

@@ -29,7 +29,7 @@ from longspan.cost.estimate import (
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
-from longspan.cost.pricing import PricedSwap, PricedTurns, predicted_profile
+from longspan.cost.pricing import PricedTurns, SwapPrice, predicted_profile
 from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
 from longspan.cost.step_cost import RooflineCost, StepCost
 from longspan.cost.topology import Devices
@@ -128,8 +128,8 @@ class Experiment:
             watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
-    def _swap(self, cluster: Cluster) -> PricedSwap:
-        return PricedSwap(self.cost if cluster == self.cluster else self.cost.resharded(cluster), cluster)
+    def _swap(self, cluster: Cluster) -> SwapPrice:
+        return SwapPrice.of(self.cost if cluster == self.cluster else self.cost.resharded(cluster), cluster)
 
     def at_light_load(self, workload: Workload) -> Result:
         """Serves the requests such that none meets another."""
