@@ -34,7 +34,7 @@ from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy.choosing import Facts
-from longspan.policy.facts import known_facts, measured_turns
+from longspan.policy.facts import early_facts, known_facts, measured_turns
 from longspan.policy.registry import PolicyChoice, make_policy
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
@@ -134,8 +134,8 @@ class ResolvedEngine:
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
         cluster, options = resolved.cluster, resolved.policy_options
-        early_facts = Facts(cluster=cluster, turns=resolved.turns)
-        wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early_facts)
+        early = early_facts(cluster, resolved.turns)
+        wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
         model = model or EngineModel.of(given)  # may compile and fetch: checks first
         info = model.info
         clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.turns or (cluster,)]

@@ -28,7 +28,7 @@ class FittedCost:
     instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
     prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
     two ranks sent to each other. Keys on a host come to a device beside the attention to cached tokens, and for decodes
-    with nothing beside.
+    with nothing beside. The sparse form of an exchange takes a share of the time of the exact one, see `csa_price`.
 
     Pipeline stages share what was measured of an instance without stages, beside as many busy others as there are
     stages: by their layers, and the output head by its weights.
@@ -202,7 +202,22 @@ class FittedCost:
         key = group, part.exchange, new_tokens, part.start
         if key not in self._known:
             self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
-        return self._known[key]
+        seconds = self._known[key]
+        return seconds if part.exchange.sparse is None else seconds * self._sparse_share(part)
+
+    def _sparse_share(self, part: Part) -> float:
+        """Predict the time of a prompt with drops, relative to the exact exchange, which was measured.
+
+        A part of a prompt has the share of the whole prompt up to its end.
+        """
+        from longspan.cost.csa_price import rates_of_profile, time_share  # noqa: PLC0415 - few prompts are sparse
+
+        cluster, members = self._cluster, len(part.group)
+        hosts = (0,) * members
+        if cluster is not None:
+            hosts = tuple([cluster.hosts[cluster.rank(instance)] for instance in part.group])
+        rates = rates_of_profile(self._profile, self._shape, self._profile.speeds(self._shape), members)
+        return 1.0 if rates is None else time_share(part.exchange, part.stop, hosts, self._shape, rates)
 
     def _measured_as(self, prefill: Prefill) -> int:
         """Counts the new tokens that a measured prefill stands for."""
@@ -215,7 +230,7 @@ class FittedCost:
         return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
-        members, exchange = len(part.group), part.exchange.exact_form  # sparse forms were not measured
+        members, exchange = len(part.group), part.exchange.exact_form  # see `_sparse_share`
         if (members, exchange) not in self._times:
             problem = (
                 f"lacks times of {members} instances with exchange {exchange}: measure {members} instances or more, or "

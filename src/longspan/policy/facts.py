@@ -13,6 +13,11 @@ from longspan.cost.profile import Profile, ProfileKey
 from longspan.policy.choosing import Facts, TurnCost
 
 
+def early_facts(cluster: Cluster, turns: Sequence[Cluster] = ()) -> Facts:
+    """Return the facts before the model is read, by which options are checked."""
+    return Facts(cluster=cluster, turns=tuple(turns))
+
+
 def known_facts(
     key: ProfileKey,
     shape: ModelShape,

@@ -35,6 +35,7 @@ from longspan.cost.step_cost import RooflineCost, StepCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
 from longspan.policy.choosing import Facts
+from longspan.policy.facts import early_facts, known_facts, measured_turns
 from longspan.policy.registry import make_policy
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster
@@ -96,7 +97,7 @@ class Experiment:
     def block_bytes(self) -> float:
         """Counts the bytes of a KV block with all layers and heads."""
         shape = self.facts.shape
-        assert shape is not None, "a simulated model is known"
+        assert shape is not None, "the model of a simulation is known"
         return shape.kv_bytes * shape.num_layers * self.scheduling.block_size
 
     @property
@@ -261,8 +262,8 @@ def computed_experiment(
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     partitions = ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size))
     turns = clusters if len(clusters) > 1 else ()
-    known = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
-    scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
+    early = early_facts(cluster, turns)
+    scheduling = _with_step_tokens(scheduling, early, partial(_device_tokens, cost.lines[0], scheduling))
     clusters = tuple(_with_pools(one, cost.resharded(one), model, scheduling) for one in clusters)
     cluster, turns = clusters[0], clusters if turns else ()
     profile_key = ProfileKey(
@@ -285,12 +286,13 @@ def computed_experiment(
         sizes={int(size) for size in named if size.strip().isdecimal()},
     )
     flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
-    facts = replace(
-        known,
-        shape=model.attention,
-        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
+    facts = known_facts(
+        profile_key,
+        model.attention,
+        cluster,
         profile=profile,
-        cluster=cluster,
+        partitions=partitions,
+        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         turns=turns,
         turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
     )
@@ -317,13 +319,14 @@ def measured_experiment(
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
         partitions = ModelledPartitions(found)
     cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
-    facts = Facts(
+    facts = known_facts(
+        key,
+        model.attention,
+        cluster,
         profile=profile,
-        model=key.model,
         partitions=partitions,
-        cluster=cluster,
         turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size) if turns else None,
+        turn_cost=measured_turns(cost, turns, scheduling.block_size),
     )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(
