@@ -186,7 +186,7 @@ def test_a_spare_rank_takes_the_place_of_a_lost_one(tiny: Path, oracle: Oracle, 
 def test_what_takes_turns_cannot_do_without_a_rank(tiny: Path) -> None:
     service = make_service(tiny, prefill_parallel="pp2", decode_parallel="tp2", policy="seesaw", **HOST)
     try:
-        with pytest.raises(ParameterError, match="ranks are in several clusters by turns"):
+        with pytest.raises(ParameterError, match="ranks have places in two clusters"):
             service.shrink(1)
     finally:
         service.close()
