@@ -15,7 +15,7 @@ from longspan.core.options import SchedulingArgs
 from longspan.policy.choosing import TurnCost
 from longspan.policy.registry import policy_names
 from longspan.profiling.store import profile_file
-from longspan.resolve import EngineModel, ResolvedEngine
+from longspan.resolve import ResolvedEngine
 from longspan.sim.experiment import Experiment
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
