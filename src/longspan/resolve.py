@@ -1,4 +1,4 @@
-"""What follows from the options of an engine, its model and its hardware: sizes, pools, prices, facts and the policy.
+"""The resolver of an engine: derives sizes, pools, prices, facts and the policy from options, model and hardware.
 
 Simulations share the parts without tensors: facts and policies of `policy`, and prices of `cost`.
 """
@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import get_args
 
@@ -36,13 +36,12 @@ from longspan.model.store import DTYPES, read_info
 from longspan.policy.choosing import Facts
 from longspan.policy.facts import early_facts, known_facts, measured_turns
 from longspan.policy.registry import PolicyChoice, make_policy
+from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.pool import bytes_per_block, default_step_bytes
 from longspan.runtime.split_check import check_splits
 
-_CUDA_STEP_TOKENS = 8192
-"""The tokens of a step on a CUDA device, which needs more than a CPU to be busy."""
 _log = logging.getLogger("longspan")
 
 
@@ -154,7 +153,7 @@ class ResolvedEngine:
             return swap_price(profile_key, model, facts, [one, *others], given.block_size)
 
         config = EngineConfig.of(
-            _with_step_tokens(given, model.files, info, cluster, policy),
+            with_step_tokens(given, policy, given.device, partial(_whole_tokens, given, model, cluster)),
             cluster,
             policy,
             turns=turns,
@@ -296,30 +295,21 @@ def swap_price(
     return SwapPrice.typical(model.shape, facts.hardware, token_flops=token_flops, block_bytes=model.block_bytes)
 
 
-def _with_step_tokens(
-    given: EngineArgs, files: ModelFiles, info: ModelInfo, cluster: Cluster, policy: Policy
-) -> EngineArgs:
-    """Return options with the size of steps, which is the given one if there is one.
-
-    It is what memory allows for a policy that wants whole prompts, and else larger on CUDA devices than on CPUs.
-    """
-    if given.max_num_batched_tokens is not None:
-        return given
-    if not policy.whole_prompts:
-        return replace(given, max_num_batched_tokens=_CUDA_STEP_TOKENS) if given.device == "cuda" else given
+def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, least: int) -> int:
+    """Return the tokens of a step that should hold a whole prompt, as memory allows."""
+    files = model.files
     config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
     try:
         sizes = from_config(config, name=files.name, bytes_per_element=DTYPES[files.dtype].itemsize)
     except ValueError as error:
-        _log.info("steps have %d tokens: %s", EngineConfig.max_num_batched_tokens, error)
-        return given
-    tokens = whole_prompt_tokens(
+        _log.info("steps have %d tokens: %s", least, error)
+        return least
+    return whole_prompt_tokens(
         lambda tokens: sum(activation_bytes(sizes, tokens, cluster.spec.tp)),
         default_step_bytes(cluster, given.device),
-        least=EngineConfig.max_num_batched_tokens,
-        longest=given.max_model_len or info.context_length,
+        least=least,
+        longest=given.max_model_len or model.info.context_length,
     )
-    return replace(given, max_num_batched_tokens=tokens)
 
 
 def check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: Policy) -> None:

@@ -161,7 +161,7 @@ class Service:
 
     @property
     def facts(self) -> Facts:
-        """What policies know of the model, the hardware and the present cluster."""
+        """The facts of the model, the hardware and the present cluster, which policies go by."""
         return self.setup.facts
 
     @property

@@ -80,3 +80,9 @@ def test_facts_of_an_engine_equal_those_of_a_simulation(tiny: Path, policy: str)
     for one, other in zip(found.turns, simulated.turns, strict=True):
         assert predictions(found.turn_cost, one) == pytest.approx(predictions(simulated.turn_cost, other), rel=HEAD)
     assert engine.policy.settings == experiment.policy().settings
+
+
+def test_steps_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path) -> None:
+    measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
+    engine, experiment = both(tiny, "chunked")
+    assert engine.config.max_num_batched_tokens == experiment.scheduling.max_num_batched_tokens == 2048

@@ -13,9 +13,15 @@ from longspan.cost.profile import Profile, ProfileKey
 from longspan.policy.choosing import Facts, TurnCost
 
 
-def early_facts(cluster: Cluster, turns: Sequence[Cluster] = ()) -> Facts:
-    """Return the facts before the model is read, by which options are checked."""
-    return Facts(cluster=cluster, turns=tuple(turns))
+def early_facts(
+    cluster: Cluster,
+    turns: Sequence[Cluster] = (),
+    *,
+    model: str = "",
+    partitions: PartitionTable | ModelledPartitions | None = None,
+) -> Facts:
+    """Return the facts before pools and speeds are known, by which options are checked."""
+    return Facts(model=model, partitions=partitions, cluster=cluster, turns=tuple(turns))
 
 
 def known_facts(

@@ -37,6 +37,7 @@ from longspan.errors import ParameterError
 from longspan.policy.choosing import Facts
 from longspan.policy.facts import early_facts, known_facts, measured_turns
 from longspan.policy.registry import make_policy
+from longspan.policy.step_size import with_step_tokens
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster
 from longspan.sim.run import Observers, Result, percentile, simulate
@@ -54,8 +55,8 @@ IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
 """These are tried for each request rate: 0.05 to 0.75."""
 _PROFILED_TOKENS = 2**20
 """KV tokens of an instance whose memory is not known."""
-_STEP_TOKENS = 8192
-"""Tokens that devices with data sheets take at once; CPUs, for which `EngineConfig` is set, take fewer."""
+_DEVICE = "cuda"
+"""The kind of devices with data sheets."""
 _ACTIVATION_SHARE = 0.25
 """The part of what weights leave that activations may take, so that a prompt is one step. The rest is for KV."""
 _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
@@ -262,14 +263,14 @@ def computed_experiment(
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     partitions = ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size))
     turns = clusters if len(clusters) > 1 else ()
-    early = early_facts(cluster, turns)
-    scheduling = _with_step_tokens(scheduling, early, partial(_device_tokens, cost.lines[0], scheduling))
+    early = early_facts(cluster, turns, model=model.name, partitions=partitions)
+    scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))
     clusters = tuple(_with_pools(one, cost.resharded(one), model, scheduling) for one in clusters)
     cluster, turns = clusters[0], clusters if turns else ()
     profile_key = ProfileKey(
         model=model.name,
         dtype=spec.dtype,
-        device="cuda",
+        device=_DEVICE,
         tp=cluster.spec.tp,
         threads=1,
         kernel=kernels,
@@ -340,25 +341,22 @@ def measured_experiment(
             dtype=key.dtype,
             details=f"{key.threads} threads per rank",
         ),
-        scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
+        scheduling=_with_step_tokens(scheduling, facts, key.device, whole_tokens),
         faults=faults,
     )
 
 
-def _with_step_tokens(scheduling: SchedulingArgs, facts: Facts, whole_tokens: Callable[[], int]) -> SchedulingArgs:
-    """Returns options that say how large steps are: as the user has said; `whole_tokens`, if more, for a policy that
-    wants whole prompts.
-    """
-    if scheduling.max_num_batched_tokens is not None:
-        return scheduling
+def _with_step_tokens(
+    scheduling: SchedulingArgs, facts: Facts, device: str, whole_tokens: Callable[[int], int]
+) -> SchedulingArgs:
+    """Return options with the size of steps, as the policy wants them."""
     assert facts.cluster is not None
     options, num_instances = scheduling.all_policy_options(), facts.cluster.num_instances
     policy = make_policy(scheduling.policy, num_instances=num_instances, options=options, facts=facts)
-    whole = whole_tokens() if policy.whole_prompts else 0
-    return replace(scheduling, max_num_batched_tokens=max(_STEP_TOKENS, whole))
+    return with_step_tokens(scheduling, policy, device, whole_tokens)
 
 
-def _device_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:
+def _device_tokens(line: Roofline, scheduling: SchedulingArgs, least: int) -> int:
     """Counts the tokens of a step for which a device needs `_ACTIVATION_SHARE` of what weights leave."""
 
     def needed_bytes(tokens: int) -> float:
@@ -368,15 +366,17 @@ def _device_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:
     idle = full_step(line, 0)
     room_bytes = _ACTIVATION_SHARE * (USED_MEMORY * idle.capacity - idle.used)
     longest = scheduling.max_model_len or _PROFILED_TOKENS
-    return whole_prompt_tokens(needed_bytes, room_bytes, least=_STEP_TOKENS, longest=longest)
+    return whole_prompt_tokens(needed_bytes, room_bytes, least=least, longest=longest)
 
 
-def _measured_tokens(model: Architecture, key: ProfileKey, num_ranks: int, scheduling: SchedulingArgs) -> int:
+def _measured_tokens(
+    model: Architecture, key: ProfileKey, num_ranks: int, scheduling: SchedulingArgs, least: int
+) -> int:
     """Counts the tokens of a step as an engine on such a CPU does; the memory of a measured GPU is not known."""
     return whole_prompt_tokens(
         lambda tokens: sum(activation_bytes(model, tokens, key.tp)),
         CPU_STEP_SHARE * (CPU_KV_BYTES // num_ranks) if key.device == "cpu" else math.inf,
-        least=_STEP_TOKENS,
+        least=least,
         longest=scheduling.max_model_len or _PROFILED_TOKENS,
     )
 
