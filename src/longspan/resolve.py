@@ -175,6 +175,15 @@ class ResolvedEngine:
             config=config,
         )
 
+    def step_cost(self) -> FittedCost | None:
+        """Return the cost of steps by stored profiles, as simulations take it. None without a profile.
+
+        Raises:
+            ParameterError: for a profile that lacks one instance alone.
+        """
+        clusters = self.facts.turns or (self.config.cluster,)
+        return measured_cost(self.profile_key, self.model.shape, clusters, self.given.block_size)
+
     def with_pools_of(self, kv_bytes: KvBytes) -> ResolvedEngine:
         """Resolve the same options with another rule for the memory of KV."""
         return ResolvedEngine.of(self.given, self.model, kv_bytes=kv_bytes)
