@@ -1,6 +1,6 @@
 """The resolver of an engine: derives sizes, pools, prices, facts and the policy from options, model and hardware.
 
-Simulations share the parts without tensors: facts and policies of `policy`, and prices of `cost`.
+`sim/resolve.py` is the resolver of a simulation. Both use `policy/facts.py` and `policy/step_size.py`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from longspan.policy.choosing import Facts
 from longspan.policy.registry import make_policy
 from longspan.profiling.store import save_partitions
 from longspan.sim.executor import SimExecutor
-from longspan.sim.experiment import measured_experiment
+from longspan.sim.resolve import measured_experiment
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Arrival, Workload

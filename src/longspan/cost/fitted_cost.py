@@ -58,7 +58,7 @@ class FittedCost:
         self._link = _link((profile, *others), "point_to_point", 2)
         self._host_link = _link((profile, *others), "host_copy", 1) or self._link
         self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
-        self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
+        self.num_layers, self._block_bytes = shape.num_layers, shape.block_bytes(block_size)
         self._block_size = block_size
         self._times = profile.times(self._measured_as)
         self._decodes = profile.decode_fits()
