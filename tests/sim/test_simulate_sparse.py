@@ -15,7 +15,7 @@ from test_profile import SUBJECT
 from longspan.core.exchange import ALLTOALL, Exchange, exchange_of
 from longspan.core.layouts import shard_span
 from longspan.core.sparse import SparseSetting
-from longspan.core.steps import Forward, Part
+from longspan.core.steps import Forward, Part, Sample
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_price import prompt_s, rates_of_profile
 from longspan.cost.fitted_cost import FittedCost
@@ -55,19 +55,19 @@ def setting(drop: float, *, partition: int = 4096) -> SparseSetting:
     return SparseSetting(partition=partition, segments=(1,), drop=(((drop,),),))
 
 
-def prompt(exchange: Exchange, num_tokens: int = 8192) -> Forward:
-    runs = shard_span("contiguous", 0, num_tokens, 2, head=0)
+def prompt(exchange: Exchange, start: int = 0, stop: int = 8192) -> Forward:
+    runs = shard_span("contiguous", start, stop, 2, head=0)
     part = Part(
         request_id=0,
-        start=0,
-        stop=num_tokens,
-        tokens=range(num_tokens),
+        start=start,
+        stop=stop,
+        tokens=range(stop - start),
         group=(0, 1),
         runs=runs,
         exchange=exchange,
         first_block=0,
         blocks=(),
-        sample=None,
+        sample=Sample(instance=1, position=stop) if stop == 8192 else None,
     )
     return Forward(number=1, parts=(part,))
 
@@ -110,6 +110,15 @@ def test_the_step_cost_falls_with_the_drop_ratio(kind: str) -> None:
     seconds = [cost.seconds(prompt(exact.sparse_form(setting(drop))))[0] for drop in (0.0, 0.25, 0.5, 1.0)]
     assert all(more > less for more, less in pairwise(seconds))
     assert seconds[1] < cost.seconds(prompt(exact))[0]
+
+
+def test_each_chunk_has_the_share_of_its_prompt() -> None:
+    cost, sparse = FittedCost(measured(), SMOLLM, block_size=256), ALLTOALL.sparse_form(setting(0.5))
+    whole, *chunks = (
+        cost.seconds(prompt(sparse, *ends))[0] / cost.seconds(prompt(ALLTOALL, *ends))[0]
+        for ends in ((0, 8192), (0, 2048), (2048, 6144), (6144, 8192))
+    )
+    assert chunks == pytest.approx([whole] * 3, rel=1e-9)
 
 
 def test_bytes_count_where_links_are_slow() -> None:

@@ -208,7 +208,8 @@ class FittedCost:
     def _sparse_share(self, part: Part) -> float:
         """Predict the time of a prompt with drops, relative to the exact exchange, which was measured.
 
-        A part of a prompt has the share of the whole prompt up to its end.
+        Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt
+        is known from its last chunk, and before that from its partitions.
         """
         from longspan.cost.csa_price import rates_of_profile, time_share  # noqa: PLC0415 - few prompts are sparse
 
@@ -217,7 +218,11 @@ class FittedCost:
         if cluster is not None:
             hosts = tuple([cluster.hosts[cluster.rank(instance)] for instance in part.group])
         rates = rates_of_profile(self._profile, self._shape, self._profile.speeds(self._shape), members)
-        return 1.0 if rates is None else time_share(part.exchange, part.stop, hosts, self._shape, rates)
+        if rates is None:
+            return 1.0
+        assert part.exchange.sparse is not None, f"{part.exchange} has a setting"
+        num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * members
+        return time_share(part.exchange, num_tokens, hosts, self._shape, rates)
 
     def _measured_as(self, prefill: Prefill) -> int:
         """Counts the new tokens that a measured prefill stands for."""
