@@ -88,7 +88,8 @@ class Runner:
                     profile = profile.with_measured(
                         Prefill(members=members, exchange=exchange, new_tokens=length, cached_tokens=0, seconds=seconds)
                     )
-        self._llm.service.facts = replace(self._llm.facts, profile=profile, partitions=table)
+        service = self._llm.service
+        service.setup = replace(service.setup, facts=replace(service.facts, profile=profile, partitions=table))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from longspan.model.source import prepare
 PARENT = """
 import sys
 from longspan.args import EngineArgs
-from longspan.service import EngineModel
+from longspan.resolve import EngineModel
 from longspan.text.tokenizer import load_tokenizer
 model = EngineModel.of(EngineArgs(model=sys.argv[1], dtype="float32"))
 assert "transformers" not in sys.modules

@@ -15,11 +15,10 @@ import torch
 from longspan import limits
 from longspan.args import AUTO, EngineArgs
 from longspan.core.cluster import ParallelSpec
-from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
 from longspan.profiling.store import load_profile
-from longspan.service import EngineModel, ResolvedEngine
+from longspan.resolve import EngineModel, ResolvedEngine
 from longspan.sim.executor import StepTiming
 from longspan.sim.run import Observers, Result, simulate
 from longspan.text.input_processor import EngineRequest
@@ -190,7 +189,7 @@ class Machine:
         try:
             setup = ResolvedEngine.of(candidate.options(self.given), self.model)
             watch = _Watch()
-            result = self._simulated(setup, candidate, requests, watch)
+            result = self._simulated(setup, requests, watch)
         except ValueError as error:
             return Outcome(candidate=candidate, problem=str(error))
         return Outcome(
@@ -201,21 +200,12 @@ class Machine:
             prefill_share=watch.prefill_s / watch.all_s if watch.all_s else 0.0,
         )
 
-    def _simulated(
-        self, setup: ResolvedEngine, candidate: Candidate, requests: Sequence[Arrival], watch: _Watch
-    ) -> Result:
-        shape, config = setup.facts.shape, setup.config
-        assert shape is not None, "an engine knows its model"
-        others = [self.profiles[candidate.decode.tp]] if candidate.decode is not None else []
-        cost = FittedCost(
-            self.profiles[candidate.spec.tp],
-            shape,
-            block_size=config.block_size,
-            cluster=config.cluster,
-            others=others,
-        )
+    @staticmethod
+    def _simulated(setup: ResolvedEngine, requests: Sequence[Arrival], watch: _Watch) -> Result:
+        cost = setup.step_cost()
+        assert cost is not None, "candidates have profiles"
         observers = Observers(ran=watch.ran)
-        return simulate(requests, config, setup.policy, cost, watch=observers)
+        return simulate(requests, setup.config, setup.policy, cost, watch=observers)
 
 
 class _Watch:

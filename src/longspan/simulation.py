@@ -24,7 +24,8 @@ from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
 from longspan.policy.registry import policy_class
-from longspan.sim.experiment import Experiment, computed_experiment, measured_experiment
+from longspan.sim.experiment import Experiment
+from longspan.sim.resolve import computed_experiment, measured_experiment
 from longspan.sim.run import Result
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.sim.timeline import Timeline

@@ -28,7 +28,7 @@ from longspan.policy.choosing import Facts
 from longspan.policy.registry import make_policy
 from longspan.profiling.store import save_partitions
 from longspan.sim.executor import SimExecutor
-from longspan.sim.experiment import measured_experiment
+from longspan.sim.resolve import measured_experiment
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Arrival, Workload
@@ -268,9 +268,9 @@ def test_steps_are_as_large_as_memory_and_the_longest_prompt_allow(
 
     assert step(tiny) == 4096
     assert step(tiny, max_model_len=3000) == 3000
-    monkeypatch.setattr("longspan.service.default_step_bytes", lambda *_: 2500 * 4 * (6 * 96 + 4 * 128))
+    monkeypatch.setattr("longspan.resolve.default_step_bytes", lambda *_: 2500 * 4 * (6 * 96 + 4 * 128))
     assert step(tiny) == 2500
-    monkeypatch.setattr("longspan.service.default_step_bytes", lambda *_: 0)
+    monkeypatch.setattr("longspan.resolve.default_step_bytes", lambda *_: 0)
     assert step(tiny) == 2048, "as without chains"
     caplog.set_level("INFO", logger="longspan")
     assert step(make_tiny("mixtral", tmp_path)) == 2048

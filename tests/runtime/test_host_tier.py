@@ -28,7 +28,7 @@ HOST = {"host_kv_gib": 0.02, "max_num_seqs": 64}
 @pytest.mark.parametrize("spec", ["1", "2", "pp2", "tp2", "2xpp2"])
 def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 requests on devices with room for 16. Every copy pays: else a few tokens could be quicker to compute."""
-    monkeypatch.setattr("longspan.service.swap_times", lambda *_: None)
+    monkeypatch.setattr("longspan.resolve.swap_price", lambda *_: None)
     num_blocks = BLOCKS_OF_16 // (int(spec[0]) if spec[0].isdigit() else 1)
     given = {"block_size": 16, "num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 48, **HOST}
     with ThreadLLM(str(tiny), parallel=spec, skip_tokenizer_init=True, **given) as llm:

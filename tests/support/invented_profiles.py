@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from longspan.args import EngineArgs
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.profiling.store import save_profile
-from longspan.service import EngineModel
+from longspan.resolve import EngineModel
 
 
-def measure(model: Path, *, tp: int, token_s: float, decode_s: float) -> None:
-    """Stores a profile of instances that take `token_s` for a token of a prompt, and `decode_s` for a decode step."""
+def measure(model: Path, *, tp: int, token_s: float, decode_s: float, exchanges: Sequence[str] = ()) -> None:
+    """Store a profile of instances that take `token_s` for a token of a prompt, and `decode_s` for a decode step.
+
+    Args:
+        exchanges: measured between two instances, which share tokens evenly.
+    """
     key = EngineModel.of(EngineArgs(model=str(model), dtype="float32")).profile_key("cpu", tp=tp, threads=1)
     alone: dict[str, Any] = {"members": 1, "exchange": "local"}
+    kinds = [(1, "local"), *((2, exchange) for exchange in exchanges)]
     prefills = [
-        Prefill(new_tokens=new, cached_tokens=cached, seconds=(1e-5 + token_s * new,), **alone)
+        Prefill(
+            members=members,
+            exchange=exchange,
+            new_tokens=new,
+            cached_tokens=cached,
+            seconds=(1e-5 + token_s * new / members,),
+        )
+        for members, exchange in kinds
         for new in (16, 64, 256, 1024)
         for cached in (0, 512)
     ]

@@ -27,6 +27,10 @@ class ModelShape:
         """Bytes of keys and values per token and layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
 
+    def block_bytes(self, num_tokens: int) -> float:
+        """Count the bytes of a KV block of so many tokens, with all layers and heads."""
+        return num_tokens * self.kv_bytes * self.num_layers
+
     @property
     def attention_weights(self) -> int:
         """Elements of the four projections of one layer."""

@@ -7,10 +7,8 @@ a loss must not become less by more drops.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 
 import msgspec
@@ -18,7 +16,8 @@ import msgspec
 from longspan.core.sparse import MOST_LEVELS, DropMode, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_pipeline import MemberWork, Rates, layer_time, member_works
+from longspan.cost.csa_pipeline import Rates
+from longspan.cost.csa_price import prompt_s
 
 STEP = 0.02
 """The distance of drop ratios that are tried."""
@@ -124,43 +123,17 @@ class Group:
 
     def ttft_s(self, num_tokens: int, configuration: Configuration) -> float:
         """Returns T_a + R L_in: what attention takes in all layers, and the rest (§3.2.6)."""
-        layers, levels = self.shape.num_layers, configuration.levels
-        pieces = configuration.micro_partitions or (1,) * max(1, levels - 1)
-        rated = [levels > 1 and 0 < layer < layers - 1 for layer in range(layers)]
-        alike = Counter(zip(self.layer_ratios(configuration.drop), rated, [*rated[1:], False], strict=True))
-        attention_s = 0.0
-        for (ratio, is_rated, is_sampled), many in alike.items():
-            work = self._work(num_tokens, levels, ratios_by_rule(ratio if is_rated else 0.0, levels), is_rated)
-            attention_s += many * layer_time(work, pieces, self.rates, rated=is_rated, samples=is_sampled).total_s
-        return attention_s + self.rates.rest_s * num_tokens
-
-    def _work(self, num_tokens: int, levels: int, ratios: tuple[float, ...], drops: bool) -> MemberWork:
-        if levels == 1:
-            return _busiest(None, num_tokens, self.partition(num_tokens), self.hosts, self.shape, self.rates)
-        setting = SparseSetting(
-            partition=self.partition(num_tokens),
-            segments=segments_of(len(self.hosts), self.hosts, levels),
-            drop=((ratios,),),
-            mode=self.mode,
-            samples=self.samples,
-        )
-        one = setting if drops else setting.exact
-        return _busiest(one, num_tokens, setting.partition, self.hosts, self.shape, self.rates)
-
-
-@lru_cache(maxsize=2**14)
-def _busiest(
-    setting: SparseSetting | None,
-    num_tokens: int,
-    partition: int,
-    hosts: tuple[int, ...],
-    shape: ModelShape,
-    rates: Rates,
-) -> MemberWork:
-    """Finds the member that takes longest without micro-partitions: the others wait for it."""
-    pieces = (1,) * (1 if setting is None else len(setting.segments))
-    works = member_works(setting, num_tokens, partition, hosts, shape)
-    return max(works, key=lambda work: layer_time(work, pieces, rates).total_s)
+        partition, levels, setting = self.partition(num_tokens), configuration.levels, None
+        if levels > 1:
+            setting = SparseSetting(
+                partition=partition,
+                segments=segments_of(len(self.hosts), self.hosts, levels),
+                drop=tuple((ratios_by_rule(ratio, levels),) for ratio in self.layer_ratios(configuration.drop)),
+                mode=self.mode,
+                micro_partitions=configuration.micro_partitions,
+                samples=self.samples,
+            )
+        return prompt_s(setting, num_tokens, partition, self.hosts, self.shape, self.rates)
 
 
 @dataclass(frozen=True, kw_only=True)

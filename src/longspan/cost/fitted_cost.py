@@ -28,7 +28,7 @@ class FittedCost:
     instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
     prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
     two ranks sent to each other. Keys on a host come to a device beside the attention to cached tokens, and for decodes
-    with nothing beside.
+    with nothing beside. The sparse form of an exchange takes a share of the time of the exact one, see `csa_price`.
 
     Pipeline stages share what was measured of an instance without stages, beside as many busy others as there are
     stages: by their layers, and the output head by its weights.
@@ -58,7 +58,7 @@ class FittedCost:
         self._link = _link((profile, *others), "point_to_point", 2)
         self._host_link = _link((profile, *others), "host_copy", 1) or self._link
         self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
-        self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
+        self.num_layers, self._block_bytes = shape.num_layers, shape.block_bytes(block_size)
         self._block_size = block_size
         self._times = profile.times(self._measured_as)
         self._decodes = profile.decode_fits()
@@ -70,6 +70,10 @@ class FittedCost:
                 "again, which measures what is missing"
             )
             raise ParameterError("profile", problem)
+
+    @property
+    def device(self) -> str:
+        return self._profile.profile_key.device
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         if move.way != "across":
@@ -182,7 +186,7 @@ class FittedCost:
 
     def _hosted_s(self, part: Part) -> float:
         """Times keys on the host as if they came from there; on a CPU they are where its pool is, too."""
-        if not part.num_hosted or self._profile.profile_key.device == "cpu":
+        if not part.num_hosted or self.device == "cpu":
             return 0.0
         link = self._host_link or self._known_link()
         return part.num_hosted * self._block_bytes / (link.bytes_per_s * self._tp)
@@ -198,7 +202,27 @@ class FittedCost:
         key = group, part.exchange, new_tokens, part.start
         if key not in self._known:
             self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
-        return self._known[key]
+        seconds = self._known[key]
+        return seconds if part.exchange.sparse is None else seconds * self._sparse_share(part)
+
+    def _sparse_share(self, part: Part) -> float:
+        """Predict the time of a prompt with drops, relative to the exact exchange, which was measured.
+
+        Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt
+        is known from its last chunk, and before that from its partitions.
+        """
+        from longspan.cost.csa_price import rates_of_profile, time_share  # noqa: PLC0415 - few prompts are sparse
+
+        cluster, members = self._cluster, len(part.group)
+        hosts = (0,) * members
+        if cluster is not None:
+            hosts = tuple([cluster.hosts[cluster.rank(instance)] for instance in part.group])
+        rates = rates_of_profile(self._profile, self._shape, self._profile.speeds(self._shape), members)
+        if rates is None:
+            return 1.0
+        assert part.exchange.sparse is not None, f"{part.exchange} has a setting"
+        num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * members
+        return time_share(part.exchange, num_tokens, hosts, self._shape, rates)
 
     def _measured_as(self, prefill: Prefill) -> int:
         """Counts the new tokens that a measured prefill stands for."""
@@ -211,7 +235,7 @@ class FittedCost:
         return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
-        members, exchange = len(part.group), part.exchange.exact_form  # sparse forms were not measured
+        members, exchange = len(part.group), part.exchange.exact_form  # see `_sparse_share`
         if (members, exchange) not in self._times:
             problem = (
                 f"lacks times of {members} instances with exchange {exchange}: measure {members} instances or more, or "

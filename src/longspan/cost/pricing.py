@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -12,31 +13,66 @@ from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
-from longspan.cost.flows import alone_s
+from longspan.cost.architecture import Hardware, ModelShape
+from longspan.cost.flows import DISK_BYTES_PER_S, alone_s
 from longspan.cost.forward import pipelined_s
 from longspan.cost.partitions import cut
 from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey
 from longspan.cost.step_cost import StepCost
 
 
-class PricedSwap:
-    """Prices what is copied from a host, or its disk, to an instance, and what is computed there instead, by the cost
-    of steps.
+@dataclass(frozen=True, kw_only=True)
+class SwapPrice:
+    """Prices copies of KV from a host, or its disk, to an instance, and computing the same tokens there instead.
 
-    Args:
-        slow: the factor by which instances take longer than their cost.
+    Attributes:
+        block_s: seconds of a block from the host to an instance.
+        load_s: seconds of a block from a disk to its host.
+        prefill_s: seconds of `(new, cached)` tokens on one instance.
     """
 
-    def __init__(self, cost: StepCost, cluster: Cluster, slow: float = 1.0) -> None:
+    block_s: float
+    load_s: float
+    prefill_s: Callable[[int, int], float]
+
+    @classmethod
+    def of(cls, cost: StepCost, cluster: Cluster, slow: float = 1.0) -> SwapPrice:
+        """Price by the cost of steps.
+
+        Args:
+            slow: the factor by which instances take longer than their cost.
+
+        Raises:
+            ParameterError: for a profile without links.
+        """
         host = cluster.host_pool(0)
         disk = cluster.disk_pool(host)
-        self.block_s = _block_s(cost, host, 0, "in")
-        self.load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
 
-        def recompute_s(new_tokens: int, cached_tokens: int) -> float:
+        @lru_cache(maxsize=4096)
+        def prefill_s(new_tokens: int, cached_tokens: int) -> float:
             return slow * _prefill_s(cost, 1, LOCAL, new_tokens, cached_tokens)
 
-        self.recompute_s = lru_cache(maxsize=4096)(recompute_s)
+        prefill_s(1, 0)  # a cost that cannot price it says so here
+        load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
+        return cls(block_s=_block_s(cost, host, 0, "in"), load_s=load_s, prefill_s=prefill_s)
+
+    @classmethod
+    def typical(cls, shape: ModelShape, speeds: Hardware, *, token_flops: float, block_bytes: float) -> SwapPrice:
+        """Price by speeds of devices and links, for a machine without a profile.
+
+        Args:
+            token_flops: operations of a token without attention.
+        """
+        pair_flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+
+        def prefill_s(new: int, cached: int) -> float:
+            return new * (token_flops + pair_flops * (cached + new / 2)) / speeds.flops_per_s
+
+        load_s = block_bytes / DISK_BYTES_PER_S
+        return cls(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, prefill_s=prefill_s)
+
+    def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
+        return self.prefill_s(new_tokens, cached_tokens)
 
 
 class PricedTurns:
@@ -44,14 +80,19 @@ class PricedTurns:
 
     Args:
         slow: the factor by which instances take longer than their cost.
+
+    Raises:
+        ParameterError: for a cost that lacks instances of one cluster, or links.
     """
 
     def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0) -> None:
         self._costs = {one.spec: cost.resharded(one) for one in turns}
         self._other = {turns[0].spec: turns[1], turns[1].spec: turns[0]}
-        self._swaps = {one.spec: PricedSwap(self._costs[one.spec], one) for one in turns}
+        self._swaps = {one.spec: SwapPrice.of(self._costs[one.spec], one) for one in turns}
         self._block_size, self._slow = block_size, slow
         self._stage_s = lru_cache(maxsize=4096)(self._find_stage_s)
+        for one in turns:
+            self.prefill_s(one, 1, 1)  # a cost that cannot price a cluster says so here
 
     def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
         """Times prompts of a `length` that follow each other through all stages."""

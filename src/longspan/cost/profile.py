@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.exchange import LOCAL, Exchange, exchange_named
-from longspan.cost.architecture import Hardware, ModelShape
+from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 
 Kind = tuple[int, Exchange]
 """The number of instances that share a request, and their exchange."""
@@ -249,6 +249,10 @@ class Profile(Stored, frozen=True, kw_only=True):
             return None
         flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
         return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
+
+    def speeds(self, shape: ModelShape) -> Hardware:
+        """Return the measured speeds, or typical ones of such a device where a speed was not measured."""
+        return self.hardware(shape) or typical_hardware(self.profile_key.device, self.profile_key.threads)
 
 
 def _by_kind(samples: Iterable[tuple[Kind, Sample]]) -> dict[Kind, list[Sample]]:

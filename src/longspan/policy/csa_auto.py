@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import msgspec
 
-from longspan.core.exchange import LOCAL
 from longspan.core.sparse import DropMode
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_models import TimeTable
-from longspan.cost.csa_pipeline import LinkSpeed, Rates
+from longspan.cost.csa_pipeline import Rates
+from longspan.cost.csa_price import rates_of_profile
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group
 from longspan.cost.csa_tuned import NO_LOSS, Tuned
 from longspan.errors import ParameterError
@@ -89,10 +89,9 @@ class CsaChooser:
     def hint(self, objective: Objective) -> str:
         """Says whose speeds are gone by, and up to which length of prompts a target is expected to be met."""
         members = len(self._hosts)
-        measured = _of_profile(self._facts, members) is not None
         words = f"csa goes by speeds of {self._tuned.machine}, where its file was tuned: run longspan profile"
-        if measured:
-            words = "csa goes by the profile of this machine"
+        if self._facts.profile is not None and _of_profile(self._facts, members) is not None:
+            words = f"csa goes by the profile of {self._facts.profile.profile_key.machine}"
         if objective.target_s is None or members == 1:
             return words
         met = [length for length in _LENGTHS if self.choose(length, members, objective).is_met]
@@ -153,16 +152,9 @@ def rates_of(tuned: Tuned, facts: Facts, members: int) -> Rates:
 
 
 def _of_profile(facts: Facts, members: int) -> Rates | None:
-    """Takes speeds from a profile, which times prompts on one instance: what grows with their length is shared by the
-    members, and what grows with its square is attention. Links have one speed, inside hosts and between them.
-    """
-    alone = None if facts.profile is None else facts.profile.fits().get((1, LOCAL))
-    if alone is None or not alone.pair_s or facts.hardware is None or facts.shape is None:
+    if facts.profile is None or facts.hardware is None or facts.shape is None:
         return None
-    link = None if facts.profile is None else facts.profile.link("point_to_point", 2)
-    speed = LinkSpeed(facts.hardware.bytes_per_s, 0.0 if link is None else max(0.0, link.start_s))
-    pairs_per_s = facts.shape.num_heads * facts.shape.num_layers / alone.pair_s
-    return Rates(inside=speed, between=speed, pairs_per_s=pairs_per_s, rest_s=alone.token_s / members)
+    return rates_of_profile(facts.profile, facts.shape, facts.hardware, members)
 
 
 @lru_cache(maxsize=64)

@@ -53,6 +53,11 @@ class PolicyChoice:
     name: str = "auto"
     given: Mapping[str, str] = field(default_factory=dict)
 
+    def changed(self, changes: Mapping[str, str | None]) -> PolicyChoice:
+        """Return the choice with other options. None takes one back."""
+        given = {name: text for name, text in {**self.given, **changes}.items() if text is not None}
+        return replace(self, given=given)
+
     def updated(self, policy: Policy) -> PolicyChoice:
         """Return the choice after options of the policy that was made from it have changed."""
         return replace(self, given=policy.given)

@@ -178,7 +178,7 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
         full = min(config.max_num_batched_tokens, llm.max_model_len - 1, room - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
         beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
-        llm.engine.set_policy(make_policy("chunked", num_instances=1, options={}, facts=Facts()))
+        llm.engine.set_policy(make_policy("chunked", num_instances=1, options={}))
     for prompt in prompts:  # one by one: sharded ones evenly, others all on the first instance
         llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
     if task.members == 1:

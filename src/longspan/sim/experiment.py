@@ -1,46 +1,27 @@
-"""An experiment: a simulated cluster with a policy, what fits there and what steps cost; and what its runs find out."""
+"""An experiment: a simulated cluster with a policy, and the results of its runs. `sim/resolve.py` makes it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
-from longspan.core.exchange import CHAIN, of_any_layout
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
-from longspan.cost import catalog
-from longspan.cost.architecture import Architecture, Hardware
-from longspan.cost.estimate import (
-    CPU_KV_BYTES,
-    CPU_STEP_SHARE,
-    USED_MEMORY,
-    activation_bytes,
-    full_step,
-    levelled_fractions,
-    searched_fractions,
-    whole_prompt_tokens,
-)
-from longspan.cost.fitted_cost import FittedCost
-from longspan.cost.forward import Roofline
-from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
-from longspan.cost.pricing import PricedSwap, PricedTurns, predicted_profile
-from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
-from longspan.cost.step_cost import RooflineCost, StepCost
-from longspan.cost.topology import Devices
+from longspan.cost.pricing import SwapPrice
+from longspan.cost.step_cost import StepCost
 from longspan.errors import ParameterError
 from longspan.policy.choosing import Facts
 from longspan.policy.registry import make_policy
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster
 from longspan.sim.run import Observers, Result, percentile, simulate
-from longspan.sim.spec import ClusterSpec, Faults, ServiceLevel
+from longspan.sim.spec import Faults, ServiceLevel
 from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
@@ -52,14 +33,6 @@ ATTAINMENT = 0.9
 
 IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
 """These are tried for each request rate: 0.05 to 0.75."""
-_PROFILED_TOKENS = 2**20
-"""KV tokens of an instance whose memory is not known."""
-_STEP_TOKENS = 8192
-"""Tokens that devices with data sheets take at once; CPUs, for which `EngineConfig` is set, take fewer."""
-_ACTIVATION_SHARE = 0.25
-"""The part of what weights leave that activations may take, so that a prompt is one step. The rest is for KV."""
-_PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
-"""No more than prompts have: a fit to much longer ones is off by a tenth where most of them are."""
 _GRID_PER_S = 0.5
 _FAR_APART_S = 1e6
 _MAX_DOUBLINGS = 24
@@ -97,8 +70,8 @@ class Experiment:
     def block_bytes(self) -> float:
         """Counts the bytes of a KV block with all layers and heads."""
         shape = self.facts.shape
-        assert shape is not None, "a simulated model is known"
-        return shape.kv_bytes * shape.num_layers * self.scheduling.block_size
+        assert shape is not None, "the model of a simulation is known"
+        return shape.block_bytes(self.scheduling.block_size)
 
     @property
     def resolved(self) -> ResolvedCluster:
@@ -129,9 +102,9 @@ class Experiment:
             watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
-    def _swap(self, cluster: Cluster) -> PricedSwap:
+    def _swap(self, cluster: Cluster) -> SwapPrice:
         cost = self.cost if cluster == self.cluster else self.cost.resharded(cluster)
-        return PricedSwap(cost, cluster, self.faults.common_factor(cluster.num_instances))
+        return SwapPrice.of(cost, cluster, self.faults.common_factor(cluster.num_instances))
 
     def at_light_load(self, workload: Workload) -> Result:
         """Serves the requests such that none meets another."""
@@ -239,196 +212,3 @@ def request_rates(highest: float) -> tuple[float, ...]:
     while rates[-1] < highest:
         rates.append(_GRID_PER_S * (len(rates) + 1))
     return tuple(rates)
-
-
-# ---------------------------------------------------------------- clusters
-
-
-def computed_experiment(
-    model: Architecture, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
-) -> Experiment:
-    """Makes an experiment on a cluster that costs what data sheets say."""
-    if spec.hardware is None:
-        raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
-    clusters = _clusters(spec, model, scheduling)
-    cluster, hardware = clusters[0], spec.hardware
-    devices = Devices(
-        hardware=hardware,
-        gpus_per_host=spec.devices_per_host(cluster),
-        hosts=spec.hosts,
-        link=spec.link,
-        link_gbytes_per_s=spec.link_gbytes_per_s,
-    )
-    kernels = spec.attention or "flash"
-    cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
-    line = cost.lines[0]
-    search = partial(searched_fractions, line, align=scheduling.block_size)
-    estimate = (
-        None if scheduling.policy == "runahead" else partial(levelled_fractions, line)
-    )  # the searches are its own
-    partitions = ModelledPartitions(search, estimate)
-    turns = clusters if len(clusters) > 1 else ()
-    known = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
-    scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
-    clusters = tuple(_with_pools(one, cost.resharded(one), model, scheduling) for one in clusters)
-    cluster, turns = clusters[0], clusters if turns else ()
-    profile_key = ProfileKey(
-        model=model.name,
-        dtype=spec.dtype,
-        device="cuda",
-        tp=cluster.spec.tp,
-        threads=1,
-        kernel=kernels,
-        machine=hardware,
-    )
-    options = scheduling.all_policy_options()
-    named = [options.get("sp", ""), *options.get("sp_sizes", "").split(",")]  # policies refuse wrong ones
-    profile = predicted_profile(
-        cost,
-        profile_key,
-        num_instances=cluster.spec.instances,
-        prompts=profiled_prompts(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
-        exchanges=(*of_any_layout(), CHAIN),
-        sizes={int(size) for size in named if size.strip().isdecimal()},
-        pieces=partial(_chain_pieces, cost.lines[0]),
-    )
-    slow = _common_factor(faults, cluster, turns)
-    flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
-    facts = replace(
-        known,
-        shape=model.attention,
-        hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
-        profile=profile.slowed(slow),
-        cluster=cluster,
-        turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
-    )
-    fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
-    return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
-
-
-def measured_experiment(
-    model: Architecture, profile: Profile, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
-) -> Experiment:
-    """Makes an experiment on a cluster of instances that cost what was measured of one."""
-    key = profile.profile_key
-    num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
-    clusters = tuple(
-        _with_tiers(one.with_blocks([num_blocks] * one.num_instances), model, scheduling)
-        for one in _clusters(spec, model, scheduling)
-    )
-    cluster, turns = clusters[0], clusters if len(clusters) > 1 else ()
-    if {one.tp(instance) for one in clusters for instance in one.instances} != {key.tp}:
-        given = " and ".join(map(str, clusters))
-        raise ParameterError("profile", f"is of instances with tp {key.tp}, but {given} given", spec.profile)
-    partitions: PartitionTable | ModelledPartitions = PartitionTable()
-    if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
-        found = partial(fractions_by, ttft_s, align=scheduling.block_size)
-        partitions = ModelledPartitions(found)
-    cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
-    slow = _common_factor(faults, cluster, turns)
-    facts = Facts(
-        profile=profile.slowed(slow),
-        model=key.model,
-        partitions=partitions,
-        cluster=cluster,
-        turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
-    )
-    whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
-    return Experiment(
-        cluster=cluster,
-        cost=cost,
-        facts=facts,
-        fleet=Fleet(
-            hardware=f"{key.device} of {key.machine}",
-            hosts=spec.hosts,
-            gpus_per_host=spec.devices_per_host(cluster),
-            dtype=key.dtype,
-            details=f"{key.threads} threads per rank",
-        ),
-        scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
-        faults=faults,
-    )
-
-
-def _chain_pieces(line: Roofline, members: int, length: int) -> tuple[float, ...] | None:
-    """Returns the fractions of a chain whose pieces are searched; None where policies cut even pieces."""
-    return levelled_fractions(line, members, length) if 1 < members <= MAX_SEARCHED else None
-
-
-def _common_factor(faults: Faults, cluster: Cluster, turns: Sequence[Cluster]) -> float:
-    """Returns the factor by which the instances of all clusters are slow."""
-    return faults.common_factor(max(one.num_instances for one in (cluster, *turns)))
-
-
-def _with_step_tokens(scheduling: SchedulingArgs, facts: Facts, whole_tokens: Callable[[], int]) -> SchedulingArgs:
-    """Returns options that say how large steps are: as the user has said; `whole_tokens`, if more, for a policy that
-    wants whole prompts.
-    """
-    if scheduling.max_num_batched_tokens is not None:
-        return scheduling
-    assert facts.cluster is not None
-    options, num_instances = scheduling.all_policy_options(), facts.cluster.num_instances
-    policy = make_policy(scheduling.policy, num_instances=num_instances, options=options, facts=facts)
-    whole = whole_tokens() if policy.whole_prompts else 0
-    return replace(scheduling, max_num_batched_tokens=max(_STEP_TOKENS, whole))
-
-
-def _device_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the tokens of a step for which a device needs `_ACTIVATION_SHARE` of what weights leave."""
-
-    def needed_bytes(tokens: int) -> float:
-        full = full_step(line, tokens)
-        return full.scores + full.activations
-
-    idle = full_step(line, 0)
-    room_bytes = _ACTIVATION_SHARE * (USED_MEMORY * idle.capacity - idle.used)
-    longest = scheduling.max_model_len or _PROFILED_TOKENS
-    return whole_prompt_tokens(needed_bytes, room_bytes, least=_STEP_TOKENS, longest=longest)
-
-
-def _measured_tokens(model: Architecture, key: ProfileKey, num_ranks: int, scheduling: SchedulingArgs) -> int:
-    """Counts the tokens of a step as an engine on such a CPU does; the memory of a measured GPU is not known."""
-    return whole_prompt_tokens(
-        lambda tokens: sum(activation_bytes(model, tokens, key.tp)),
-        CPU_STEP_SHARE * (CPU_KV_BYTES // num_ranks) if key.device == "cpu" else math.inf,
-        least=_STEP_TOKENS,
-        longest=scheduling.max_model_len or _PROFILED_TOKENS,
-    )
-
-
-def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the blocks that fit beside weights and the activations of a full step; of several stages, each computes
-    its part of that at once.
-    """
-    assert scheduling.max_num_batched_tokens is not None, "the size of steps was found before"
-    tokens, layer = -(-scheduling.max_num_batched_tokens // len(line.stages)), line.layer
-    full = full_step(line, tokens)
-    block = scheduling.block_size * layer.kv_bytes * max(map(len, line.stages))
-    found = int(full.kv_room // block)
-    if found < 1:
-        raise ValueError(
-            f"no KV block fits into {USED_MEMORY:.0%} of a device's memory beside a step of {tokens} tokens: "
-            f"{full.arithmetic}: use a larger tp, or fewer max_num_batched_tokens"
-        )
-    return found
-
-
-def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs) -> tuple[Cluster, ...]:
-    """Returns the clusters that a policy has take turns, or the only one, for a model."""
-    found = spec.clusters(scheduling.policy)
-    return tuple(one.with_layers(model.attention.num_layers, model.head_layers) for one in found)
-
-
-def _with_pools(cluster: Cluster, cost: RooflineCost, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
-    """Gives the devices of a cluster, and the tiers below them, as many blocks as they have room for."""
-    blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
-    numbers = [blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances]
-    return _with_tiers(cluster.with_blocks(numbers), model, scheduling)
-
-
-def _with_tiers(cluster: Cluster, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
-    """Gives hosts and their disks pools of blocks with all layers and heads."""
-    block_bytes = scheduling.block_size * model.attention.kv_bytes * model.attention.num_layers
-    return cluster.with_tiers(block_bytes, host_kv_gib=scheduling.host_kv_gib, disk_kv_gib=scheduling.disk_kv_gib)

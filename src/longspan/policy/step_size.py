@@ -1,0 +1,28 @@
+"""The tokens of a step, by one rule for engines and simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from longspan.core.config import EngineConfig
+from longspan.core.options import SchedulingArgs
+from longspan.core.policy import Policy
+
+_CUDA_STEP_TOKENS = 8192
+"""The tokens of a step on a CUDA device, which needs more than a CPU to be busy."""
+ArgsT = TypeVar("ArgsT", bound=SchedulingArgs)
+
+
+def with_step_tokens(options: ArgsT, policy: Policy, device: str, whole_tokens: Callable[[int], int]) -> ArgsT:
+    """Return options with the size of steps, which is the given one if there is one.
+
+    Args:
+        whole_tokens: tokens for which there is memory, at least the given number. It counts for a policy whose steps
+            should hold whole prompts.
+    """
+    if options.max_num_batched_tokens is not None:
+        return options
+    least = _CUDA_STEP_TOKENS if device == "cuda" else EngineConfig.max_num_batched_tokens
+    return replace(options, max_num_batched_tokens=whole_tokens(least) if policy.whole_prompts else least)

@@ -1,0 +1,377 @@
+"""The resolver of an engine: derives sizes, pools, prices, facts and the policy from options, model and hardware.
+
+`sim/resolve.py` is the resolver of a simulation. Both use `policy/facts.py` and `policy/step_size.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import torch
+
+from longspan import native
+from longspan.args import EngineArgs
+from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
+from longspan.core.config import EngineConfig
+from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
+from longspan.core.policy import Policy
+from longspan.cost.architecture import ModelShape, from_config
+from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
+from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.pricing import PricedTurns, SwapPrice
+from longspan.cost.profile import ProfileKey
+from longspan.errors import ParameterError
+from longspan.model.files import ModelFiles, cache_root
+from longspan.model.info import ModelInfo
+from longspan.model.sharding import check_degree
+from longspan.model.source import prepare
+from longspan.model.store import DTYPES, read_info
+from longspan.policy.choosing import Facts
+from longspan.policy.facts import early_facts, known_facts, measured_turns
+from longspan.policy.registry import PolicyChoice, make_policy
+from longspan.policy.step_size import with_step_tokens
+from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
+from longspan.profiling.store import load_partitions, load_profile, profile_key_of
+from longspan.runtime.pool import bytes_per_block, default_step_bytes
+from longspan.runtime.split_check import check_splits
+
+_log = logging.getLogger("longspan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """A model as engines with the same options have it, however they are split.
+
+    Attributes:
+        kernels: the compiled attention kernels of our own; None when PyTorch's are used.
+        block_bytes: of a KV block with all layers and heads.
+    """
+
+    files: ModelFiles
+    info: ModelInfo
+    kernels: Path | None
+    block_bytes: int
+
+    @classmethod
+    def of(cls, given: EngineArgs) -> EngineModel:
+        """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
+        dtype = given.required_dtype
+        kernels = None if dtype == "auto" else kernels_of(given.attention_backend, given.device, dtype)
+        if given.quantization is not None and kernels is None:
+            problem = (
+                f"{given.quantization} is for kernels of our own: it needs dtype bfloat16 on a CPU that has them, and "
+                "attention_backend native or auto"
+            )
+            raise ParameterError("quantization", problem, given.quantization)
+        files = prepare(
+            given.model,
+            dtype=dtype,
+            load_format=given.load_format,
+            device=given.device,
+            seed=given.seed,
+            quantization=given.quantization,
+            trust_remote_code=given.trust_remote_code,
+        )
+        if dtype == "auto":
+            kernels = kernels_of(given.attention_backend, given.device, files.dtype)
+            lacks_kernels = kernels is None and given.attention_backend == "auto"
+            if lacks_kernels and (given.device, files.dtype) == ("cpu", "bfloat16"):
+                warn_of_slow_bfloat16()
+        info = read_info(files.weights)
+        block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[files.dtype])
+        return cls(files=files, info=info, kernels=kernels, block_bytes=block_bytes)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.info.shape(DTYPES[self.files.dtype].itemsize)
+
+    def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
+        """Returns the key of what was measured of instances of `tp` ranks of so many threads."""
+        native = self.kernels is not None
+        return profile_key_of(self.files, device, tp=tp, threads=threads, native=native, sizes=self.info.sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedEngine:
+    """An engine as its options make it on this machine, before it has any workers or memory.
+
+    Attributes:
+        given: the options of the user.
+        kv_bytes: the rule for the memory of KV pools.
+        threads: CPU threads of each rank.
+        facts: what the policy knows of model, hardware and cluster.
+        choice: the policy and its options, as the user gave them.
+        config: the configuration of the engine, with the sizes of pools and steps.
+    """
+
+    given: EngineArgs
+    model: EngineModel
+    kv_bytes: KvBytes
+    threads: int
+    profile_key: ProfileKey
+    facts: Facts
+    choice: PolicyChoice
+    policy: Policy
+    config: EngineConfig
+
+    @classmethod
+    def of(
+        cls, given: EngineArgs, model: EngineModel | None = None, *, kv_bytes: KvBytes | None = None
+    ) -> ResolvedEngine:
+        """Check the options and derive everything that follows from them.
+
+        Args:
+            model: the model of the options, if it was found before.
+            kv_bytes: the memory that KV may take. It is estimated if this is None.
+
+        Raises:
+            ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
+        """
+        resolved, kv_bytes = given.resolve(), kv_bytes or by_rule(given)
+        if given.device == "cuda" and not torch.cuda.is_available():
+            problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
+            raise ParameterError("device", problem, given.device)
+        cluster, options = resolved.cluster, resolved.policy_options
+        early = early_facts(cluster, resolved.turns)
+        wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
+        model = model or EngineModel.of(given)  # may compile and fetch: checks first
+        info = model.info
+        clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.turns or (cluster,)]
+        for one in clusters:
+            check_split(info, model.files, one, wanted)
+        check_host_memory(given.host_kv_gib, clusters[0])
+        dtype = DTYPES[model.files.dtype]
+        clusters = [with_pools(one, model.block_bytes, info, given, kv_bytes, dtype=dtype) for one in clusters]
+        cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
+        profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
+        facts = _facts(profile_key, model.shape, cluster, given.block_size, turns)
+        policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
+
+        @cache  # it reads profiles, and clusters may take turns
+        def swap(one: Cluster) -> SwapPrice:
+            others = [other for other in turns if other != one]
+            return swap_price(profile_key, model, facts, [one, *others], given.block_size)
+
+        config = EngineConfig.of(
+            with_step_tokens(given, policy, given.device, partial(_whole_tokens, given, model, cluster)),
+            cluster,
+            policy,
+            turns=turns,
+            context_length=info.context_length,
+            eos_token_ids=info.eos_token_ids,
+            rope_switch_length=info.rope_switch_length,
+            seed=given.seed,
+            swap=swap,
+        )
+        return cls(
+            given=given,
+            model=model,
+            kv_bytes=kv_bytes,
+            threads=resolved.threads,
+            profile_key=profile_key,
+            facts=facts,
+            choice=PolicyChoice(name=given.policy, given=options),
+            policy=policy,
+            config=config,
+        )
+
+    def step_cost(self) -> FittedCost | None:
+        """Return the cost of steps by stored profiles, as simulations take it. None without a profile.
+
+        Raises:
+            ParameterError: for a profile that lacks one instance alone.
+        """
+        clusters = self.facts.turns or (self.config.cluster,)
+        return measured_cost(self.profile_key, self.model.shape, clusters, self.given.block_size)
+
+    def with_pools_of(self, kv_bytes: KvBytes) -> ResolvedEngine:
+        """Resolve the same options with another rule for the memory of KV."""
+        return ResolvedEngine.of(self.given, self.model, kv_bytes=kv_bytes)
+
+    def with_policy(self, policy: str, options: Mapping[str, str]) -> ResolvedEngine:
+        """Choose another policy for the same cluster, between requests.
+
+        Raises:
+            ValueError: for an unknown policy, or options that it cannot work with.
+        """
+        cluster = self.config.cluster
+        chosen = make_policy(policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
+        if self.config.turns and not chosen.takes_phases:
+            problem = f"{policy} keeps to one cluster, but two take turns here: start anew with parallel"
+            raise ParameterError("policy", problem, policy)
+        check_split(self.model.info, self.model.files, cluster, chosen)
+        return replace(self, policy=chosen, choice=PolicyChoice(name=policy, given=chosen.given))
+
+    def on(self, cluster: Cluster, threads: int) -> ResolvedEngine:
+        """Resolve the choice of a policy for another cluster, whose ranks have so many threads.
+
+        Raises:
+            ValueError: for a cluster that the model or the policy cannot use.
+        """
+        key, model, choice = msgspec.structs.replace(self.profile_key, threads=threads), self.model, self.choice
+        facts = _facts(key, model.shape, cluster, self.given.block_size)
+        number = cluster.num_instances
+        policy = make_policy(choice.name, num_instances=number, options=choice.given, facts=facts, is_resized=True)
+        check_split(model.info, model.files, cluster, policy)
+        return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster))
+
+    def cluster_of(self, spec: str, before: Cluster) -> Cluster:
+        """Return the cluster of another parallel spec after this one, with pools. Ranks that it does not use are spare.
+
+        Raises:
+            ParameterError: for a spec that hosts or the fleet cannot have.
+            ValueError: when memory for its pools is missing.
+        """
+        given, info = self.given, self.model.info
+        if before.has_roles or self.config.turns:
+            kind = "phases" if self.config.turns else "roles"
+            problem = f"({spec}) cannot replace instances with {kind}: start anew with parallel, or with other specs"
+            raise ParameterError("parallel", problem, spec)
+        wanted, locations = ParallelSpec.parse(spec), before.locations
+        num_more = max(0, wanted.num_ranks - before.num_ranks)
+        if num_more and len(set(before.hosts)) > 1:
+            problem = f"{spec} takes {num_more} more ranks, and nothing says on which of the hosts: start anew"
+            raise ParameterError("parallel", problem, spec)
+        if num_more and wanted.num_ranks > MOST_GROWN:
+            problem = f"{spec} takes {wanted.num_ranks} ranks, but a fleet grows to {MOST_GROWN} at most: start anew"
+            raise ParameterError("parallel", problem, spec)
+        replace(given, parallel=spec, instances=None, tp=None, pp=None).check_ranks(wanted.num_ranks)
+        if locations:
+            more = range(before.num_ranks, before.num_ranks + num_more)
+            locations += tuple(replace(locations[0], device=rank) for rank in more)
+        cluster = Cluster(
+            spec=wanted,
+            num_spare=before.num_ranks + num_more - wanted.num_ranks,
+            num_device_pools=before.host_pools.start,
+            locations=locations,
+        ).with_layers(info.num_layers, info.head_layers)
+        dtype = DTYPES[self.model.files.dtype]
+        return with_pools(cluster, self.model.block_bytes, info, given, self.kv_bytes, dtype=dtype)
+
+
+def _facts(
+    key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int, turns: tuple[Cluster, ...] = ()
+) -> Facts:
+    """Take what was measured on this machine. The key may be of instances that are split otherwise."""
+    key = msgspec.structs.replace(key, tp=cluster.spec.tp)
+    return known_facts(
+        key,
+        shape,
+        cluster,
+        profile=load_profile(key),
+        partitions=load_partitions(key, block_size),
+        turns=turns,
+        turn_cost=_turn_cost(key, shape, turns, block_size),
+    )
+
+
+def measured_cost(
+    key: ProfileKey, shape: ModelShape, clusters: Sequence[Cluster], block_size: int
+) -> FittedCost | None:
+    """Return the cost of steps on the first of some clusters, by stored profiles. None without its own profile.
+
+    Raises:
+        ParameterError: for a profile that lacks one instance alone.
+    """
+    profiles = {one.spec.tp: load_profile(msgspec.structs.replace(key, tp=one.spec.tp)) for one in clusters}
+    first = profiles.pop(clusters[0].spec.tp)
+    if first is None:
+        return None
+    others = [profile for profile in profiles.values() if profile is not None]
+    return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=others)
+
+
+def _turn_cost(key: ProfileKey, shape: ModelShape, turns: Sequence[Cluster], block_size: int) -> PricedTurns | None:
+    """Price clusters that take turns by profiles of all of them. None if something was not measured."""
+    try:
+        cost = measured_cost(key, shape, turns, block_size) if turns else None
+        return None if cost is None else measured_turns(cost, turns, block_size)
+    except ParameterError as error:
+        _log.info("clusters take turns as strict=true has them, since %s", error)
+        return None
+
+
+def swap_price(
+    key: ProfileKey, model: EngineModel, facts: Facts, clusters: Sequence[Cluster], block_size: int
+) -> SwapPrice:
+    """Price copies from hosts of the first of some clusters by profiles, or else by typical speeds."""
+    try:
+        cost = measured_cost(key, model.shape, clusters, block_size)
+        if cost is not None:
+            return SwapPrice.of(cost, clusters[0])
+    except ParameterError as error:
+        _log.info("copies from hosts go by typical speeds, since %s", error)
+    assert facts.hardware is not None, "an engine has typical speeds"
+    info = model.info
+    token_flops = 2 * (info.num_layers * info.layer_weights + info.vocab_size * info.hidden_size)
+    return SwapPrice.typical(model.shape, facts.hardware, token_flops=token_flops, block_bytes=model.block_bytes)
+
+
+def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, least: int) -> int:
+    """Return the tokens of a step that should hold a whole prompt, as memory allows."""
+    files = model.files
+    config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
+    try:
+        sizes = from_config(config, name=files.name, bytes_per_element=DTYPES[files.dtype].itemsize)
+    except ValueError as error:
+        _log.info("steps have %d tokens: %s", least, error)
+        return least
+    return whole_prompt_tokens(
+        lambda tokens: sum(activation_bytes(sizes, tokens, cluster.spec.tp)),
+        default_step_bytes(cluster, given.device),
+        least=least,
+        longest=given.max_model_len or model.info.context_length,
+    )
+
+
+def check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: Policy) -> None:
+    """Raise ValueError if ranks cannot share the model so, or if the policy cannot drop tokens of it."""
+    check_windows(info, policy.given.get("csa", "off"))
+    kind = getattr(policy.options, "exchange", "auto")
+    exchange = None if kind == "auto" else exchange_of(kind)
+    shares_layers = exchange is not None and exchange.traits.level == "layer"
+    for tp in sorted({cluster.tp(instance) for instance in cluster.instances}):
+        check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
+    source = getattr(policy.options, "weights", None) if exchange in (None, ALLTOALL) else None
+    weights = () if source is None else get_args(WeightSource) if source == "auto" else (source,)
+    check_splits(files, info, cluster, gathers_hidden=shares_layers, weights=weights)
+
+
+def check_windows(info: ModelInfo, csa: str) -> None:
+    """Raise ParameterError if sparse attention is asked for, but the model has sliding windows."""
+    if csa != "off" and any(spec.window is not None for spec in info.specs):
+        problem = "is for models without sliding windows, which drop all that is far themselves: leave it out"
+        raise ParameterError("csa", problem, csa[:60])
+
+
+def kernels_of(backend: str, device: str, dtype: str) -> Path | None:
+    """Return the compiled kernels of our own. None if they are not used."""
+    fits = (device, dtype) == ("cpu", "bfloat16")
+    if backend == "native" and not fits:
+        problem = f"native is for bfloat16 on cpu, not for {dtype} on {device}: choose auto"
+        raise ParameterError("attention_backend", problem, backend)
+    if backend == "torch" or not fits:
+        return None
+    try:
+        return native.build(cache_root() / "native")
+    except native.UnavailableError as error:
+        if backend == "native":
+            raise ParameterError("attention_backend", f"native is not possible here: {error}; choose auto") from error
+        _log.info("computing with PyTorch's kernels, since %s", error)
+        return None
+
+
+@cache  # once per process: planning and the engine resolve the same options
+def warn_of_slow_bfloat16() -> None:
+    """Warn that a bfloat16 checkpoint is slow without our kernels."""
+    _log.warning(
+        "computing in bfloat16, the precision of the checkpoint, with PyTorch's kernels instead of ours: prefill can "
+        "take more than twice as long as with dtype float32, which needs twice the memory"
+    )

@@ -1,0 +1,156 @@
+"""Simulations by a profile: sparse attention has its price, and options that need the model's sizes work."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import run
+from msgspec import structs
+from test_profile import SUBJECT
+
+from longspan.core.exchange import ALLTOALL, Exchange, exchange_of
+from longspan.core.layouts import shard_span
+from longspan.core.sparse import SparseSetting
+from longspan.core.steps import Forward, Part, Sample
+from longspan.cost.architecture import ModelShape
+from longspan.cost.csa_price import prompt_s, rates_of_profile
+from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.profile import Decode, Prefill, Profile, Transfer
+
+SMOLLM = ModelShape(num_layers=30, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, bytes_per_element=4)
+MACHINE = "a processor of some kind"
+
+
+def measured(*, link_s_per_byte: float = 1e-9, pair_s: float = 1e-8) -> Profile:
+    """Make the profile of a machine with this speed of links and of attention."""
+    found = Profile(profile_key=structs.replace(SUBJECT, model="/models/smollm2-135m", machine=MACHINE))
+    for members, exchange in ((1, "local"), (2, "alltoall"), (2, "gather_hidden")):
+        for new, cached in ((1000, 0), (4000, 0), (16000, 0), (1000, 8000)):
+            seconds = 0.01 + (5e-5 * new + pair_s * new * (cached + new / 2)) / members
+            prefill = Prefill(
+                members=members, exchange=exchange, new_tokens=new, cached_tokens=cached, seconds=(seconds,)
+            )
+            found = found.with_measured(prefill)
+    for members, exchange in ((1, "local"), (2, "ring_q")):
+        for batch, context in ((1, 1000), (4, 1000), (1, 8000)):
+            decode = Decode(
+                members=members,
+                exchange=exchange,
+                batch=batch,
+                context_tokens=context,
+                seconds=(0.012 + 1e-9 * batch * context,),
+            )
+            found = found.with_measured(decode)
+    for size in (2**12, 2**20, 2**24):
+        seconds = 1e-5 + size * link_s_per_byte
+        found = found.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=(seconds,)))
+    return found
+
+
+def setting(drop: float, *, partition: int = 4096) -> SparseSetting:
+    return SparseSetting(partition=partition, segments=(1,), drop=(((drop,),),))
+
+
+def prompt(exchange: Exchange, start: int = 0, stop: int = 8192) -> Forward:
+    runs = shard_span("contiguous", start, stop, 2, head=0)
+    part = Part(
+        request_id=0,
+        start=start,
+        stop=stop,
+        tokens=range(stop - start),
+        group=(0, 1),
+        runs=runs,
+        exchange=exchange,
+        first_block=0,
+        blocks=(),
+        sample=Sample(instance=1, position=stop) if stop == 8192 else None,
+    )
+    return Forward(number=1, parts=(part,))
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_text(measured().to_json())
+    return path
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    assert run("simulate", "smollm2-135m", *arguments, "--json") == 0
+    shown = capsys.readouterr()
+    found: dict[str, Any] = json.loads(shown.out)
+    return found, shown.err
+
+
+def test_dropped_tokens_shorten_a_simulated_prompt(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings of a file, and those that a tuned file leads to, each save time, and more drops save more."""
+    base = ("--profile", str(profile), "--policy", "csps", "--gpus-per-host", "2", "-o", "threshold=1000")
+    requests = ("--workload", "medium", "--rate", "0.1", "--num-requests", "4", "--output-len", "2")
+    ttft_s = {}
+    for drop in (0.25, 0.5):
+        file = tmp_path / f"{drop}.yaml"
+        file.write_text(f"levels: 2\ndrop: {drop}\n")
+        ttft_s[drop] = simulated(capsys, *base, *requests, "--csa", str(file))[0]["ttft_p50_s"]
+    exact_s = simulated(capsys, *base, *requests, "--csa", "off")[0]["ttft_p50_s"]
+    assert ttft_s[0.5] < 0.95 * ttft_s[0.25] < 0.9 * exact_s
+    found, words = simulated(capsys, *base, *requests, "--csa", "auto", "--max-accuracy-loss", "30")
+    assert found["ttft_p50_s"] < 0.95 * exact_s
+    assert f"csa goes by the profile of {MACHINE}" in words
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "gather_hidden"])
+def test_the_step_cost_falls_with_the_drop_ratio(kind: str) -> None:
+    cost, exact = FittedCost(measured(), SMOLLM, block_size=256), exchange_of(kind)
+    seconds = [cost.seconds(prompt(exact.sparse_form(setting(drop))))[0] for drop in (0.0, 0.25, 0.5, 1.0)]
+    assert all(more > less for more, less in pairwise(seconds))
+    assert seconds[1] < cost.seconds(prompt(exact))[0]
+
+
+def test_each_chunk_has_the_share_of_its_prompt() -> None:
+    cost, sparse = FittedCost(measured(), SMOLLM, block_size=256), ALLTOALL.sparse_form(setting(0.5))
+    whole, *chunks = (
+        cost.seconds(prompt(sparse, *ends))[0] / cost.seconds(prompt(ALLTOALL, *ends))[0]
+        for ends in ((0, 8192), (0, 2048), (2048, 6144), (6144, 8192))
+    )
+    assert chunks == pytest.approx([whole] * 3, rel=1e-9)
+
+
+def test_bytes_count_where_links_are_slow() -> None:
+    """Attention takes as long on both machines. What is not sent saves more where a byte takes longer."""
+    sparse, shares = ALLTOALL.sparse_form(setting(0.5)), []
+    for link_s_per_byte in (1e-11, 1e-9, 1e-8):
+        cost = FittedCost(measured(link_s_per_byte=link_s_per_byte, pair_s=1e-10), SMOLLM, block_size=256)
+        shares.append(cost.seconds(prompt(sparse))[0] / cost.seconds(prompt(ALLTOALL))[0])
+    assert shares[0] > shares[1] > shares[2]
+
+
+def test_the_chooser_and_the_step_cost_have_one_price() -> None:
+    """The step cost of sparse and exact attention has the ratio that the chooser predicts."""
+    profile, sparse = measured(), setting(0.5)
+    cost, rates = (
+        FittedCost(profile, SMOLLM, block_size=256),
+        rates_of_profile(profile, SMOLLM, profile.speeds(SMOLLM), 2),
+    )
+    assert rates is not None
+    sparse_s, exact_s = (prompt_s(one, 8192, 4096, (0, 0), SMOLLM, rates) for one in (sparse, None))
+    taken_s = [cost.seconds(prompt(one))[0] for one in (ALLTOALL.sparse_form(sparse), ALLTOALL)]
+    assert taken_s[0] / taken_s[1] == pytest.approx(sparse_s / exact_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["chunked", "csps"])
+def test_kv_on_hosts_is_reported_by_a_profile(policy: str, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--profile", str(profile), "--policy", policy, "--gpus-per-host", "2", "--host-kv-gib", "1")
+    found, _ = simulated(capsys, *base, "--rate", "1", "--num-requests", "3", "--output-len", "2")
+    assert found["num_completed"] == 3 and found["swap_bytes"] >= 0
+
+
+def test_the_hint_names_the_simulated_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    hardware = ("--hardware", "a100-sxm-80g", "--gpus-per-host", "4", "--policy", "csps")
+    _, words = simulated(capsys, *hardware, "--csa", "auto", "--rate", "1", "--num-requests", "2", "--output-len", "2")
+    assert "a100-sxm-80g" in words and "this machine" not in words
