@@ -18,7 +18,7 @@ from longspan import native, service
 from longspan.args import EngineArgs
 from longspan.core.sampling import SamplingParams
 from longspan.model.source import own_dtype, prepare
-from longspan.service import EngineModel
+from longspan.resolve import EngineModel
 
 PRECISIONS = {
     "float32": "float32",
