@@ -33,8 +33,8 @@ from longspan.core.sparse import DropMode
 from longspan.cost.csa_models import LossModel
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group, least_loss, least_ttft
 from longspan.cost.csa_tuned import Tuned, loss_samples, split
-from longspan.policy.choosing import Facts
 from longspan.policy.csa_auto import CsaChooser, Objective
+from longspan.policy.facts import Facts
 
 SHIPPED = Path(__file__).parents[1] / "src" / "longspan" / "cost" / "data" / "csa" / "smollm2-135m.json"
 FINE = Grid(

@@ -27,7 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.cost.partitions import Entry, Partition, PartitionTable, search
+from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Partition, search
 from longspan.cost.profile import Prefill, Profile
 
 ONE, BOTH = "one instance", "two prompts at once"

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from longspan import LLM, SamplingParams
 from longspan.core.policy import Policy
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt

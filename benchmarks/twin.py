@@ -43,7 +43,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, Plan
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.profiling.run import measure, measure_links
 from longspan.profiling.store import profile_file

@@ -28,7 +28,8 @@ from seesaw_serving import INPUT_LEN, OUTPUT_LENS, Machine, Point
 from verdicts import Check, Claim, bound, choice, numbers, order, report_claims
 
 from longspan.cost.closed_form import OfflineWork, layer_terms, max_batch, stage_s, static_throughput
-from longspan.cost.estimate import USED_MEMORY, Estimate
+from longspan.cost.estimate import Estimate
+from longspan.cost.memory import USED_MEMORY
 
 _BATCH, _TOKENS, _ARTICLE = 16, 1000, 3000
 _PREFILL, _DECODE = ("pp8", "tp2pp4", "tp4pp2", "tp8"), ("tp8", "pp8")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import torch
@@ -23,24 +23,24 @@ from longspan.core.config import EngineConfig
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config
-from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
-from longspan.cost.fitted_cost import FittedCost
-from longspan.cost.pricing import PricedTurns, SwapPrice
-from longspan.cost.profile import ProfileKey
+from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy.choosing import Facts
-from longspan.policy.facts import early_facts, known_facts, measured_turns
+from longspan.policy.facts import Facts, early_facts, known_facts, measured_turns
 from longspan.policy.registry import PolicyChoice, make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.pool import bytes_per_block, default_step_bytes
 from longspan.runtime.split_check import check_splits
+
+if TYPE_CHECKING:
+    from longspan.cost.fitted_cost import FittedCost
+    from longspan.cost.pricing import PricedTurns, SwapPrice
 
 _log = logging.getLogger("longspan")
 
@@ -284,6 +284,8 @@ def measured_cost(
     first = profiles.pop(clusters[0].spec.tp)
     if first is None:
         return None
+    from longspan.cost.fitted_cost import FittedCost  # noqa: PLC0415 - a machine with a profile alone
+
     others = [profile for profile in profiles.values() if profile is not None]
     return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=others)
 
@@ -302,6 +304,8 @@ def swap_price(
     key: ProfileKey, model: EngineModel, facts: Facts, clusters: Sequence[Cluster], block_size: int
 ) -> SwapPrice:
     """Price copies from hosts of the first of some clusters by profiles, or else by typical speeds."""
+    from longspan.cost.pricing import SwapPrice  # noqa: PLC0415 - an engine with a host tier alone
+
     try:
         cost = measured_cost(key, model.shape, clusters, block_size)
         if cost is not None:
@@ -316,6 +320,8 @@ def swap_price(
 
 def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, least: int) -> int:
     """Return the tokens of a step that should hold a whole prompt, as memory allows."""
+    from longspan.cost.estimate import activation_bytes, whole_prompt_tokens  # noqa: PLC0415 - few policies ask
+
     files = model.files
     config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
     try:

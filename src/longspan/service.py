@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,22 +18,23 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.options import PolicySettings
 from longspan.core.sparse import is_tuned
-from longspan.cost.profile import ProfileKey
+from longspan.cost.profile_key import ProfileKey
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
 from longspan.model.store import DTYPES
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
 from longspan.resolve import ResolvedEngine, check_windows, kernels_of
-from longspan.runtime.device_memory import DeviceMemory, largest_step
-from longspan.runtime.disk_pool import DiskPool
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.host_pool import HostMemory, map_blocks
 from longspan.runtime.messages import WorkerConfig
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from longspan.runtime.disk_pool import DiskPool
+    from longspan.runtime.host_pool import HostMemory
 
 _SETTLE_S = 5.0
 """KV has so long to reach the disk before the workers are stopped."""
@@ -72,11 +74,12 @@ class Service:
         cluster = setup.config.cluster
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
-        self._host_memory = [
-            acquired.enter_context(closing(HostMemory(num_blocks * self.block_bytes)))
-            for num_blocks in cluster.host_blocks
-        ]
-        self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory, acquired)
+        self._host_memory: list[HostMemory] = []
+        self._disks: dict[int, DiskPool] = {}
+        if cluster.host_blocks:
+            self._host_memory = _map_hosts(cluster, self.block_bytes, acquired)
+        if cluster.disk_blocks:
+            self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory, acquired)
         self._worker_config = WorkerConfig(
             files=self.files,
             cluster=cluster,
@@ -136,6 +139,8 @@ class Service:
             ValueError: when devices have too little memory.
             WorkerLostError: when a worker does not start.
         """
+        from longspan.runtime.device_memory import DeviceMemory, largest_step  # noqa: PLC0415 - CUDA devices alone
+
         cluster, largest = largest_step(setup.config, self.info.context_length)
         try:
             self.executor = acquired.enter_context(self._start_workers(cluster))
@@ -324,6 +329,13 @@ def _host_kernels(given: EngineArgs, dtype: str, cluster: Cluster) -> Path | Non
     return kernels_of("auto", "cpu", dtype)
 
 
+def _map_hosts(cluster: Cluster, block_bytes: int, acquired: ExitStack) -> list[HostMemory]:
+    """Map the memory of the KV pool of each host."""
+    from longspan.runtime.host_pool import HostMemory  # noqa: PLC0415 - an engine with a host tier alone
+
+    return [acquired.enter_context(closing(HostMemory(num_blocks * block_bytes))) for num_blocks in cluster.host_blocks]
+
+
 def _open_disks(
     given: EngineArgs,
     files: ModelFiles,
@@ -335,6 +347,9 @@ def _open_disks(
     """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
     a folder of its own; so is each host.
     """
+    from longspan.runtime.disk_pool import DiskPool  # noqa: PLC0415 - an engine with a disk tier alone
+    from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415
+
     model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[files.dtype]
     folder = cache_root() / "kv" if given.disk_kv_dir is None else Path(given.disk_kv_dir).expanduser()
     disks = {}

@@ -11,7 +11,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from longspan.core.exchange import RING_KV, RING_Q
-from longspan.cost.profile import Prefill, Profile, ProfileKey
+from longspan.cost.profile import Prefill, Profile
+from longspan.cost.profile_key import ProfileKey
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 from appendix_d import AppendixD, RingSample, fit_appendix_d, ring_rule

@@ -22,7 +22,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Decode, Profile, Transfer
 from longspan.model.files import ModelFiles
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.profiling import links, store
 from longspan.profiling.plan import SHARED, kinds_of_links
 from longspan.profiling.run import _timed_decode, measure

@@ -14,7 +14,7 @@ from test_roles import check_sources
 from workloads import MACHINES, assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.request import Request
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.policy.routing import shares_by
 

@@ -21,7 +21,7 @@ from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
 from longspan.core.transfers import Holder, who_gives_way
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 
 ROLES = Roles(num_prefill=2, num_decode=1, backends=2)

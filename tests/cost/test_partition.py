@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.layouts import shard_span
-from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, even, parse_fractions, search
+from longspan.cost.partition_table import Entry, PartitionTable, parse_fractions
+from longspan.cost.partitions import Partition, cut, even, search
 
 LENGTHS, ALIGNS = st.integers(1, 3000), st.sampled_from([1, 16, 128])
 PAPER = (0.350, 0.255, 0.210, 0.185)  # KV-Runahead §5, 10K tokens on 4 GPUs

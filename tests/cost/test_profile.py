@@ -19,7 +19,6 @@ from longspan.cost.profile import (
     Decode,
     Prefill,
     Profile,
-    ProfileKey,
     Times,
     Transfer,
     TransferKind,
@@ -27,6 +26,7 @@ from longspan.cost.profile import (
     fit_times,
     profiled_prompts,
 )
+from longspan.cost.profile_key import ProfileKey
 from longspan.profiling.plan import (
     SHARED,
     KvRoom,

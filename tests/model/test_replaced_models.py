@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from longspan.args import EngineArgs
-from longspan.cost.profile import ProfileKey
+from longspan.cost.profile_key import ProfileKey
 from longspan.model import checkpoint, source
 from longspan.model.adapter import Model
 from longspan.model.files import ModelError, ModelFiles

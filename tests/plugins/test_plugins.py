@@ -149,7 +149,7 @@ BROKEN = {
     ),
     "the name of a built-in policy": (
         {"longspan.policies": {"chunked": "longspan.policy.context:Context"}},
-        "make_policy('chunked', num_instances=1, options={})",
+        "policy_names()",
         "in distribution broken 0.1.0 takes the name of a built-in",
     ),
     "no exchange": (
@@ -200,7 +200,7 @@ def test_a_broken_package_is_named(
     code = f"""
 from longspan.core.exchange import exchange_of
 from longspan.errors import PluginError
-from longspan.policy.registry import make_policy
+from longspan.policy.registry import make_policy, policy_names
 try:
     {use}
 except PluginError as error:

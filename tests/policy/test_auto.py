@@ -20,7 +20,7 @@ from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError
 from longspan.policy.auto import Auto, Choice
 from longspan.policy.batching import Batch, single_part
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 
 

@@ -19,9 +19,10 @@ from longspan.core.cluster import Location
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.runs import Run
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.partitions import Entry, PartitionTable
+from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Profile, Transfer, profiled_prompts
-from longspan.policy.choosing import Chooser, Facts, ring_kv_or_ring_q, unsharded_weights_pay
+from longspan.policy.choosing import Chooser, ring_kv_or_ring_q, unsharded_weights_pay
+from longspan.policy.facts import Facts
 from longspan.profiling.plan import SHARED
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)

@@ -16,10 +16,11 @@ from longspan.core.exchange import LOCAL
 from longspan.core.policy import Policy
 from longspan.cost.architecture import Hardware
 from longspan.cost.csa_search import least_loss, least_ttft
-from longspan.cost.profile import Prefill, Profile, ProfileKey, Transfer
+from longspan.cost.profile import Prefill, Profile, Transfer
+from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
-from longspan.policy.choosing import Facts
 from longspan.policy.csa_auto import GRID, CsaChooser, Objective, bucket, rates_of
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 
 TUNED = invented_tuned()

@@ -10,7 +10,7 @@ from cluster_setup import Roles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 
 

@@ -20,7 +20,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free, Sampled
 from longspan.core.view import ClusterView
 from longspan.errors import ParameterError
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.group_parts import Room, Shape, block_owners, shard_chunk
 from longspan.policy.registry import make_policy
 

@@ -22,9 +22,9 @@ from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward
 from longspan.cost.architecture import Architecture, ModelShape
-from longspan.cost.partitions import Entry, PartitionTable
+from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Decode, Profile, profiled_prompts
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.profiling.store import save_partitions
 from longspan.sim.executor import SimExecutor

@@ -22,8 +22,9 @@ from longspan.core.exchange import RING_KV, RING_Q
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.profile import Prefill, Profile, ProfileKey
-from longspan.policy.choosing import Facts
+from longspan.cost.profile import Prefill, Profile
+from longspan.cost.profile_key import ProfileKey
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.policy.tetris import expected_times, measured_times, sp_times
 from longspan.policy.tetris.rates import RateTable, RateWatch

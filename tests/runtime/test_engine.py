@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from workloads import MACHINES, finishes_lawfully, repeats, setups_of
 
 from longspan.core.sampling import SamplingParams
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 
 SHARINGS: list[dict[str, str]] = [
     {},

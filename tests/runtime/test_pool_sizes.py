@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from longspan import limits
 from longspan.core.cluster import Cluster
-from longspan.cost.estimate import CPU_KV_BYTES
+from longspan.cost.memory import CPU_KV_BYTES
 from longspan.errors import ParameterError
 from longspan.limits import Memory
 from longspan.model.source import prepare

@@ -12,7 +12,7 @@ from invented_profiles import measure
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
-from longspan.policy.choosing import TurnCost
+from longspan.policy.facts import TurnCost
 from longspan.policy.registry import policy_names
 from longspan.profiling.store import profile_file
 from longspan.resolve import ResolvedEngine

@@ -15,7 +15,7 @@ from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
 from longspan.core.tier_lookup import SwapCost
 from longspan.cost.flows import Flow
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.runtime.batch import RankRequests
 from longspan.runtime.sampling import Vocabulary
 

@@ -20,7 +20,7 @@ from workloads import MACHINES, TABLE, Job, play
 
 from longspan.core.options import SchedulingArgs
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.sim.executor import SimExecutor
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import simulate

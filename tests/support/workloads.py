@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import MoveKV
-from longspan.cost.partitions import Entry, PartitionTable
-from longspan.cost.profile import Prefill, Profile, ProfileKey
-from longspan.policy.choosing import Facts
+from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.profile import Prefill, Profile
+from longspan.cost.profile_key import ProfileKey
+from longspan.policy.facts import Facts
 
 ALONE = ("chunked", "prefill-first", "decode-first")
 """Policies that keep each request on one instance."""

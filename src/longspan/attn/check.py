@@ -28,9 +28,10 @@ from cyclopts.validators import Number
 from torch import Tensor
 
 from longspan.attn.backends import Partial, backend_of
+from longspan.attn.collectives import hidden_hops
 from longspan.attn.comm import Group, TorchTransport, meet
 from longspan.attn.exchanges import Call, attention_exchange
-from longspan.attn.gather_hidden import GatherHidden, hidden_hops
+from longspan.attn.gather_hidden import GatherHidden
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec

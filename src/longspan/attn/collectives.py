@@ -16,6 +16,11 @@ def gather_hops(size: int) -> int:
     return 1 + size
 
 
+def hidden_hops(size: int) -> int:
+    """Counts the hops of a layer of `gather_hidden` in a group of `size` members; no exchange has more."""
+    return gather_hops(size) + 3
+
+
 def all_gather(group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
     """Gives every member every block.
 

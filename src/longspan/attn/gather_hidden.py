@@ -23,11 +23,6 @@ from longspan.core.cluster import split_heads
 from longspan.core.runs import Run, SpanShards, num_tokens
 
 
-def hidden_hops(size: int) -> int:
-    """Counts the hops that one layer numbers in a group of `size` members; no exchange has more."""
-    return gather_hops(size) + 3
-
-
 class GatheredPart(NamedTuple):
     """One request after the exchange: tensors of one member's heads, with the tokens of all members.
 

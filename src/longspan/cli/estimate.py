@@ -49,7 +49,7 @@ def length(text: str) -> int:
 
 
 def _fractions(text: str) -> Fractions:
-    from longspan.cost.partitions import parse_fractions  # noqa: PLC0415 - loads numpy
+    from longspan.cost.partition_table import parse_fractions  # noqa: PLC0415 - loads numpy
 
     return "search" if text == "search" else parse_fractions(text)
 

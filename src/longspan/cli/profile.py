@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from longspan.core.cluster import ParallelSpec
     from longspan.core.exchange import Exchange
-    from longspan.cost.partitions import PartitionTable
+    from longspan.cost.partition_table import PartitionTable
     from longspan.cost.profile import Profile
     from longspan.llm import LLM
 

@@ -21,7 +21,7 @@ from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_models import LossModel, LossSample
 from longspan.cost.csa_pipeline import Rates
 from longspan.cost.csa_search import Configuration, Grid, Group, Loss
-from longspan.cost.profile import Stored
+from longspan.cost.profile_key import Stored
 
 NO_LOSS = 1.0
 """Points below which a loss counts as none: some prompts do not tell less from nothing."""

@@ -17,6 +17,7 @@ from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline, pipelined_s
+from longspan.cost.memory import USED_MEMORY
 from longspan.cost.partitions import MAX_SEARCHED, cut, even, search, searched_block
 from longspan.errors import ParameterError
 
@@ -24,12 +25,6 @@ Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
 """Tokens of a block; pieces of a chain are whole blocks."""
-CPU_KV_BYTES = 4 * 2**30
-"""Memory that the ranks on a CPU share for KV when the user names none, if so much is available."""
-CPU_STEP_SHARE = 0.25
-"""The part of that which a rank's activations may take beside it, so that a prompt is one step."""
-USED_MEMORY = 0.9
-"""The part of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 _RESERVED_BYTES = 1.5 * 2**30
 """Memory of each device for the driver's context, libraries' workspaces and buffers of links."""
 _HIDDEN_COPIES = 6

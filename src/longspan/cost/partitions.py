@@ -13,21 +13,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import ClassVar
-
-import msgspec
 
 from longspan.core.exchange import LOCAL
 from longspan.core.layouts import shard_span
 from longspan.cost.architecture import ModelShape
-from longspan.cost.profile import Count, LinkFit, PrefillTime, Profile, Stored
-from longspan.errors import ParameterError
+from longspan.cost.partition_table import interpolated
+from longspan.cost.profile import LinkFit, PrefillTime, Profile
 
 Partition = tuple[int, ...]
 """Tokens of every member, in the order of the prompt; all but the last are multiples of the block size."""
 
-_SUM_TOLERANCE = 1e-3
 _CONFIRMED = 3
 _MODELLED = tuple(2**power for power in range(9, 21))
 """Lengths from 512 tokens to a million."""
@@ -51,31 +46,6 @@ def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
 def _cut(length: int, members: int, align: int, fractions: Sequence[float] = ()) -> Partition:
     sharded = shard_span("contiguous", 0, length, members, align=align, fractions=fractions)
     return tuple(sum(map(len, runs)) for runs in sharded)
-
-
-def parse_fractions(text: str) -> tuple[float, ...]:
-    """Reads fractions with commas between, such as `0.35,0.255,0.21,0.185`.
-
-    Raises:
-        ParameterError: for what is no number, not positive, or does not add up to 1.
-    """
-    try:
-        fractions = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        problem = f"must be numbers with commas between, such as 0.6,0.4, but {text!r} given"
-        raise ParameterError("fractions", problem, text) from None
-    _check_fractions(fractions)
-    return fractions
-
-
-def _check_fractions(fractions: Sequence[float]) -> None:
-    shown = ",".join(f"{fraction:g}" for fraction in fractions)
-    if not all(fraction > 0 for fraction in fractions):
-        problem = f"must be above 0, but {shown} given: use fewer members rather than empty ones"
-        raise ParameterError("fractions", problem, shown)
-    if not abs(sum(fractions) - 1) <= _SUM_TOLERANCE:
-        problem = f"must add up to 1, but {shown} add up to {sum(fractions):g}: change one of them"
-        raise ParameterError("fractions", problem, shown)
 
 
 def search(
@@ -153,62 +123,6 @@ def _shifts(members: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(gains))
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A searched partition: what part of a prompt of `length` tokens each member takes."""
-
-    model: str
-    members: int
-    length: Count
-    fractions: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        _check_fractions(self.fractions)
-        if len(self.fractions) != self.members:
-            raise ValueError(f"{len(self.fractions)} fractions given for {self.members} members")
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        return self.model, self.members, self.length
-
-
-class PartitionTable(Stored, frozen=True):
-    """Entries, at most one for a model, number of members and length."""
-
-    called: ClassVar[str] = "table of partitions"
-
-    partitions: tuple[Entry, ...] = ()
-
-    def __post_init__(self) -> None:
-        for key, following in pairwise(sorted(entry.key for entry in self.partitions)):
-            if key == following:
-                raise ValueError(f"two partitions for model {key[0]!r}, {key[1]} members and {key[2]} tokens: keep one")
-
-    def with_entry(self, entry: Entry) -> PartitionTable:
-        """Returns a table with this entry, in place of one for the same model, members and length."""
-        return PartitionTable((*(other for other in self.partitions if other.key != entry.key), entry))
-
-    def lengths(self, model: str, members: int) -> tuple[int, ...]:
-        """Returns the lengths of prompts that the table has entries for, ascending."""
-        return tuple(entry.length for entry in self._known(model, members))
-
-    def predict(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
-        """Interpolates fractions for a prompt of this length, between those of the two nearest lengths known for model
-        and members.
-
-        Below the shortest and above the longest known length they are that one's. None when none is known.
-        """
-        known = [(entry.length, entry.fractions) for entry in self._known(model, members)]
-        return _interpolated(known, length) if known else None
-
-    def exact(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
-        """Returns the fractions searched for a prompt of exactly this length; None when nobody did."""
-        return self.predict(model, members, length) if length in self.lengths(model, members) else None
-
-    def _known(self, model: str, members: int) -> list[Entry]:
-        found = (entry for entry in self.partitions if (entry.model, entry.members) == (model, members))
-        return sorted(found, key=lambda entry: entry.length)
-
-
 def modelled_ttft(profile: Profile, shape: ModelShape) -> Callable[[Partition], float] | None:
     """Makes the model of a chain from what a profile says of one instance and of links between two; None when it does
     not say.
@@ -261,16 +175,7 @@ class ModelledPartitions:
             return None
         nearest, found = bisect_left(_MODELLED, length), self._estimate if members > _SEARCHED else self._search
         around = [(known, found(members, known)) for known in _MODELLED[max(0, nearest - 1) : nearest + 1]]
-        return _interpolated(around, length)
-
-
-def _interpolated(known: Sequence[tuple[int, tuple[float, ...]]], length: int) -> tuple[float, ...]:
-    """Returns fractions between those of the two nearest lengths; outside of all, those of the nearest one."""
-    for (shorter, first), (longer, second) in pairwise(known):
-        if shorter <= length <= longer:
-            weight = (length - shorter) / (longer - shorter)
-            return tuple((1 - weight) * a + weight * b for a, b in zip(first, second, strict=True))
-    return known[0 if length < known[0][0] else -1][1]
+        return interpolated(around, length)
 
 
 @dataclass(frozen=True, kw_only=True)

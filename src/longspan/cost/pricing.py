@@ -17,7 +17,8 @@ from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.flows import DISK_BYTES_PER_S, alone_s
 from longspan.cost.forward import pipelined_s
 from longspan.cost.partitions import cut
-from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey
+from longspan.cost.profile import Decode, Prefill, Profile
+from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import StepCost
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,15 @@ from longspan.attn.paged import on_device
 from longspan.attn.spec import as_output, probe_positions
 from longspan.model.files import ModelFiles
 from longspan.model.fused import Reduce, fuse_head, fuse_layers
-from longspan.model.graph_step import GraphStep, Recording
 from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.skeleton import build_skeleton, decoder_layers, load_config, trunk_path
 from longspan.model.stages import LayerArguments, PassThrough, Stage, recorded_arguments
 from longspan.model.store import DTYPES, StoredTensors, map_levels
 from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
+
+if TYPE_CHECKING:
+    from longspan.model.graph_step import GraphStep, Recording
 
 SERVE = "longspan"
 """The attention function of a model that serves."""
@@ -107,6 +109,8 @@ class Model:
         if fused:
             self._fuse(own, files.weights, whole_steps=whole_steps and is_alone)
         elif whole_steps and is_alone and recording is not None and recording.fits(self.specs):
+            from longspan.model.graph_step import GraphStep  # noqa: PLC0415 - CUDA devices alone
+
             self._whole_step = GraphStep(self._all_logits, self.specs, recording, device)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object

@@ -2,75 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
-from longspan.core.cluster import Cluster, Location
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, of_any_layout
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.partitions import ModelledPartitions, PartitionTable
-from longspan.cost.profile import LinkFit, Profile
+from longspan.cost.profile import LinkFit
+from longspan.policy.facts import Facts
 
 _MAX_KNOWN = 100_000
-
-
-class TurnCost(Protocol):
-    """Predicts what the work of an offline run takes on each of the clusters that take turns, all of it in use."""
-
-    def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
-        """Times prompts of a `length` that have `num_tokens` together."""
-
-    def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
-        """Times one more token for each of `num_seqs` requests of a `length`."""
-
-    def reshard_s(self, cluster: Cluster) -> float:
-        """Times the change to this cluster from the other one."""
-
-    def swap_s(self, cluster: Cluster, num_blocks: int) -> float:
-        """Times blocks that go from the devices of a cluster to their hosts, or come from there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The known facts of a model and its hardware, from which a policy is made.
-
-    Attributes:
-        model: what the table of partitions calls it.
-        partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
-        cluster: None when nothing is known of it: then all instances do everything and are near each other.
-        turns: the clusters that prefill and decode by turns on the same devices, if they do.
-        turn_cost: what these take; None when that is not known.
-    """
-
-    shape: ModelShape | None = None
-    hardware: Hardware | None = None
-    profile: Profile | None = None
-    model: str = ""
-    partitions: PartitionTable | ModelledPartitions | None = None
-    cluster: Cluster | None = None
-    turns: tuple[Cluster, ...] = ()
-    turn_cost: TurnCost | None = None
-
-    @property
-    def tp(self) -> int | None:
-        """Shards of each prefill instance; None while that is not known."""
-        return None if self.cluster is None else self.cluster.spec.tp
-
-    @property
-    def has_roles(self) -> bool:
-        return self.cluster is not None and self.cluster.has_roles
-
-    def prefill(self, num_instances: int) -> range:
-        return range(num_instances) if self.cluster is None else self.cluster.prefill
-
-    @property
-    def decode(self) -> range:
-        """The instances that only decode, none without roles."""
-        return range(0) if self.cluster is None else self.cluster.decode
-
-    def location(self, instance: int) -> Location:
-        return Location(device=instance) if self.cluster is None else self.cluster.location(instance)
 
 
 class Chooser:

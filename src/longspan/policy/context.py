@@ -20,8 +20,8 @@ from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch, Budget
-from longspan.policy.choosing import Facts
 from longspan.policy.chunked import admit_alone
+from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, Partitions, SharingOptions, expected_answer, is_too_large
 
 _UNMEASURED_THRESHOLD = 1024

@@ -21,7 +21,7 @@ from longspan.cost.csa_price import rates_of_profile
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group
 from longspan.cost.csa_tuned import NO_LOSS, Tuned
 from longspan.errors import ParameterError
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 
 GRID = Grid(
     drops=tuple(round(0.04 * number, 2) for number in range(13)), near_pieces=(1, 2, 4, 8), far_pieces=(1, 2, 4)

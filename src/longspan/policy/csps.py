@@ -27,9 +27,9 @@ from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.csa_tuned import Tuned
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch, Budget
-from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions
 from longspan.policy.csa_auto import CsaChooser, Objective
+from longspan.policy.facts import Facts
 from longspan.policy.group_parts import Partitions, Shape
 from longspan.policy.routing import Router
 

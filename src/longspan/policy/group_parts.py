@@ -19,10 +19,11 @@ from longspan.core.owners import Rotation
 from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.cost.channels import cost_of
-from longspan.cost.partitions import PartitionTable, parse_fractions
+from longspan.cost.partition_table import PartitionTable, parse_fractions
 from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
-from longspan.policy.choosing import Chooser, Facts
+from longspan.policy.choosing import Chooser
+from longspan.policy.facts import Facts
 
 _ANSWER_TOKENS = 200
 """Upper bound for the output tokens that a prefill is planned for. `max_tokens` is often much larger than an answer.

@@ -13,7 +13,7 @@ from longspan.core.layouts import shard_span
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, check_exchange
 from longspan.policy.routing import goes_on
 from longspan.policy.tetris import GroupOptions, planner_of

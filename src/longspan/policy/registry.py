@@ -20,7 +20,7 @@ from longspan.errors import ParameterError, PluginError
 if TYPE_CHECKING:
     from longspan.core.cluster import Cluster
     from longspan.core.extensions import Extension
-    from longspan.policy.choosing import Facts
+    from longspan.policy.facts import Facts
 
 _REGISTRY: dict[str, str | type[Policy]] = {
     "auto": "auto:Auto",
@@ -93,7 +93,7 @@ def make_policy(
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
     """
-    from longspan.policy.choosing import Facts  # noqa: PLC0415 - importing the registry loads no cost model
+    from longspan.policy.facts import Facts  # noqa: PLC0415 - importing the registry loads no cost model
 
     facts = facts or Facts()
     if name == "auto":
@@ -140,8 +140,8 @@ def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
 
 def policy_class(name: str) -> type[Policy]:
     """Return the policy of that name; raise ParameterError for an unknown one."""
-    added = extensions(POLICIES, _BUILT_IN)
     if name not in _REGISTRY:
+        added = extensions(POLICIES, _BUILT_IN)
         if name not in added:
             raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
         _REGISTRY[name] = _added(name, added[name])

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.exchange import CHAIN
-from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
+from longspan.policy.facts import Facts
 from longspan.policy.group_parts import Partitions, check_exchange
 
 

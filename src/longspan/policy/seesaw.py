@@ -17,8 +17,8 @@ from longspan.core.policy import Policy
 from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch, single_part
-from longspan.policy.choosing import Facts
 from longspan.policy.chunked import admit_alone
+from longspan.policy.facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True)

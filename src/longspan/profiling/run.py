@@ -15,12 +15,14 @@ from tqdm import tqdm
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, CHAIN, LOCAL, RING_KV
 from longspan.core.sampling import SamplingParams
-from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, even, modelled_ttft, search
-from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, profiled_prompts
+from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Partition, cut, even, modelled_ttft, search
+from longspan.cost.profile import Decode, Prefill, Profile, profiled_prompts
+from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
 from longspan.outputs import RequestOutput
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.profiling import links
 from longspan.profiling.plan import (

@@ -8,14 +8,17 @@ import hashlib
 import platform
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
 
-from longspan.cost.partitions import PartitionTable
-from longspan.cost.profile import Profile, ProfileKey, Stored
+from longspan.cost.profile_key import ProfileKey, Stored
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
+
+if TYPE_CHECKING:
+    from longspan.cost.partition_table import PartitionTable
+    from longspan.cost.profile import Profile
 
 StoredT = TypeVar("StoredT", bound=Stored)
 _REVISION = 4
@@ -46,13 +49,20 @@ def profile_file(profile_key: ProfileKey) -> Path:
 
 def load_profile(profile_key: ProfileKey) -> Profile | None:
     """Reads the profile with this key, if there is one; raises ModelError for a file that is none."""
-    return _load(Profile, profile_file(profile_key))
+    path = profile_file(profile_key)
+    if not path.exists():
+        return None
+    from longspan.cost.profile import Profile  # noqa: PLC0415 - a machine with a profile alone
+
+    return _load(Profile, path)
 
 
 def load_partitions(profile_key: ProfileKey, block_size: int) -> PartitionTable:
     """Reads the partitions searched with this key and size of blocks, if any; raises ModelError for a file that is
     none.
     """
+    from longspan.cost.partition_table import PartitionTable  # noqa: PLC0415 - not before a profile is needed
+
     return _load(PartitionTable, _partitions_file(profile_key, block_size)) or PartitionTable()
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longspan.attn.exchanges import Call, attention_exchange
-from longspan.attn.hosted import HostSource
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import LOCAL
 from longspan.model.whole_step import SingleTokens
 from longspan.runtime.batch import Channel, Packed
-from longspan.runtime.host_pool import HostPool
 from longspan.runtime.layerwise import Layerwise, LayerwiseStep
 from longspan.runtime.layerwise.layers import Arguments
 from longspan.runtime.moves import StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
+
+if TYPE_CHECKING:
+    from longspan.attn.hosted import HostSource
+    from longspan.runtime.host_pool import HostPool
 
 
 class StepAttention:
@@ -140,6 +143,8 @@ class StepAttention:
     def _host_source(self, channel: Channel, layer: int) -> HostSource | None:
         if channel.hosted is None:
             return None
+        from longspan.attn.hosted import HostSource  # noqa: PLC0415 - an engine with a host tier alone
+
         assert self._host is not None, "what lies on a host is read there"
         return HostSource(parts=channel.hosted, kv=self._host.layer(layer), staging=self._host.staging)
 

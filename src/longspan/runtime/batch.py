@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,11 @@ from longspan.core.exchange import Exchange
 from longspan.core.owners import Owners
 from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
-from longspan.runtime.host_pool import HostPool
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
+
+if TYPE_CHECKING:
+    from longspan.runtime.host_pool import HostPool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from longspan.core.config import EngineConfig
 from longspan.core.exchange import LOCAL
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Part, Sample, Sampling
-from longspan.cost.estimate import USED_MEMORY
+from longspan.cost.memory import USED_MEMORY
 from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import move_bytes
 

@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from torch import Tensor
 from longspan.attn.comm import Group, Message, Pending, Transport
 from longspan.core.steps import BytesSent, Forward, Link, MoveKV
 from longspan.runtime.block_messages import BlockMessages, BlockSlice, RankMove
-from longspan.runtime.host_pool import HostPool
 from longspan.runtime.messages import Moved, Sent
 from longspan.runtime.pool import WINDOW_BYTES
+
+if TYPE_CHECKING:
+    from longspan.runtime.host_pool import HostPool
 
 _CLOSE_TIMEOUT_S = 2.0
 _STAGED_BYTES = 32 * 2**20

@@ -14,7 +14,7 @@ from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
-from longspan.cost.estimate import CPU_KV_BYTES, CPU_STEP_SHARE
+from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE
 
 WINDOW_BYTES = 64 * 2**20
 """Messages that are under way from one rank to another at once, and so the memory for them at each end."""

@@ -8,6 +8,7 @@ mapped weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import zmq
@@ -17,15 +18,16 @@ from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
-from longspan.model.graph_step import CudaRecorder, Recording
 from longspan.model.store import DTYPES, StoredTensors, read_info
 from longspan.runtime import messages
-from longspan.runtime.device_memory import MemoryProbe, measured
-from longspan.runtime.host_pool import HostPool, map_blocks
 from longspan.runtime.pool import KvMemory, KvPool
 from longspan.runtime.sampling import Vocabulary
 from longspan.runtime.timing import Stopwatch
 from longspan.runtime.worker import Inbox, Transports, Worker, send_report
+
+if TYPE_CHECKING:
+    from longspan.model.graph_step import Recording
+    from longspan.runtime.device_memory import MemoryProbe
 
 
 class Rank:
@@ -87,6 +89,8 @@ class Rank:
             self._worker.close()
 
     def _memory(self) -> messages.RankMemory:
+        from longspan.runtime.device_memory import measured  # noqa: PLC0415 - CUDA devices alone
+
         assert self._probe is not None, "who is asked for memory has been given a probe"
         weight_bytes = sum(model.weight_bytes for model in self._models.values())
         return measured(self._probe, pool_bytes=self._kv_memory.num_bytes, weight_bytes=weight_bytes)
@@ -129,6 +133,8 @@ class Rank:
         )
         host = None
         if config.host_memory:
+            from longspan.runtime.host_pool import HostPool  # noqa: PLC0415 - an engine with a host tier alone
+
             host = HostPool(self._map_host_blocks(cluster), pool, model.info.specs, cluster, rank, self._host_backend)
         worker = Worker(
             rank,
@@ -146,6 +152,8 @@ class Rank:
     def _map_host_blocks(self, cluster: Cluster) -> list[PagedKv]:
         """Maps the pool of its host, once: it stays while clusters change."""
         if self._host_blocks is None:
+            from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415 - an engine with a host tier alone
+
             config, number = self._config, cluster.hosts[self._rank]
             self._host_blocks = map_blocks(
                 config.host_memory[number],
@@ -182,4 +190,8 @@ class Rank:
 
 def recording_of(backend: AttentionBackend, device: torch.device) -> Recording | None:
     """Says how steps are recorded on a device; CPUs repeat nothing."""
-    return Recording(backend=backend, record=CudaRecorder()) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    from longspan.model.graph_step import CudaRecorder, Recording  # noqa: PLC0415 - CUDA devices alone
+
+    return Recording(backend=backend, record=CudaRecorder())

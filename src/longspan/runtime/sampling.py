@@ -16,7 +16,6 @@ from torch import Tensor
 
 from longspan.core.steps import Sampling, TokenLogprobs
 from longspan.model.files import ModelError, ModelFiles
-from longspan.text.grammar_check import LIMITS, first_line
 from longspan.text.tokenizer import grammar_vocabulary, load_tokenizer
 
 _log = logging.getLogger("longspan.worker")
@@ -381,6 +380,8 @@ class GrammarMatcher:
             fill_next_token_bitmask(self._matcher, bits.view(np.int32))
         bits &= self._vocabulary.has_logits
         if self._matcher.is_error():
+            from longspan.text.grammar_check import first_line  # noqa: PLC0415 - structured outputs alone
+
             self.error = first_line(self._matcher.get_error())
         elif not bits.any():
             self.error = "no token of this model continues the output in the form that it must have"
@@ -400,4 +401,6 @@ class GrammarMatcher:
 
     @cached_property
     def _matcher(self) -> LLMatcher:
+        from longspan.text.grammar_check import LIMITS  # noqa: PLC0415 - structured outputs alone
+
         return LLMatcher(self._vocabulary.tokens, self._grammar, log_level=0, limits=LIMITS)

@@ -9,9 +9,8 @@ from typing import Self
 
 from torch import Tensor
 
-from longspan.attn.collectives import all_reduce
+from longspan.attn.collectives import all_reduce, hidden_hops
 from longspan.attn.comm import ALONE, Group, Transport
-from longspan.attn.gather_hidden import hidden_hops
 from longspan.core.cluster import Cluster
 from longspan.core.sparse import SPARSE_HOPS
 from longspan.core.steps import Link

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isnan
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -26,13 +27,15 @@ from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
 from longspan.runtime.block_messages import BlockMessages
-from longspan.runtime.host_pool import HostPool
 from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.moves import Moves, StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Vocabulary, sample, token_logprobs
 from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
+
+if TYPE_CHECKING:
+    from longspan.runtime.host_pool import HostPool
 
 _HIDDEN_HOP, _SAMPLES_HOP = 0, 1
 _LOGITS_TILE = 256

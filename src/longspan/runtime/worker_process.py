@@ -23,7 +23,6 @@ from longspan.attn import shared_memory
 from longspan.attn.comm import NOBODY, DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
 from longspan.attn.shared_memory import meet_on_host
 from longspan.runtime.child import end_with_parent
-from longspan.runtime.device_memory import CudaMemory
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
 from longspan.runtime.step_comm import StepLanes
@@ -71,7 +70,11 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
         return open_transports(device, rank, hosts, f"{run_dir}/rendezvous{len(hosts)}")
 
     torch.set_num_threads(config.num_threads)
-    probe = CudaMemory(device) if device.type == "cuda" else None
+    probe = None
+    if device.type == "cuda":
+        from longspan.runtime.device_memory import CudaMemory  # noqa: PLC0415 - CUDA devices alone
+
+        probe = CudaMemory(device)
     found = Rank(config, rank, device, connect, probe=probe)
     _log.info("ready: %s on %s, %d threads", config.files.name, config.device, torch.get_num_threads())
     return found

@@ -16,7 +16,7 @@ from longspan.core.policy import Policy
 from longspan.cost.pricing import SwapPrice
 from longspan.cost.step_cost import StepCost
 from longspan.errors import ParameterError
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster

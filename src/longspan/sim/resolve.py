@@ -15,9 +15,6 @@ from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.estimate import (
-    CPU_KV_BYTES,
-    CPU_STEP_SHARE,
-    USED_MEMORY,
     activation_bytes,
     full_step,
     levelled_fractions,
@@ -26,14 +23,16 @@ from longspan.cost.estimate import (
 )
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
-from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
+from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY
+from longspan.cost.partition_table import PartitionTable
+from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions_by, modelled_ttft
 from longspan.cost.pricing import PricedTurns, predicted_profile
-from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
+from longspan.cost.profile import Profile, profiled_prompts
+from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
-from longspan.policy.choosing import Facts
-from longspan.policy.facts import early_facts, known_facts, measured_turns
+from longspan.policy.facts import Facts, early_facts, known_facts, measured_turns
 from longspan.policy.registry import make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.sim.experiment import Experiment

@@ -16,7 +16,6 @@ from llguidance import LLTokenizer
 from longspan.core.request import check_length, too_long
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError
-from longspan.text.structured import compile_grammar
 from longspan.text.tokenizer import grammar_vocabulary
 
 if TYPE_CHECKING:
@@ -235,6 +234,8 @@ class InputProcessor:
         """
         if self.tokenizer is None:
             raise ParameterError("structured_outputs", "need a tokenizer, but there is none (skip_tokenizer_init)")
+        from longspan.text.structured import compile_grammar  # noqa: PLC0415 - structured outputs alone
+
         return compile_grammar(form, self._vocabulary)
 
     @cached_property

@@ -8,17 +8,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from longspan.attn.comm import Group
-from longspan.attn.hosted import HostSource
 from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.exchange import Exchange
-from longspan.core.exchange_plugins import plugin_part
+from longspan.core.exchange import BUILT_IN, Exchange
+
+if TYPE_CHECKING:
+    from longspan.attn.hosted import HostSource
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Two tensors `[kv_heads, tokens, head_dim]`."""
@@ -83,7 +84,11 @@ def register_attention(exchange: Exchange, attend: Attend, *, start: Start | Non
 def attention_exchange(exchange: Exchange) -> AttentionExchange:
     """Returns the registered operations of a kind."""
     if exchange.kind not in _REGISTERED:
-        added = plugin_part(exchange.kind, "attention")
+        added = None
+        if exchange.kind not in BUILT_IN:
+            from longspan.core.exchange_plugins import plugin_part  # noqa: PLC0415 - plug-ins alone
+
+            added = plugin_part(exchange.kind, "attention")
         if added is None:
             importlib.import_module(f"{__name__}.{exchange.kind}")
         elif isinstance(added, AttentionExchange):

@@ -12,7 +12,7 @@ from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
-from longspan.policy.choosing import Facts
+from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt

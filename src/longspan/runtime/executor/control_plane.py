@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, Self, TypeVar
 
 import msgspec
 import zmq
@@ -24,7 +24,9 @@ from longspan.core.steps import BytesSent, Completion, Forward, Free, Link, Move
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.child import how_ended, lack_of_memory, unless_forked
-from longspan.runtime.disk_pool import DiskLane, DiskPool
+
+if TYPE_CHECKING:
+    from longspan.runtime.disk_pool import DiskLane, DiskPool
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
@@ -111,7 +113,7 @@ class WorkerExecutor:
             self._reports = self._context.socket(zmq.PULL)
             self._watchers: list[threading.Thread] = []
             stored = self._context.socket(zmq.PUSH)
-            self._disk_lane = DiskLane(disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
+            self._disk_lane = _disk_lane(disks, stored) if disks else None
             self.wakeup: zmq.Socket[bytes] | int | None = None
             self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
             self._decoder = msgspec.msgpack.Decoder(messages.Report)
@@ -155,6 +157,7 @@ class WorkerExecutor:
             self._send(messages.RunReshard(step.number, step.cluster), everyone)
             return
         if isinstance(step, MoveKV) and step.way in ("save", "load"):
+            assert self._disk_lane is not None, "there is a disk tier"
             self._disk_lane.put(step)
             return
         self._in_flight.begin(step, time.monotonic())
@@ -480,12 +483,19 @@ def _tell(worker: zmq.Socket[bytes], command: bytes) -> None:
         worker.send(command, zmq.NOBLOCK)
 
 
+def _disk_lane(disks: Mapping[int, DiskPool], stored: zmq.Socket[bytes]) -> DiskLane:
+    """Start the thread that moves blocks to and from disks."""
+    from longspan.runtime.disk_pool import DiskLane  # noqa: PLC0415 - an engine with a disk tier alone
+
+    return DiskLane(disks, lambda report: stored.send(msgspec.msgpack.encode(report)))
+
+
 def _clean_up(
     workers: Sequence[WorkerHandle],
     watchers: Sequence[threading.Thread],
     commands: Sequence[zmq.Socket[bytes]],
     reports: zmq.Socket[bytes],
-    disk_lane: DiskLane,
+    disk_lane: DiskLane | None,
     launcher: Launcher,
 ) -> None:
     """Ends all workers; nothing is left of them: no process, no thread, no socket, no file but the logs.
@@ -503,7 +513,8 @@ def _clean_up(
             worker.destroy()
     for watcher in watchers:  # zmq aborts the process when a socket is closed that another thread is sending on
         watcher.join(_STOP_TIMEOUT_S)
-    disk_lane.close()
+    if disk_lane is not None:
+        disk_lane.close()
     reports.close(linger=0)
     launcher.context.destroy(linger=0)
     launcher.clean_up()

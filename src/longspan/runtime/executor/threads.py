@@ -10,17 +10,20 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import zmq
 
 from longspan import native
 from longspan.attn.memory import MemoryTransport, Wires
-from longspan.runtime.device_memory import MemoryProbe
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
 from longspan.runtime.step_comm import StepLanes
 from longspan.runtime.worker import Transports, failure, send_report
+
+if TYPE_CHECKING:
+    from longspan.runtime.device_memory import MemoryProbe
 
 _log = logging.getLogger("longspan.worker")
 _END_TIMEOUT_S = 5.0
