@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_models import BASE
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longspan import native, service
+from longspan import native, resolve
 from longspan.args import EngineArgs
 from longspan.core.sampling import SamplingParams
 from longspan.model.source import own_dtype, prepare
@@ -142,7 +142,7 @@ def test_auto_is_bfloat16_for_a_float32_checkpoint_if_kernels_of_our_own_are_req
 def test_auto_is_bfloat16_without_kernels_of_our_own_and_its_cost_is_logged_once(
     half: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.warn_of_slow_bfloat16.cache_clear()
+    resolve.warn_of_slow_bfloat16.cache_clear()
     for _ in range(2):
         model = EngineModel.of(EngineArgs(str(half)))
         assert (model.files.dtype, model.kernels) == ("bfloat16", None)

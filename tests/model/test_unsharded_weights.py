@@ -298,7 +298,10 @@ def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(fol
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
         packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
         comm = StepComm(StepLanes.one(NOBODY), 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
-        with patch("longspan.runtime.layerwise.HostWeights", side_effect=AssertionError("nobody asks for them")):
+        with patch(
+            "longspan.runtime.layerwise.unsharded_alltoall.HostWeights",
+            side_effect=AssertionError("nobody asks for them"),
+        ):
             StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
         assert all((module.forward != forward) == is_taken for module, forward in zip(modules, own, strict=True))
     layerwise.close()

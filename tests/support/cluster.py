@@ -11,6 +11,7 @@ from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_request
 from longspan.core.account import BlockPool
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
+from longspan.core.policy import Policy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Content, Forward, MoveKV, Part
@@ -68,8 +69,8 @@ class Cluster:
         """Of a request whose KV is on its way, to all of its targets."""
         return self.engine._transfers._transfers.get(request_id, ())
 
-    def restart(self) -> None:
-        """Workers are lost, and others take their place."""
+    def restart(self, policy: Policy | None = None) -> None:
+        """Lose the workers and start others. Another policy decides from then on, if one is given."""
         before = self.executor
         inner = SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(self.setup))
         self.executor = CheckedExecutor(inner, self.setup)
@@ -77,7 +78,8 @@ class Cluster:
         self.executor.reservation = self.transfer_of
         self.executor.steps = list(before.steps)
         self.executor.keep(before, ["host", "disk"])
-        self.engine.restart(self.executor)
+        cluster = None if policy is None else self.setup.cluster
+        self.engine.restart(self.executor, cluster=cluster, policy=policy)
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:

@@ -18,7 +18,6 @@ from longspan.core.policy import Policy
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
 from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
@@ -149,7 +148,9 @@ class Engine:
             choice=choice,
             leader=leader,
             grammar=grammar,
-            sparse=leader.sparse if leader else self._sparse(len(prompt)),
+            sparse=leader.sparse
+            if leader
+            else self._policy.sparse(len(prompt), self.config.block_size, self.config.cluster.num_blocks[0]),
             cache_salt=leader.cache_salt if leader else cache_salt,
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
@@ -160,9 +161,6 @@ class Engine:
         self._waiting.add(request)
         self._policy.arrived(request)
         return request
-
-    def _sparse(self, num_prompt_tokens: int) -> SparseSetting | None:
-        return self._policy.sparse(num_prompt_tokens, self.config.block_size, self.config.cluster.num_blocks[0])
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         config, cluster = self.config, self.config.cluster

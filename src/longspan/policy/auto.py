@@ -159,6 +159,32 @@ class Seen(NamedTuple):
     quick_s: float
 
 
+class Line:
+    """Waiting requests, and the groups that were chosen for some of them.
+
+    Attributes:
+        unseen: requests that have arrived, or lost their KV, and have not been able to start since; by id.
+        seen: requests that were able to start, in that order.
+        groups: chosen for requests that have not begun, first in line first.
+        wants: the seconds and the blocks that each of these needs.
+    """
+
+    def __init__(self) -> None:
+        self.unseen: dict[int, RequestView] = {}
+        self.seen: dict[int, Seen] = {}
+        self.groups: dict[int, tuple[int, ...]] = {}
+        self.wants: dict[int, tuple[float, int]] = {}
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request that does not wait any more."""
+        for known in (self.unseen, self.seen, self.groups, self.wants):
+            known.pop(request_id, None)
+
+    def drop_admitted(self) -> None:
+        for one in [one for one in self.groups if self.seen[one].request.group]:
+            self.drop(one)
+
+
 class Choice:
     """The groups to choose from: 1, 2, 4 and so on neighbours, of one host if it has so many, and all.
 
@@ -222,13 +248,7 @@ class Auto(Policy, name="auto"):
         self._choice = Choice(list(hosts.values()), self._times, self._place)
         self._parts = options.group_parts(instances, facts)
         self._arrivals, self._answer = Arrivals(_WINDOW * token_s, _LEAST_WINDOW * token_s), _ANSWER
-        self._unseen: dict[int, RequestView] = {}
-        """Requests that have arrived, or lost their KV, and have not been able to start since."""
-        self._seen: dict[int, Seen] = {}
-        """Waiting requests that were able to start, in that order."""
-        self._groups: dict[int, tuple[int, ...]] = {}
-        """Chosen for requests that have not begun, first in line first; of each the seconds, and blocks (`_wants`)."""
-        self._wants: dict[int, tuple[float, int]] = {}
+        self._line = Line()
         self._free_at_s = dict.fromkeys(instances, 0.0)
         """When steps that were planned are expected to be done with prompts."""
         self._begun: dict[int, tuple[int, ...]] = {}
@@ -254,15 +274,15 @@ class Auto(Policy, name="auto"):
         if view.startable:
             self._reconsider(view, known)
             self._assign(view, known)
-        groups = [group for group in self._groups.values() if len(group) > 1]
+        groups = [group for group in self._line.groups.values() if len(group) > 1]
         coupled = view.running.coupled_sets
         batch = Batch(view, self._all, coupled_sets=coupled_instances([*coupled, *groups]) if groups else coupled)
         for request in batch.running():
             batch.add(self._next(request, batch.budget, known))
         router = Router(view, self._only_decode) if self._only_decode else None
-        assigned = [self._seen[one].request for one in self._groups]
+        assigned = [self._line.seen[one].request for one in self._line.groups]
         for one in assigned:  # a request that cannot be admitted holds up no other
-            for request in batch.waiting([one] if batch.instances.issuperset(self._groups[one.id]) else ()):
+            for request in batch.waiting([one] if batch.instances.issuperset(self._line.groups[one.id]) else ()):
                 batch.add(self._first(request, batch.budget, known, router))
         for part in batch.parts:
             if part.stop - part.start > 1:
@@ -276,26 +296,20 @@ class Auto(Policy, name="auto"):
     # ---------------------------------------------------------------- what is known
 
     def arrived(self, request: RequestView) -> None:
-        self._unseen[request.id] = request
+        self._line.unseen[request.id] = request
 
     def preempted(self, request: RequestView) -> None:
-        self._drop(request.id)
-        self._unseen[request.id] = request
+        self._line.drop(request.id)
+        self._line.unseen[request.id] = request
 
     def ended(self, request: RequestView) -> None:
-        self._drop(request.id)
+        self._line.drop(request.id)
         if request.num_known > request.num_prompt:
             self._answer += _LEARNS * (request.num_known - request.num_prompt - self._answer)
 
-    def _drop(self, request_id: int) -> None:
-        """Forget a request that does not wait any more."""
-        for known in (self._unseen, self._seen, self._groups, self._wants):
-            known.pop(request_id, None)
-
     def _forget(self, view: ClusterView) -> None:
         """Forget the requests that were admitted, and gradually the seconds that instances have prefilled."""
-        for one in [one for one in self._groups if self._seen[one].request.group]:
-            self._drop(one)
+        self._line.drop_admitted()
         fades = math.exp((self._prefilled_at_s - view.now_s) / self._memory_s)
         self._prefilled_at_s = view.now_s
         for instance in self._prefilled_s:
@@ -347,15 +361,15 @@ class Auto(Policy, name="auto"):
 
     def _reconsider(self, view: ClusterView, known: Mapping[int, Instance]) -> None:
         """Takes back groups that have no room or seats any more, and has others wait for the rest."""
-        for one, group in list(self._groups.items()):
-            seconds, num_blocks = self._wants[one]
+        for one, group in list(self._line.groups.items()):
+            seconds, num_blocks = self._line.wants[one]
             has_room = one in view.returning or sum([max(0, known[i].room) for i in group]) >= num_blocks
             if has_room and all(known[i].seats > 0 for i in group) and view.returning.get(one, group) == group:
                 end_s = max([known[i].wait_s for i in group]) + seconds
                 for instance in group:
                     known[instance].wait_s = end_s
             else:
-                del self._groups[one]
+                del self._line.groups[one]
 
     def _is_prefill(self, request: RequestView) -> bool:
         """Tells whether anything but its next token is still to be scheduled."""
@@ -402,11 +416,11 @@ class Auto(Policy, name="auto"):
         That is by the wait over the square root of a request's quickest seconds, between first come, first served, and
         the highest response ratio: short ones of a burst pass long ones, which still have their turn under load.
         """
-        for request in view.startable if self._unseen else ():
-            if self._unseen.pop(request.id, None) is not None:
+        for request in view.startable if self._line.unseen else ():
+            if self._line.unseen.pop(request.id, None) is not None:
                 hit = view.kv.match(request, self.instances)
                 quick_s = max(self._least_s, self._quickest_s(request.num_tokens - hit.num_tokens, hit.num_tokens))
-                self._seen[request.id] = Seen(request, quick_s)
+                self._line.seen[request.id] = Seen(request, quick_s)
                 if not request.was_admitted:
                     single_s = self._seconds(1, request.num_tokens - hit.num_tokens, hit.num_tokens)
                     self._arrivals.add(request.arrival_s, single_s, quick_s)
@@ -414,7 +428,9 @@ class Auto(Policy, name="auto"):
         if min(waits) > self._ahead_s:
             return
         wait_s = np.array(waits)
-        waiting = [one for key, one in self._seen.items() if key not in self._groups and view.can_start(one.request)]
+        waiting = [
+            one for key, one in self._line.seen.items() if key not in self._line.groups and view.can_start(one.request)
+        ]
         waiting.sort(key=lambda one: ((one.request.arrival_s - view.now_s) / math.sqrt(one.quick_s), one.quick_s))
         strain = np.array([self._strain(i, one) if one.active else 0.0 for i, one in known.items()])
         room = np.array([float(max(0, one.room)) if one.seats > 0 else -math.inf for one in known.values()])
@@ -438,7 +454,7 @@ class Auto(Policy, name="auto"):
             places = [self._place[i] for i in group]
             begins_s = float(wait_s[places].max())
             if begins_s <= self._ahead_s:
-                self._groups[request.id], self._wants[request.id] = group, (seconds, num_blocks)
+                self._line.groups[request.id], self._line.wants[request.id] = group, (seconds, num_blocks)
             wait_s[places] = begins_s + seconds
             room[places] -= num_blocks / len(group)
 
@@ -571,7 +587,7 @@ class Auto(Policy, name="auto"):
     def _first(
         self, request: RequestView, budget: Budget, known: Mapping[int, Instance], router: Router | None
     ) -> ScheduledPart | None:
-        group = self._groups[request.id]
+        group = self._line.groups[request.id]
         if any(known[i].seats <= 0 for i in group):
             return None
         hit = budget.view.kv.match(request, group)

@@ -12,13 +12,12 @@ from itertools import chain
 from typing import Literal
 
 from longspan.core.blocks import BlockRef, PrefixHit
-from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
+from longspan.core.exchange import BUILT_IN, RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.exchange_plugins import exchange_names
 from longspan.core.layouts import shard_span
 from longspan.core.owners import Rotation
 from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
-from longspan.cost.channels import cost_of
 from longspan.cost.partition_table import PartitionTable, parse_fractions
 from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
@@ -39,7 +38,9 @@ def expected_answer(request: RequestView) -> int:
 
 def check_exchange(key: str, given: str, choices: Callable[[], Iterable[Exchange]], *, automatic: bool = True) -> None:
     """Raises ParameterError unless an option names one of these exchanges, or `auto` where that is possible."""
-    if given in exchange_names():
+    if given not in BUILT_IN and given in exchange_names():
+        from longspan.cost.channels import cost_of  # noqa: PLC0415 - plug-ins alone
+
         cost_of(exchange_of(given))  # an exchange of a plug-in is a choice once it is loaded
     kinds = ["auto"] * automatic + [one.kind for one in choices()]
     if given not in kinds:
