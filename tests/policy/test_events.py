@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, jobs, setups_of
@@ -118,6 +118,23 @@ def _resolved_again(cluster: Cluster) -> Events:
     events = Events(policy)
     cluster.restart(policy)
     return events
+
+
+@pytest.mark.parametrize("policy", ["tetris", "auto", "loongserve"])
+def test_a_new_prompt_is_shared_although_a_host_has_its_beginning(policy: str) -> None:
+    """Four idle instances. The host has 16 of the 176 tokens."""
+    cluster = Cluster(Setup(num_instances=4, num_blocks=48, block_size=4, policy=policy, host_blocks=(900,)))
+    shared = range(16)
+    cluster.add([*shared, 1], max_tokens=2)
+    cluster.run()
+    for number in range(40):  # evicts the beginning from the devices
+        cluster.add([40 + number] * 60, max_tokens=2)
+    cluster.run()
+    request = cluster.add([*shared, *(number % 7 for number in range(160))], max_tokens=2)
+    cluster.run()
+    assert request.metrics.num_cached_tokens == 16
+    assert cluster.swaps[-1].way in ("in", "out")
+    assert max(len(part.group) for part in cluster.parts_of(request)) > 1
 
 
 @pytest.mark.parametrize("policy", ["tetris", "auto", "context", "chunked"])

@@ -96,6 +96,12 @@ def test_a_rate_takes_the_place_of_a_table_and_the_reverse() -> None:
     )
 
 
+def test_a_rate_that_is_taken_back_leaves_the_table() -> None:
+    policy = policy_of("tetris", improvement_rates="0:0.1")
+    policy.update({"improvement_rate": None})
+    assert policy.given == {"improvement_rates": "0:0.1"}
+
+
 def test_another_table_counts_for_the_arrivals_of_the_last_window() -> None:
     watch = RateWatch(RateTable.parse("0:0.05,1:0.3"))
     for now_s in range(31):

@@ -44,6 +44,8 @@ def load_traits(kind: str) -> Traits:
         raise PluginError(f"{added[kind].origin} is no longspan.core.exchange_plugins.ExchangePlugin: name one")
     if plugin.traits.level == "layer":
         raise PluginError(f"{added[kind].origin} computes whole layers: only built-in exchanges can")
+    if plugin.traits.sparse_form_of is not None:
+        raise PluginError(f"{added[kind].origin} is a sparse form of an exchange: only built-in exchanges have one")
     added[kind].check(plugin.attention)  # only workers import it
     _LOADED[kind] = plugin, added[kind]
     return plugin.traits

@@ -114,7 +114,8 @@ class Policy:
         """The name of the policy and its options."""
         from longspan.core.options import PolicySettings  # noqa: PLC0415 - only those who show options need it
 
-        options = asdict(self.options)
+        shown = (str, int, float, type(None))  # options of a plug-in may have other types
+        options = {name: one if isinstance(one, shown) else str(one) for name, one in asdict(self.options).items()}
         return PolicySettings(name=self.name, options=options, changeable=self.changeable, given=self.given)
 
     def update(self, changes: Mapping[str, str | None]) -> None:

@@ -427,7 +427,8 @@ class Tiers:
     ) -> bool:
         """Claims room for a request; tells whether those behind it can have what is left.
 
-        A request starts where its KV was loaded.
+        A request that was admitted before resumes where its KV was loaded. A new one may start on other instances,
+        too, if the policy expects that to be quicker.
         """
         fetch = self._fetches.get(request.id)
         if fetch is not None and (fetch.numbers or not fetch.loads):
@@ -437,8 +438,8 @@ class Tiers:
                 if max(room.values()) >= fetch.found.num_blocks:
                     self._unpin(request.id)  # to be fetched to where there is room
                 return False
-            else:
-                self.returning[request.id] = fetch.found.group
+            elif request.was_admitted:
+                self._return(request, fetch.found)
             _claim(room, load, fetch.found, fetch.num_claimed, request)
             return True
         if max(room.values()) < self._asked.get(request.id, 1) or self._is_copied(request):

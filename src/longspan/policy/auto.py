@@ -364,7 +364,8 @@ class Auto(Policy, name="auto"):
         for one, group in list(self._line.groups.items()):
             seconds, num_blocks = self._line.wants[one]
             has_room = one in view.returning or sum([max(0, known[i].room) for i in group]) >= num_blocks
-            if has_room and all(known[i].seats > 0 for i in group) and view.returning.get(one, group) == group:
+            has_seats = view.can_start(self._line.seen[one].request) and all(known[i].seats > 0 for i in group)
+            if has_room and has_seats and view.returning.get(one, group) == group:
                 end_s = max([known[i].wait_s for i in group]) + seconds
                 for instance in group:
                     known[instance].wait_s = end_s

@@ -7,11 +7,12 @@ a package of its own name it as an entry point of the group `longspan.policies`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from longspan.core.exchange import of_any_layout
+from longspan.core.exchange import BUILT_IN, Exchange, of_any_layout
 from longspan.core.extensions import POLICIES, extensions
 from longspan.core.options import parse_options
 from longspan.core.policy import Policy
@@ -124,8 +125,12 @@ def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool
     if num_instances == 1 and not options:
         return "chunked"
     known = {one.name for one in fields(policy_class("auto").Options)}
+    exchange = options.get("exchange", "auto")
+    if exchange not in BUILT_IN | {"auto"}:
+        with suppress(KeyError):  # an unknown name is refused with the other options
+            _ = Exchange(exchange).traits  # loads a plug-in
     able = {"auto", *(one.kind for one in of_any_layout())}
-    if known.issuperset(options) and options.get("exchange", "auto") in able:
+    if known.issuperset(options) and exchange in able:
         return "auto"
     return "tetris" if has_roles else "context"
 

@@ -136,7 +136,7 @@ class Tetris(Cdsp, name="tetris"):
     def merged(self, changes: Mapping[str, str | None]) -> dict[str, str | None]:
         """Return the options after a change. An improvement rate replaces a table, and the reverse."""
         kept = dict(self.given)
-        if changes.get("improvement_rate", "auto") != "auto":
+        if changes.get("improvement_rate") not in (None, "auto"):
             kept.pop("improvement_rates", None)
         if changes.get("improvement_rates"):
             kept.pop("improvement_rate", None)
