@@ -174,7 +174,7 @@ BROKEN = {
     ),
     "the name of a built-in exchange": (
         {"longspan.exchanges": {"ring_kv": "longspan_example.exchange:BROADCAST"}},
-        "make_policy('context', num_instances=2, options={'exchange': 'ring_kv'})",
+        "exchange_names()",
         "in distribution broken 0.1.0 takes the name of a built-in",
     ),
 }
@@ -199,6 +199,7 @@ def test_a_broken_package_is_named(
         (tmp_path / f"{module}.py").write_text(text)
     code = f"""
 from longspan.core.exchange import exchange_of
+from longspan.core.exchange_plugins import exchange_names
 from longspan.errors import PluginError
 from longspan.policy.registry import make_policy, policy_names
 try:
