@@ -65,6 +65,7 @@ def test_no_modules_import_each_other(house: House) -> None:
 
 def test_a_dense_greedy_prompt_imports_little(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, for the second time: the first one may try how layers are fused."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))  # without the profiles of other tests
     command = [sys.executable, "-c", PROMPT, str(tiny)]
     for _ in range(2):
         done = subprocess.run(
