@@ -80,7 +80,7 @@ class Policy:
         """A request is about to give up its KV on `request.group`, and waits again."""
 
     def resumed(self, request: RequestView) -> None:
-        """A request that was preempted has been admitted again, on `request.group`."""
+        """A preempted request is admitted again, on `request.group`."""
 
     @property
     def capacity(self) -> int:
