@@ -172,6 +172,11 @@ BROKEN = {
         "exchange_of('mine')",
         "in distribution broken 0.1.0 computes whole layers",
     ),
+    "a sparse form of an exchange": (
+        {"longspan.exchanges": {"mine": "exchange_that_is_sparse:MINE"}},
+        "exchange_of('mine')",
+        "in distribution broken 0.1.0 is a sparse form of an exchange",
+    ),
     "the name of a built-in exchange": (
         {"longspan.exchanges": {"ring_kv": "longspan_example.exchange:BROADCAST"}},
         "exchange_names()",
@@ -183,6 +188,7 @@ BROKEN = {
 MODULES = {
     "exchange_without_tensors": "traits=Traits(), attention='nowhere_at_all:attend', cost='json:loads'",
     "exchange_without_cost": "traits=Traits(), attention='json:loads', cost='nowhere_at_all:COST'",
+    "exchange_that_is_sparse": "traits=Traits(sparse_form_of='ring_kv'), attention='json:loads', cost='json:loads'",
     "exchange_of_layers": "traits=Traits(level='layer'), attention='json:loads', cost='json:loads'",
 }
 """Modules with broken exchanges: the arguments of `ExchangePlugin`."""
@@ -236,3 +242,13 @@ def test_a_start_without_a_look_up_reads_no_metadata(tmp_path: Path) -> None:
     modules = "longspan.cli.app, longspan.core.exchange, longspan.policy.registry"
     done = python(tmp_path, "-c", f"import sys, {modules}; print('importlib.metadata' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
+
+
+def test_auto_is_the_same_policy_before_and_after_a_package_is_loaded(tmp_path: Path) -> None:
+    install_example(tmp_path)
+    code = """
+from longspan.policy.registry import make_policy
+print(*{make_policy("auto", num_instances=2, options={"exchange": "broadcast"}).name for _ in range(3)})
+"""
+    done = python(tmp_path, "-c", code)
+    assert len(done.stdout.split()) == 1, done.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from longspan.core.account import KvAccount
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster as Instances
+from longspan.core.policy import Policy
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.runs import Layout, SpanShards
@@ -41,6 +42,16 @@ def test_options_of_sparse_attention_choose_csps(instances: int, option: dict[st
     assert make_policy("auto", num_instances=instances, options=option).name == "csps"
     with pytest.raises(ParameterError, match="csa is for policy csps, but policy context given: leave policy out"):
         make_policy("context", num_instances=instances, options=option)
+
+
+def test_an_option_of_any_type_can_be_shown() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        sizes: tuple[int, ...] = (1, 2)
+        most: int | None = None
+
+    shown = Policy((0,), Options(), None).settings.options
+    assert shown == {"sizes": "(1, 2)", "most": None}
 
 
 @pytest.mark.parametrize("options", [{"exchange": "ring_kv"}, {"threshold": "9"}, {"target_tbt": "0.1"}])
