@@ -300,7 +300,7 @@ def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(fol
         comm = StepComm(StepLanes.one(NOBODY), 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
         with patch(
             "longspan.runtime.layerwise.unsharded_alltoall.HostWeights",
-            side_effect=AssertionError("nobody asks for them"),
+            side_effect=AssertionError("no step needs them"),
         ):
             StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
         assert all((module.forward != forward) == is_taken for module, forward in zip(modules, own, strict=True))

@@ -39,8 +39,8 @@ class PrefixHit:
 
     Attributes:
         refs: the blocks, in order. Of the last perhaps only the tokens up to `num_tokens` are used.
-        adopts_last: so it is, and nobody else uses it: it is taken over to be written on in.
-        copies_last: so it is, and it is left to others: a copy of it is written on in.
+        adopts_last: the last block is used in part, and by no other request. The request takes it over and writes on.
+        copies_last: the last block is used in part, and is left as it is. The request writes on in a copy.
     """
 
     refs: tuple[BlockRef, ...] = ()

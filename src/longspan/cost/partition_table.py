@@ -87,7 +87,7 @@ class PartitionTable(Stored, frozen=True):
         return interpolated(known, length) if known else None
 
     def exact(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
-        """Returns the fractions searched for a prompt of exactly this length; None when nobody did."""
+        """Return the fractions searched for a prompt of exactly this length. None if there is no such entry."""
         return self.predict(model, members, length) if length in self.lengths(model, members) else None
 
     def _known(self, model: str, members: int) -> list[Entry]:

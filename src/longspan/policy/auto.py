@@ -197,11 +197,11 @@ class Choice:
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]], sizes: Collection[int], place: Mapping[int, int]) -> None:
-        everyone = [instance for host in hosts for instance in host]
+        num_instances = [instance for host in hosts for instance in host]
         self.groups: list[tuple[int, ...]] = []
         kinds = []
         for kind, size in enumerate(sizes):
-            for host in hosts if size <= max(map(len, hosts)) else [everyone]:
+            for host in hosts if size <= max(map(len, hosts)) else [num_instances]:
                 groups = [host[first : first + size] for first in range(0, len(host) - size + 1, size)]
                 self.groups += [tuple(group) for group in groups]
                 kinds += [kind] * len(groups)
@@ -491,17 +491,17 @@ class Auto(Policy, name="auto"):
             wait_s: `[num_instances]`.
             strains: `[num_groups]`, see `_strain`.
         """
-        choice, everyone = self._choice, len(self.instances)
+        choice, num_instances = self._choice, len(self.instances)
         requests_per_s, busy = self._arrivals.rates(now_s)
-        slack = 1 - min(_BUSIEST, busy / everyone)
+        slack = 1 - min(_BUSIEST, busy / num_instances)
         num_free, usual_s = int((wait_s <= self._ahead_s).sum()), self._arrivals.usual_s
         usual_quick_s = max(self._least_s, self._arrivals.usual_quick_s)
         queues_s = [_queue_s(num_free - size, requests_per_s, usual_s) for size in self._times]
 
         begins_s = choice.most(wait_s)
         idle_s = choice.sizes * begins_s - choice.sums(wait_s)
-        single_s = seconds[:everyone].min()
-        more_s = np.maximum(0.0, idle_s + choice.sizes * seconds - single_s) / everyone
+        single_s = seconds[:num_instances].min()
+        more_s = np.maximum(0.0, idle_s + choice.sizes * seconds - single_s) / num_instances
         seconds = np.where(strains > 0, _BESIDE * seconds, seconds)
         held_up_s = np.minimum(np.maximum(0.0, seconds / 2 - usual_s), choice.spread(queues_s))
         coming = requests_per_s * seconds
@@ -574,14 +574,14 @@ class Auto(Policy, name="auto"):
 
     def _num_decoders(self, known: Mapping[int, Instance], request: RequestView) -> int:
         """Counts the instances that should decode: as many as prompts leave, or as decodes need to be quick enough."""
-        fit, everyone = self._decode, len(self.instances)
+        fit, num_instances = self._decode, len(self.instances)
         decodes = 1 + sum([one.decodes for one in known.values()])
         context = request.num_tokens + sum([one.context for one in known.values()])
         spread_s = fit.request_s * decodes + fit.context_s * context
         needed = spread_s / max(1e-9, _COMFORT * min(_CALM * self._usual_token_s, self._target_s) - fit.start_s)
         _, busy = self._arrivals.rates(self._prefilled_at_s)
-        left = everyone - max(everyone / 2, _SPARE * busy)
-        return min(everyone, max(1, math.ceil(min(needed, everyone)), int(left)))
+        left = num_instances - max(num_instances / 2, _SPARE * busy)
+        return min(num_instances, max(1, math.ceil(min(needed, num_instances)), int(left)))
 
     # ---------------------------------------------------------------- parts
 

@@ -188,13 +188,13 @@ class Context(Policy, name="context"):
         return 0
 
     def _num_members(self, new_tokens: int, cached_tokens: int = 0, answer_tokens: int = 0) -> int:
-        everyone, threshold = len(self.instances), self._sharing.threshold
+        num_instances, threshold = len(self.instances), self._sharing.threshold
         chooser = self._group_parts.chooser
         members = chooser.members(new_tokens, cached_tokens, answer_tokens) if threshold == "auto" else None
         if members is None:
             limit = _UNMEASURED_THRESHOLD if threshold == "auto" else threshold
-            members = everyone if new_tokens > limit else 1
-        return everyone if members > 1 and self._sharing.fractions else members
+            members = num_instances if new_tokens > limit else 1
+        return num_instances if members > 1 and self._sharing.fractions else members
 
     def _first(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
         """Shards a long prompt over a group; puts a short one where its prefill is expected to end first."""

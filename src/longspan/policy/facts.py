@@ -40,7 +40,7 @@ class Facts:
 
     Attributes:
         model: what the table of partitions calls it.
-        partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
+        partitions: searched ones. None before they are looked up: no prompt is refused then.
         cluster: None when nothing is known of it: then all instances do everything and are near each other.
         turns: the clusters that prefill and decode by turns on the same devices, if they do.
         turn_cost: what these take; None when that is not known.
