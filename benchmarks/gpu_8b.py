@@ -4,8 +4,8 @@
     python benchmarks/gpu_8b.py FOLDER [--parts cudnn flash ...] [--limit-s 60] [--warm 1]
 
 The parts are the engine with the attention kernels that it `chosen`, and with only `cudnn` or `flash`; `reads`, the
-decode kernel alone; and `transformers` with the same shape. Each part writes its numbers to FOLDER/8b_PART.json after
-every measurement. `tools/gpu_page.py` makes tables of them.
+decode kernel alone; `mixed`, a prompt while chats decode; and `transformers` with the same shape. Each part writes its
+numbers to FOLDER/8b_PART.json after every measurement. `tools/gpu_page.py` makes tables of them.
 
 MFU is by the operations of the prompt and the product in bfloat16 that was measured for FOLDER/ceilings.json. Reads and
 decode steps go by the copy there. If a prompt would take longer than `--limit-s`, or has more tokens than KV memory,
@@ -58,8 +58,8 @@ TINY = {
     "head_dim": 16,
 }
 _KERNELS: dict[str, CudaKernel | None] = {"chosen": None, "cudnn": "cudnn", "flash": "flash"}
-_PARTS = ("reads", *_KERNELS, "transformers")
-_CPU_PARTS = ("reads", "chosen", "transformers")
+_PARTS = ("reads", *_KERNELS, "mixed", "transformers")
+_CPU_PARTS = ("reads", "chosen", "mixed", "transformers")
 _MAX_LENGTH = 2**20
 """Positions of the shape, so that all runs with one checkpoint have the same configuration."""
 _NEW_TOKENS = 17
@@ -68,6 +68,7 @@ _CACHED_BYTES = 128 << 20
 """More than the caches of a device hold: KV is read from memory, if pools of so many bytes take turns."""
 _AGAIN = 3
 """A prompt is computed again where that took less than this part of the limit."""
+_CHAT_TOKENS = 1000
 _PARTS_OF_PROMPT = 64
 _FREE_SHARE = 0.4
 """The part of free memory that `reads` takes at most."""
@@ -112,12 +113,29 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
     share: float | None
 
 
+class Mixed(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that is computed while chats decode.
+
+    Attributes:
+        ttft_s: of the prompt.
+        tbt_p50_s: between the tokens of all chats, from the prompt's arrival to its first token.
+        tbt_p99_s: the same.
+    """
+
+    length: int
+    num_chats: int
+    ttft_s: float
+    tbt_p50_s: float
+    tbt_p99_s: float
+
+
 class Found(msgspec.Struct, kw_only=True):
     """Holds all that one part has found."""
 
     prompts: list[Prompt] = []
     steps: list[Step] = []
     reads: list[Read] = []
+    mixed: list[Mixed] = []
 
 
 def main() -> int:
@@ -129,6 +147,7 @@ def main() -> int:
     parser.add_argument("--shape", default="llama-3-8b", help="tiny, or one that `longspan estimate` knows")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**13, 2**15, 2**17, 2**19])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of the shortest, decoded")
+    parser.add_argument("--mixed-length", type=int, help="of the prompt among chats; the longest of --lengths")
     parser.add_argument("--peer-lengths", type=int, nargs="+", default=[2**13, 2**15], help="of transformers")
     parser.add_argument("--limit-s", type=float, default=60.0, help="of each prompt")
     parser.add_argument("--warm", type=int, default=1, help="times that each prompt is computed after the first")
@@ -166,6 +185,8 @@ def _measure(part: str, asked: argparse.Namespace) -> None:
 def _steps(part: str, asked: argparse.Namespace, found: Found) -> Iterator[None]:
     if part == "reads":
         return _reads(asked, found)
+    if part == "mixed":
+        return _mixed(asked, found)
     return _by_transformers(asked, found) if part == "transformers" else _by_engine(_KERNELS[part], asked, found)
 
 
@@ -195,22 +216,8 @@ def _step(asked: argparse.Namespace, context: int, batch: int, seconds: float) -
 
 
 def _by_engine(kernel: CudaKernel | None, asked: argparse.Namespace, found: Found) -> Iterator[None]:
-    def launch(config: WorkerConfig) -> ProcessLauncher:
-        return ProcessLauncher(msgspec.structs.replace(config, cuda_kernel=kernel))
-
-    class WithKernel(LLM):
-        make_service = partial(Service, launcher=launch)
-
-    model = str(asked.checkpoint)
-    options = {
-        "device": asked.device,
-        "dtype": "bfloat16" if asked.device == "cuda" else "float32",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "block_size": _BLOCK_SIZE,
-    }
     known: list[tuple[int, float]] = []
-    with WithKernel(model, **options) as llm:
+    with _engine(kernel, asked) as llm:
         for length in asked.lengths:
             prompts, steps = len(found.prompts), len(found.steps)
             for prompt, step in _prompt(llm, asked, length, known):
@@ -220,6 +227,23 @@ def _by_engine(kernel: CudaKernel | None, asked: argparse.Namespace, found: Foun
             if batch > 1 and batch * (asked.lengths[0] + _NEW_TOKENS + batch) <= _room(llm):
                 found.steps.append(_step(asked, asked.lengths[0], batch, _batch(llm, asked.lengths[0], batch)))
                 yield
+
+
+def _engine(kernel: CudaKernel | None, asked: argparse.Namespace) -> LLM:
+    def launch(config: WorkerConfig) -> ProcessLauncher:
+        return ProcessLauncher(msgspec.structs.replace(config, cuda_kernel=kernel))
+
+    class WithKernel(LLM):
+        make_service = partial(Service, launcher=launch)
+
+    options: dict[str, Any] = {
+        "device": asked.device,
+        "dtype": "bfloat16" if asked.device == "cuda" else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "block_size": _BLOCK_SIZE,
+    }
+    return WithKernel(str(asked.checkpoint), **options)
 
 
 def _room(llm: LLM) -> int:
@@ -274,6 +298,44 @@ def _batch(llm: LLM, context: int, batch: int) -> float:
     requests = _run(llm, [_random(llm, context, f"{batch} {one}") for one in range(batch)], batch + _NEW_TOKENS)
     latest = max(requests, key=lambda one: one.metrics.arrival_s + (one.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:_NEW_TOKENS])
+
+
+def _mixed(asked: argparse.Namespace, found: Found) -> Iterator[None]:
+    """Computes a prompt alone, and then among each of the batches as chats that decode."""
+    length = asked.mixed_length or asked.lengths[-1]
+    with _engine(None, asked) as llm:
+        _run(llm, [_random(llm, length, "cold")], 1)
+        for num_chats in (0, *asked.batches):
+            found.mixed.append(_among_chats(llm, length, num_chats))
+            yield
+
+
+def _among_chats(llm: LLM, length: int, num_chats: int) -> Mixed:
+    """Starts chats behind 1,000 tokens each, and a prompt once all decode; ends the chats after its first token."""
+    engine = llm.engine
+    endless = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    drawn = [_random(llm, _CHAT_TOKENS, f"{num_chats} {one}") for one in range(num_chats)]
+    chats = [engine.add(tuple(prompt), endless) for prompt in drawn]
+    while any(len(chat.metrics.tbt_s) < _NEW_TOKENS for chat in chats):
+        engine.step()
+    before = [len(chat.metrics.tbt_s) for chat in chats]
+    one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    prompt = engine.add(tuple(_random(llm, length, num_chats)), one_token)
+    while prompt.metrics.ttft_s is None:
+        engine.step()
+    gaps_s = [gap for chat, first in zip(chats, before, strict=True) for gap in chat.metrics.tbt_s[first:]]
+    for chat in chats:
+        engine.finish(chat, "abort")
+    while engine.has_unfinished:
+        engine.step()
+    p50_s, p99_s = np.percentile(gaps_s or [0.0], [50, 99])
+    return Mixed(
+        length=length,
+        num_chats=num_chats,
+        ttft_s=prompt.metrics.ttft_s,
+        tbt_p50_s=float(p50_s),
+        tbt_p99_s=float(p99_s),
+    )
 
 
 def _run(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:

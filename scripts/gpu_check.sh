@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the checks that need a CUDA device: scripts/gpu_check.sh quick|full OUT
+# Runs the checks that need a CUDA device: scripts/gpu_check.sh quick|full OUT [--only CHECK ...]
 #
 # quick ends within 150 seconds, full within 590, and begins with the checks of quick. OUT gets report.json and log.txt.
 # PYTHON names the interpreter of the checks, by default the one of `make .venv`. WHEELS names a folder of wheels that

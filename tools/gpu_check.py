@@ -1,6 +1,6 @@
 """Runs the checks of a machine with a CUDA device within a fixed time: scripts/gpu_check.sh starts it.
 
-    python tools/gpu_check.py quick|full OUT
+    python tools/gpu_check.py quick|full OUT [--only CHECK ...]
 
 PYTHON names the interpreter of the checks, and WHEELS a folder of wheels to install for them. OUT gets log.txt, with
 the output of every check, and report.json, which is replaced whenever a check begins or ends. So an interrupted run
@@ -59,7 +59,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=tuple(TOTAL_S), help="quick takes 150 seconds at most, full 590")
     parser.add_argument("out", type=Path, help="folder for report.json and log.txt")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="run these checks of the mode, such as failed ones")
     asked = parser.parse_args()
+    known = [check.name for check in plan(asked.mode, "", "", ())]
+    if unknown := set(asked.only or ()) - set(known):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; the checks of {asked.mode} are {', '.join(known)}")
     wheels: tuple[str, ...] = ()
     if folder := os.environ.get("WHEELS"):
         wheels = tuple(sorted(str(path.resolve()) for path in Path(folder).glob("*.whl")))
@@ -67,7 +71,7 @@ def main() -> int:
             parser.error(f"WHEELS is {folder!r}, where no .whl file is: collect them with tools/gpu_wheels.py")
     asked.out.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    run = Run(asked.mode, asked.out.resolve(), scratch, wheels, begun_s)
+    run = Run(asked.mode, asked.out.resolve(), scratch, wheels, begun_s, asked.only)
     try:
         for number in _SIGNALS:
             signal.signal(number, _interrupt)
@@ -91,14 +95,24 @@ class Run:
     Args:
         scratch: a folder for whatever the checks write.
         begun_s: the start of the run, by the monotonic clock.
+        only: the checks to run, besides the installation of wheels; None means all of the mode.
     """
 
-    def __init__(self, mode: str, out: Path, scratch: Path, wheels: tuple[str, ...], begun_s: float) -> None:
+    def __init__(
+        self,
+        mode: str,
+        out: Path,
+        scratch: Path,
+        wheels: tuple[str, ...],
+        begun_s: float,
+        only: Sequence[str] | None = None,
+    ) -> None:
         self._out, self._results, self._begun_s = out, scratch / "results", begun_s
         self._python, self._mode = os.environ.get("PYTHON") or sys.executable, mode
         packages = scratch / "packages"
         self._results.mkdir()
-        self._checks = plan(mode, str(self._results), str(packages), wheels)
+        checks = plan(mode, str(self._results), str(packages), wheels)
+        self._checks = [check for check in checks if only is None or check.stops or check.name in only]
         path = [str(ROOT / "src"), str(packages), *(str(ROOT / "tests" / one) for one in ("attn", "support"))]
         path.append(os.environ.get("PYTHONPATH", ""))
         self._environment = {

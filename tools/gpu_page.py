@@ -87,6 +87,11 @@ def _tables(report: Row) -> Iterator[str]:
     title = "GB/s at which the decode kernel reads KV of one layer; share of the measured copy"
     yield from _by_part(title, parts, "reads", ("context", "batch"), _read_cell)
     yield from _table(
+        "A prompt of the 8B shape among chats that decode",
+        ("length", "chats", "TTFT, s", "TBT P50, s", "TBT P99, s"),
+        [_mixed_row(row) for row in results.get("8b_mixed", {}).get("8b_mixed", {}).get("mixed", [])],
+    )
+    yield from _table(
         "Simulated beside real", ("policy", "", "real, s", "simulated, s", "error"), [*_twin_rows(results)]
     )
 
@@ -113,6 +118,11 @@ def _twin_rows(results: Mapping[str, Row]) -> Iterator[tuple[str, ...]]:
         for name, real_s in row["real"].items():
             said_s = row["simulated"][name]
             yield (row["policy"], name, f"{real_s:.4f}", f"{said_s:.4f}", f"{said_s / real_s - 1:+.1%}")
+
+
+def _mixed_row(row: Row) -> tuple[str, ...]:
+    tbt = (f"{row[name]:.3f}" if row["num_chats"] else "—" for name in ("tbt_p50_s", "tbt_p99_s"))
+    return (f"{row['length']:,}", f"{row['num_chats']}", f"{row['ttft_s']:.3g}", *tbt)
 
 
 def _by_part(

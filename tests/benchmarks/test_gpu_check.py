@@ -84,13 +84,17 @@ def test_an_8b_shape_is_measured_by_all_parts(tmp_path: Path, monkeypatch: pytes
     assert all(one["share"] == pytest.approx(one["gb_per_s"] / 100) for one in reads)
     [theirs] = json.loads((tmp_path / "8b_transformers.json").read_text())["prompts"]
     assert theirs["length"] == 200 and theirs["mfu"] > 0
-    parts = ("8b_chosen", "8b_reads", "8b_transformers")
+    mixed = json.loads((tmp_path / "8b_mixed.json").read_text())["mixed"]
+    assert [(one["length"], one["num_chats"]) for one in mixed] == [(3000, 0), (3000, 1), (3000, 2)]
+    assert all(0 < one["tbt_p50_s"] <= one["tbt_p99_s"] < one["ttft_s"] for one in mixed[1:])
+    parts = ("8b_chosen", "8b_reads", "8b_mixed", "8b_transformers")
     checks = [{"name": name, "status": "passed", "seconds": 1.0, "results": results(tmp_path, name)} for name in parts]
     report = {"mode": "full", "state": "complete", "started": "2026-11-26T", "seconds": 9, "checks": checks, "aims": []}
     lines = [*gpu_page.page([report])]
     assert "**Date** 2026-11-26." in lines and "| length | 8b_chosen | 8b_transformers |" in lines
     [row] = [line for line in lines if line.startswith("| 3,000 | ~")]
     assert row.endswith("| — |")
+    assert len([line for line in lines if line.startswith("| 3,000 | 2 |") and line.count("|") == 6]) == 1
 
 
 def results(folder: Path, part: str) -> dict[str, object]:

@@ -110,6 +110,19 @@ def test_quick_passes_when_all_pass(tmp_path: Path) -> None:
     assert [aim["share"] for aim in report["aims"]] == [None] * 3, "nothing was measured"
 
 
+def test_only_the_checks_that_are_named_run_in_their_order(tmp_path: Path) -> None:
+    wheel(tmp_path)
+    settings = os.environ | {"PYTHON": str(stub(tmp_path, "true")), "WHEELS": str(tmp_path)}
+    chosen = [*command("full", tmp_path), "--only", "memory", "kernels"]
+    result = subprocess.run(chosen, env=settings, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [check["name"] for check in report_in(tmp_path)["checks"]] == ["wheels", "kernels", "memory"]
+    result = subprocess.run(
+        [*command("quick", tmp_path), "--only", "memory"], env=settings, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2 and "--only names memory; the checks of quick are versions, " in result.stderr
+
+
 def test_the_report_is_complete_whenever_a_check_runs(tmp_path: Path) -> None:
     script = 'n=$(ls "$OUT/.." | grep -c saved); cp "$OUT/report.json" "$OUT/../saved.$n"'
     run_checks("full", tmp_path, script)
