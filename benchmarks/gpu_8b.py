@@ -301,26 +301,26 @@ def _batch(llm: LLM, context: int, batch: int) -> float:
 
 
 def _mixed(asked: argparse.Namespace, found: Found) -> Iterator[None]:
-    """Computes a prompt alone, and then among each of the batches as chats that decode."""
+    """Computes a prompt alone, and then among each of the batches as chats that decode: twice, and keeps the second."""
     length = asked.mixed_length or asked.lengths[-1]
     with _engine(None, asked) as llm:
-        _run(llm, [_random(llm, length, "cold")], 1)
         for num_chats in (0, *asked.batches):
-            found.mixed.append(_among_chats(llm, length, num_chats))
+            _, warm = (_among_chats(llm, length, num_chats, seed) for seed in range(2))
+            found.mixed.append(warm)
             yield
 
 
-def _among_chats(llm: LLM, length: int, num_chats: int) -> Mixed:
+def _among_chats(llm: LLM, length: int, num_chats: int, seed: int) -> Mixed:
     """Starts chats behind 1,000 tokens each, and a prompt once all decode; ends the chats after its first token."""
     engine = llm.engine
     endless = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    drawn = [_random(llm, _CHAT_TOKENS, f"{num_chats} {one}") for one in range(num_chats)]
+    drawn = [_random(llm, _CHAT_TOKENS, f"{num_chats} {one} {seed}") for one in range(num_chats)]
     chats = [engine.add(tuple(prompt), endless) for prompt in drawn]
     while any(len(chat.metrics.tbt_s) < _NEW_TOKENS for chat in chats):
         engine.step()
     before = [len(chat.metrics.tbt_s) for chat in chats]
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    prompt = engine.add(tuple(_random(llm, length, num_chats)), one_token)
+    prompt = engine.add(tuple(_random(llm, length, f"{num_chats} {seed}")), one_token)
     while prompt.metrics.ttft_s is None:
         engine.step()
     gaps_s = [gap for chat, first in zip(chats, before, strict=True) for gap in chat.metrics.tbt_s[first:]]

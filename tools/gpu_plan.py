@@ -87,7 +87,7 @@ def _others(folder: str) -> list[Check]:
         _tests(
             "models",
             folder,
-            seconds=110,
+            seconds=95,
             at_most=200,
             files=("tests/gpu", f"--ignore={_KERNELS}", f"--ignore={_MEMORY}"),
         ),
@@ -99,8 +99,8 @@ def _others(folder: str) -> list[Check]:
     for kernel in ("chosen", "cudnn", "flash"):
         command = _of_8b(folder, "--parts", kernel, "--limit-s", "12")
         checks.append(Check(f"8b_{kernel}", command, seconds=50, at_most=90, results=(f"8b_{kernel}",)))
-    among_chats = _of_8b(folder, "--parts", "mixed", "--mixed-length", str(LONGEST), "--batches", "1", "32")
-    checks.append(Check("8b_mixed", among_chats, seconds=40, at_most=100, results=("8b_mixed",)))
+    among_chats = _of_8b(folder, "--parts", "mixed", "--mixed-length", str(LONGEST // 2), "--batches", "1", "32")
+    checks.append(Check("8b_mixed", among_chats, seconds=30, at_most=100, results=("8b_mixed",)))
     peer = _of_8b(folder, "--parts", "transformers")
     checks.append(Check("8b_transformers", peer, seconds=20, at_most=40, results=("8b_transformers",)))
     checks.append(Check("profile", profile, seconds=30, at_most=60, printed="profile"))

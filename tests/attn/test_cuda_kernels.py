@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.attn.backends import CudaKernel, backend_of
+from longspan.attn.backends import CudaKernel, Partial, backend_of, pytorch
 from longspan.attn.backends.pytorch import TorchCpu, TorchCuda, cuda_kernel
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.spec import AttnSpec
@@ -25,7 +26,6 @@ AMPERE, HOPPER, TURING = (8, 6), (9, 0), (7, 5)
     ("dtype", "head_dim", "capability", "case", "wanted"),
     [
         (torch.bfloat16, 128, HOPPER, {}, "cudnn"),
-        (torch.bfloat16, 128, HOPPER, {"even": False}, "flash"),
         (torch.bfloat16, 256, HOPPER, {}, "flash"),
         (torch.bfloat16, 128, AMPERE, {}, "flash"),
         (torch.float16, 64, TURING, {}, "efficient"),
@@ -80,6 +80,81 @@ def test_kernels_take_and_give_what_we_think(
         out, lse = TorchCuda()._band(q[0], k[0], v[0], -10, k.shape[2] - num_queries, spec)
         assert out.shape == q.shape[1:] and out.dtype == dtype
         assert lse.shape == q.shape[1:3] and lse.dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call of a kernel: whose, and how many pairs of a query and a key it was given."""
+
+    kernel: CudaKernel
+    num_queries: int
+    num_keys: int
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
+    """Computes on the CPU what a Hopper device would be asked for; returns the list of its calls."""
+    calls: list[Product] = []
+
+    def call(
+        kernel: CudaKernel, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: None = None
+    ) -> Partial:
+        assert mask is None and (kernel != "cudnn" or q.shape[2] % 1024 == k.shape[2] % 1024 == 0)
+        calls.append(Product(kernel, q.shape[2], k.shape[2]))
+        if q.device.type == "meta":
+            return q, q.new_empty(q.shape[:3], dtype=torch.float32)
+        return TorchCpu()._kernel(q, k, v, spec, causal=causal, mask=None)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    monkeypatch.setattr(pytorch, "_call", call)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("cached", "length", "kernels"),
+    [
+        (0, 2048, ["cudnn"]),
+        (0, 2047, ["cudnn"]),
+        (0, 1500, ["flash"]),  # too much would be added
+        (2100, 1000, ["cudnn", "cudnn", "flash"]),  # four heads share a key, so no more than 96 rows are added to 4000
+        (900, 1024, ["cudnn", "flash"]),
+    ],
+)
+def test_cudnn_gets_most_of_an_odd_prompt(
+    products: list[Product], cached: int, length: int, kernels: list[CudaKernel]
+) -> None:
+    spec = AttnSpec(num_heads=4, num_kv_heads=1, head_dim=16, scale=0.25, window=None, softcap=None)
+    q_run, k_run = Run(cached, cached + length), Run(0, cached + length)
+    q, k, v = random_qkv(spec, length, cached + length, torch.bfloat16, 0)
+    out, lse = TorchCuda().attend(q, k, v, relate(q_run, k_run, None), spec)
+    assert [product.kernel for product in products] == kernels
+    assert out.dtype == torch.bfloat16 and out.shape == q.shape
+    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-2, rtol=2**-8)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_chats", [1, 32])
+def test_cudnn_computes_nearly_all_of_a_prompt_among_chats_with_few_plans(
+    products: list[Product], num_chats: int
+) -> None:
+    """Steps of 8,192 tokens have room for that many less the chats' of the prompt."""
+    spec = AttnSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1, window=None, softcap=None)
+    step, num_tokens = 8192 - num_chats, 2**20
+    for start in range(0, num_tokens, step):
+        stop = min(start + step, num_tokens)
+        q, k = (
+            torch.empty(heads, size, 128, dtype=torch.bfloat16, device="meta")
+            for heads, size in ((32, stop - start), (8, stop))
+        )
+        TorchCuda().attend(q, k, k, relate(Run(start, stop), Run(0, stop), None), spec)
+    work = {
+        kernel: sum(one.num_queries * one.num_keys for one in products if one.kernel == kernel)
+        for kernel in ("cudnn", "flash")
+    }
+    assert work["cudnn"] > 0.95 * sum(work.values())
+    plans = {product for product in products if product.kernel == "cudnn"}
+    assert len(plans) < 140, "of which half are for 512K tokens and more"
 
 
 # ---------------------------------------------------------------- windows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import BACKENDS, HEAD_DIMS, KINDS, ROUNDING, SPEC, TOLERANCE, block_cases, compare_attention
+from kernel_cases import BACKENDS, HEAD_DIMS, KINDS, LLAMA_8B, ROUNDING, SPEC, TOLERANCE, block_cases, compare_attention
 
 from longspan.attn.backends import CudaKernel
 from longspan.attn.backends.pytorch import TorchCuda
@@ -35,6 +35,18 @@ def test_each_kernel_takes_heads_that_share_keys(kernel: CudaKernel, cached: int
     wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, SPEC)
     torch.testing.assert_close(out.cpu().double(), wanted, atol=1e-2, rtol=ROUNDING[torch.bfloat16])
     torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=1e-2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("cached", "length"), [(0, 2047), (2100, 1000), (900, 1024), (4096, 4095)])
+def test_prompts_of_odd_lengths_are_computed_by_two_kernels(cached: int, length: int) -> None:
+    """Heads of the 8B shape on Hopper: cuDNN computes most of it."""
+    q, k, v = random_qkv(LLAMA_8B, length, cached + length, torch.bfloat16, seed=3)
+    q_run, k_run = Run(cached, cached + length), Run(0, cached + length)
+    out, lse = TorchCuda().attend(q.cuda(), k.cuda(), v.cuda(), relate(q_run, k_run, None), LLAMA_8B)
+    rows = torch.randint(length, (64,), generator=torch.Generator().manual_seed(0))
+    wanted, wanted_lse = reference(q[:, rows], q_run.positions[rows], k, v, k_run.positions, LLAMA_8B)
+    torch.testing.assert_close(out[:, rows.cuda()].cpu().double(), wanted, atol=1e-2, rtol=ROUNDING[torch.bfloat16])
+    torch.testing.assert_close(lse[:, rows.cuda()].cpu().double(), wanted_lse, atol=1e-2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", block_cases())

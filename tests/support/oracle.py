@@ -35,6 +35,8 @@ class Oracle:
     def __init__(self, folder: Path, *, use_cache: bool = True) -> None:
         self._use_cache = use_cache
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        if getattr(self._model.config, "attn_logit_softcapping", None) is not None:
+            self._model.set_attn_implementation("eager")  # transformers 5.17 takes sdpa, which has no softcap
         self._model.generation_config.eos_token_id = None
         self._known: dict[tuple[tuple[int, ...], int], Expected] = {}
 

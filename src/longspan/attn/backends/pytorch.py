@@ -31,6 +31,11 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 """Compute capabilities."""
 _MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
 _CUDNN_TOKENS = 1024
+"""cuDNN makes a plan for every shape, which takes longer than many a call: it is given multiples of this."""
+_CUDNN_LENGTHS = 32
+"""Numbers of keys that cuDNN is given between a power of two and the next: this bounds the plans for long contexts."""
+_MAX_PADDING = 1 / 8
+"""Rows that are added to a call of cuDNN, as a share of its own."""
 _PIECE = 512
 """Keys per such piece."""
 
@@ -224,24 +229,22 @@ def cuda_kernel(
     head_dim: int,
     capability: tuple[int, int],
     *,
-    even: bool = True,
     masked: bool = False,
     windowed: bool = False,
 ) -> CudaKernel:
     """Chooses the quickest of PyTorch's kernels on CUDA devices that computes such attention.
 
-    cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. It makes a plan for every shape, which
-    takes longer than many a call: so there should be few. Of sliding windows only FlashAttention knows both edges.
+    cuDNN is the quickest from Hopper (9.0) on, for heads of up to 128 numbers. Of sliding windows only FlashAttention
+    knows both edges.
 
     Args:
         capability: of the device.
-        even: queries and keys come in multiples of `_CUDNN_TOKENS`.
     """
     is_half = dtype in {torch.bfloat16, torch.float16}
     if masked:
         return "eager"
     if is_half and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM and capability >= _AMPERE:
-        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM and even
+        has_cudnn = capability >= _HOPPER and head_dim <= _MAX_CUDNN_DIM
         return "cudnn" if has_cudnn and not windowed else "flash"
     return "efficient" if head_dim % (8 if is_half else 4) == 0 and not windowed else "eager"
 
@@ -278,29 +281,70 @@ class TorchCuda(TorchBackend):
         return spec.softcap is None and kernel == "flash"
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
-        kernel = self._forced if mask is None else None
-        if kernel is None:
-            capability = torch.cuda.get_device_capability(q.device)
-            even = q.shape[2] % _CUDNN_TOKENS == k.shape[2] % _CUDNN_TOKENS == 0
-            kernel = cuda_kernel(q.dtype, q.shape[3], capability, even=even, masked=mask is not None)
-        match kernel:
-            case "cudnn":
-                out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
-                    q.contiguous(), k, v, None, True, 0.0, causal, False, scale=spec.scale
-                )
-                return out, lse.reshape(q.shape[:3])
-            case "flash":
-                out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
-                    q, k, v, 0.0, causal, False, scale=spec.scale
-                )
-                return out, lse
-            case "efficient":
-                out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
-                    q, *_for_each_reader(q, k, v), None, True, 0.0, causal, scale=spec.scale
-                )
-                return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
-            case "eager":
-                return _eager(q, k, v, spec, causal=causal, mask=mask)
+        if self._forced is not None and mask is None:
+            return _call(self._forced, q, k, v, spec, causal=causal)
+        capability = torch.cuda.get_device_capability(q.device)
+        kernel = cuda_kernel(q.dtype, q.shape[3], capability, masked=mask is not None)
+        if kernel == "cudnn":
+            return _by_cudnn(q, k, v, spec, causal=causal)
+        return _call(kernel, q, k, v, spec, causal=causal, mask=mask)
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool) -> Partial:
+    """Gives cuDNN as much as comes in lengths that it has plans for, and FlashAttention the rest.
+
+    Rows are added up to such a length, and keys, which no query of its own sees, to a causal square. Other keys are
+    cut at such a length, and the results for both parts are merged. Few queries or keys are FlashAttention's alone.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    added = -num_queries % _CUDNN_TOKENS
+    cut = num_keys - num_keys % max(_CUDNN_TOKENS, (1 << num_keys.bit_length() - 1) // _CUDNN_LENGTHS)
+    if added > _MAX_PADDING * num_queries or (not causal and not cut):
+        return _call("flash", q, k, v, spec, causal=causal)
+    keys, values = (k, v) if causal else (k[:, :, :cut], v[:, :, :cut])
+    rows = q
+    if added:
+        rows, keys, values = (
+            torch.nn.functional.pad(one, (0, 0, 0, added)) if one is q or causal else one for one in (q, keys, values)
+        )
+    out, lse = _call("cudnn", rows, keys, values, spec, causal=causal)
+    out, lse = out[:, :, :num_queries], lse[:, :, :num_queries]
+    if causal or cut == num_keys:
+        return out, lse
+    rest = _call("flash", q, k[:, :, cut:], v[:, :, cut:], spec, causal=False)
+    merged, lse = merge_each([(out, lse), rest])
+    return merged.to(q.dtype), lse
+
+
+def _call(
+    kernel: CudaKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttnSpec,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> Partial:
+    """Makes one call of a kernel, all but `eager` without a mask."""
+    match kernel:
+        case "cudnn":
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
+                q.contiguous(), k, v, None, True, 0.0, causal, False, scale=spec.scale
+            )
+            return out, lse.reshape(q.shape[:3])
+        case "flash":
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
+                q, k, v, 0.0, causal, False, scale=spec.scale
+            )
+            return out, lse
+        case "efficient":
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
+                q, *_for_each_reader(q, k, v), None, True, 0.0, causal, scale=spec.scale
+            )
+            return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
+        case "eager":
+            return _eager(q, k, v, spec, causal=causal, mask=mask)
 
 
 def _for_each_reader(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
