@@ -142,7 +142,7 @@ def main() -> int:
     """Measures the parts that are asked for, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, help="all of the device if not given")
+    parser.add_argument("--parts", nargs="*", help=f"of {', '.join(_PARTS)}; all of the device if not given")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--shape", default="llama-3-8b", help="tiny, or one that `longspan estimate` knows")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**13, 2**15, 2**17, 2**19])
@@ -154,6 +154,8 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, help="folder of the shape's configuration, made if it is missing")
     asked = parser.parse_args()
     asked.lengths.sort()
+    if unknown := set(asked.parts or ()) - set(_PARTS):
+        parser.error(f"--parts names {', '.join(sorted(unknown))}; the parts are {', '.join(_PARTS)}")
     if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here: take --device cpu --shape tiny --lengths 256 512")
     asked.config = TINY if asked.shape == "tiny" else model_config(asked.shape)
@@ -163,7 +165,7 @@ def main() -> int:
         os.environ["LONGSPAN_CACHE"] = cache  # no profile of this machine counts, and the weights may go
         asked.checkpoint = asked.checkpoint or Path(cache, "checkpoint")
         _write_config(asked)
-        for part in asked.parts or (_PARTS if asked.device == "cuda" else _CPU_PARTS):
+        for part in (_PARTS if asked.device == "cuda" else _CPU_PARTS) if asked.parts is None else asked.parts:
             print(f"{part} ...", file=sys.stderr, flush=True)
             _measure(part, asked)
     return 0

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_plan import GRACE_S, TOTAL_S, Check, aims, plan
+from gpu_plan import GRACE_S, TOTAL_S, Check, aims, chosen, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 TAIL_LINES = 15
@@ -95,7 +95,7 @@ class Run:
     Args:
         scratch: a folder for whatever the checks write.
         begun_s: the start of the run, by the monotonic clock.
-        only: the checks to run, besides the installation of wheels; None means all of the mode.
+        only: the checks to run, with those that they need; None means all of the mode.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Run:
         packages = scratch / "packages"
         self._results.mkdir()
         checks = plan(mode, str(self._results), str(packages), wheels)
-        self._checks = [check for check in checks if only is None or check.stops or check.name in only]
+        self._checks = checks if only is None else chosen(checks, only)
         path = [str(ROOT / "src"), str(packages), *(str(ROOT / "tests" / one) for one in ("attn", "support"))]
         path.append(os.environ.get("PYTHONPATH", ""))
         self._environment = {

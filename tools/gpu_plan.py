@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ GRACE_S = 4.0
 """Seconds from the signal that interrupts a check to the signal that kills it. They are part of the check's own."""
 TOTAL_S = {"quick": 148.0, "full": 588.0}
 """Seconds of all checks: a machine may be borrowed for ten minutes a command, and a rerun of `quick` must fit, too."""
-INSTALL_S = 60.0
+INSTALL_S = 40.0
 LONGEST = 2**17
 """Tokens of the prompt that `quick` measures."""
 _KERNELS = "tests/gpu/test_gpu_kernels.py"
@@ -27,6 +28,7 @@ class Check:
         junit: XML of tests in that folder.
         printed: the JSON that the command prints is a result with this name.
         stops: without this check the others are of no use.
+        needs: the checks before it whose files it reads.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Check:
     junit: str | None = None
     printed: str | None = None
     stops: bool = False
+    needs: tuple[str, ...] = ()
 
 
 def plan(mode: str, folder: str, packages: str, wheels: tuple[str, ...]) -> list[Check]:
@@ -103,9 +106,16 @@ def _others(folder: str) -> list[Check]:
     checks.append(Check("8b_mixed", among_chats, seconds=30, at_most=100, results=("8b_mixed",)))
     peer = _of_8b(folder, "--parts", "transformers")
     checks.append(Check("8b_transformers", peer, seconds=20, at_most=40, results=("8b_transformers",)))
-    checks.append(Check("profile", profile, seconds=30, at_most=60, printed="profile"))
-    checks.append(Check("twin", twin, seconds=40, at_most=100, results=("twin",)))
+    checks.append(Check("shape", _of_8b(folder, "--parts"), seconds=8, at_most=20))
+    checks.append(Check("profile", profile, seconds=30, at_most=60, printed="profile", needs=("shape",)))
+    checks.append(Check("twin", twin, seconds=40, at_most=100, results=("twin",), needs=("shape", "profile")))
     return checks
+
+
+def chosen(checks: Sequence[Check], names: Collection[str]) -> list[Check]:
+    """Returns the checks of these names with those that they need, and the installation of wheels, in their order."""
+    needed = {name for check in checks if check.name in names for name in check.needs}
+    return [check for check in checks if check.stops or check.name in needed.union(names)]
 
 
 def _tests(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longspan.attn.backends import CudaKernel, Partial, merge, merge_each, nothing_seen
 from longspan.attn.paged import PagedBatch, PagedKv, PagedPlan, Reads
@@ -30,12 +31,9 @@ _FEW_QUERIES = 16
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 """Compute capabilities."""
 _MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
-_CUDNN_TOKENS = 1024
-"""cuDNN makes a plan for every shape, which takes longer than many a call: it is given multiples of this."""
-_CUDNN_LENGTHS = 32
-"""Numbers of keys that cuDNN is given between a power of two and the next: this bounds the plans for long contexts."""
-_MAX_PADDING = 1 / 8
-"""Rows that are added to a call of cuDNN, as a share of its own."""
+_CUDNN_TOKENS, _CUDNN_LENGTHS, _MAX_PADDING = 1024, 32, 1 / 8
+"""cuDNN makes a plan for every shape, which takes longer than many a call. So it is given multiples of this, and of
+longer contexts 32 lengths between a power of two and the next. At most this share of the rows is added for that."""
 _PIECE = 512
 """Keys per such piece."""
 
@@ -291,57 +289,43 @@ class TorchCuda(TorchBackend):
 
 
 def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool) -> Partial:
-    """Gives cuDNN as much as comes in lengths that it has plans for, and FlashAttention the rest.
+    """Gives cuDNN what comes in lengths that it has plans for, and FlashAttention the keys behind them.
 
-    Rows are added up to such a length, and keys, which no query of its own sees, to a causal square. Other keys are
-    cut at such a length, and the results for both parts are merged. Few queries or keys are FlashAttention's alone.
+    Rows are added up to such a length, and to causal squares keys, too, which no other query sees.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
     added = -num_queries % _CUDNN_TOKENS
     cut = num_keys - num_keys % max(_CUDNN_TOKENS, (1 << num_keys.bit_length() - 1) // _CUDNN_LENGTHS)
-    if added > _MAX_PADDING * num_queries or (not causal and not cut):
+    if added > _MAX_PADDING * num_queries or not (cut or causal):
         return _call("flash", q, k, v, spec, causal=causal)
-    keys, values = (k, v) if causal else (k[:, :, :cut], v[:, :, :cut])
-    rows = q
-    if added:
-        rows, keys, values = (
-            torch.nn.functional.pad(one, (0, 0, 0, added)) if one is q or causal else one for one in (q, keys, values)
-        )
-    out, lse = _call("cudnn", rows, keys, values, spec, causal=causal)
-    out, lse = out[:, :, :num_queries], lse[:, :, :num_queries]
+    rows, keys, values = (pad(one, (0, 0, 0, added)) if added and (causal or one is q) else one for one in (q, k, v))
+    if not causal:
+        keys, values = keys[:, :, :cut], values[:, :, :cut]
+    out, lse = (one[:, :, :num_queries] for one in _call("cudnn", rows, keys, values, spec, causal=causal))
     if causal or cut == num_keys:
         return out, lse
-    rest = _call("flash", q, k[:, :, cut:], v[:, :, cut:], spec, causal=False)
-    merged, lse = merge_each([(out, lse), rest])
+    merged, lse = merge_each([(out, lse), _call("flash", q, k[:, :, cut:], v[:, :, cut:], spec, causal=False)])
     return merged.to(q.dtype), lse
 
 
 def _call(
-    kernel: CudaKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttnSpec,
-    *,
-    causal: bool,
-    mask: Tensor | None = None,
+    kernel: CudaKernel, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None = None
 ) -> Partial:
-    """Makes one call of a kernel, all but `eager` without a mask."""
+    """Makes one call of a kernel; only `eager` takes a mask."""
+    operators = torch.ops.aten
     match kernel:
         case "cudnn":
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
-                q.contiguous(), k, v, None, True, 0.0, causal, False, scale=spec.scale
+            options = (None, True, 0.0, causal, False)
+            out, lse, *_ = operators._scaled_dot_product_cudnn_attention(  # noqa: SLF001 - public ones hide the lse
+                q.contiguous(), k, v, *options, scale=spec.scale
             )
             return out, lse.reshape(q.shape[:3])
         case "flash":
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
-                q, k, v, 0.0, causal, False, scale=spec.scale
-            )
+            out, lse, *_ = operators._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=spec.scale)  # noqa: SLF001
             return out, lse
         case "efficient":
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
-                q, *_for_each_reader(q, k, v), None, True, 0.0, causal, scale=spec.scale
-            )
+            of_all = (q, *_for_each_reader(q, k, v), None, True, 0.0, causal)
+            out, lse, *_ = operators._scaled_dot_product_efficient_attention(*of_all, scale=spec.scale)  # noqa: SLF001
             return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
         case "eager":
             return _eager(q, k, v, spec, causal=causal, mask=mask)
