@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longspan.core.account import BlockPool, KvAccount
 from longspan.core.blocks import BlockRef, chain_key
+from longspan.core.kv.account import KvAccount
+from longspan.core.kv.pool import BlockPool
 from longspan.core.request import ROOT, Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Content, Sampled

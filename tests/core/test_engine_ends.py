@@ -97,7 +97,7 @@ def test_an_abort_in_flight_frees_blocks_when_the_step_is_done() -> None:
     cluster = Cluster(Setup(max_num_batched_tokens=32))
     request = cluster.add(range(100), max_tokens=5)
     cluster.step(0.0)
-    pool = cluster.engine.account.pool(0)
+    pool = cluster.engine.kv.pool(0)
     held = pool.num_blocks - pool.num_free
     assert in_flight(cluster, request) and held == 4
     cluster.engine.finish(request, "abort")

@@ -17,10 +17,10 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
 from longspan.core.config import EngineConfig
+from longspan.core.kv.transfers import Holder, who_gives_way
 from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
-from longspan.core.transfers import Holder, who_gives_way
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 
@@ -304,9 +304,9 @@ def test_moves_that_are_left_behind_count_by_their_sources() -> None:
         cluster.step()
     assert transfer.busy == {0}
     cluster.engine.finish(request, "abort")
-    assert cluster.engine._transfers._taken[1] == 1
+    assert cluster.engine.kv._transfers._taken[1] == 1
     cluster.run()
-    assert cluster.engine._transfers._taken[1] == 0
+    assert cluster.engine.kv._transfers._taken[1] == 0
 
 
 def test_a_seat_is_kept_for_who_is_on_the_way() -> None:

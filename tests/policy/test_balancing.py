@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import assert_lawful
 
-from longspan.core.account import KvAccount
 from longspan.core.blocks import BlockRef, Target
 from longspan.core.cluster import Cluster as Instances
+from longspan.core.kv.account import KvAccount
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
@@ -99,9 +99,9 @@ def test_what_is_spread_is_found_again_by_who_begins_alike() -> None:
     cluster.add(range(640), max_tokens=1)
     cluster.run()
     again = cluster.add(range(641), max_tokens=1)
-    assert cluster.engine.account.match(again, (1,)).num_tokens == 0, "the first blocks have stayed"
-    assert cluster.engine.account.match(again, (0,)).num_tokens >= 320
-    assert cluster.engine.account.match(again, (0, 1, 2, 3)).num_tokens >= 640
+    assert cluster.engine.kv.match(again, (1,)).num_tokens == 0, "the first blocks have stayed"
+    assert cluster.engine.kv.match(again, (0,)).num_tokens >= 320
+    assert cluster.engine.kv.match(again, (0, 1, 2, 3)).num_tokens >= 640
     cluster.run()
 
 
@@ -141,7 +141,7 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
         full=nobody,
         kv=account,
         now_s=0.0,
-        promised=promised,
+        expected=promised,
     )
 
 

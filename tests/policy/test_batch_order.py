@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, assert_lawful, finishes_lawfully, repeats, setups_of
 
-from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster as Instances
+from longspan.core.kv.account import KvAccount
 from longspan.core.policy import NoOptions
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics

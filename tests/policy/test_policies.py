@@ -10,9 +10,9 @@ from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.account import KvAccount
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster as Instances
+from longspan.core.kv.account import KvAccount
 from longspan.core.policy import Policy
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
@@ -438,7 +438,7 @@ def test_requests_that_come_alone_use_the_caches_of_all_instances(policy: str, o
     for number in range(8):
         cluster.add([number] * 100, max_tokens=2)
         cluster.run()
-    kv = cluster.engine.account
+    kv = cluster.engine.kv
     used = [kv.num_allocated(instance) for instance in range(4)]
     assert max(used) < 1.5 * min(used)
 

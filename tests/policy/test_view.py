@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_roles import setups
 from workloads import RANDOM_RUNS, Job, jobs, play, setups_of
 
-from longspan.core.account import KvAccount
 from longspan.core.engine import Engine
+from longspan.core.kv.account import KvAccount
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.view import ClusterView, KvView, RequestView, RunningView
@@ -72,7 +72,7 @@ def test_policies_only_read_and_only_what_is_declared(setup: Setup, work: list[J
     expected, guards, unguarded = play(setup, work).executor.steps, dict[int, Guard](), Engine._view
 
     def guarded(engine: Engine) -> object:
-        view, root = unguarded(engine), Guard(engine.account, guards)
+        view, root = unguarded(engine), Guard(engine.kv, guards)
         return FrozenView(**{one.name: root.guard(getattr(view, one.name)) for one in fields(view)})
 
     with patch.object(Engine, "_view", guarded):

@@ -129,7 +129,7 @@ def test_a_worker_is_killed_in_mid_transition(
                 service.restart()
                 pids += service.executor.pids
         assert losses == [(1, count - 1, count)]
-        pools = [engine.account.pool(number) for number in range(len(engine.config.cluster.pool_blocks))]
+        pools = [engine.kv.pool(number) for number in range(len(engine.config.cluster.pool_blocks))]
         assert [pool.num_free for pool in pools] == [pool.num_blocks for pool in pools]
     finally:
         service.close()

@@ -139,7 +139,7 @@ def test_logs_are_kept_while_their_worker_runs(tiny: Path, tmp_path: Path, monke
 def test_a_worker_that_raises_is_named_with_its_reason(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(tiny), dtype="float32", skip_tokenizer_init=True)
     # A block number beyond the pool: only a bug in the controller could send it, and the worker must not survive it.
-    monkeypatch.setattr(llm.engine.account.pool(0), "allocate", lambda number: [10**6] * number)
+    monkeypatch.setattr(llm.engine.kv.pool(0), "allocate", lambda number: [10**6] * number)
     with pytest.raises(WorkerLostError, match=r"rank 0 .*IndexError"):
         llm.generate([[1, 2, 3]], LONG)
     llm.shutdown()

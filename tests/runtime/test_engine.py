@@ -144,7 +144,7 @@ def test_requests_of_one_prefix_share_its_blocks() -> None:
     cluster.run()
     requests = [cluster.add([*range(160), 40 + number], max_tokens=3) for number in range(8)]
     cluster.step()
-    pool = cluster.engine.account.pool(0)
+    pool = cluster.engine.kv.pool(0)
     assert pool.num_blocks - pool.num_free == 10 + 8
     cluster.run()
     assert all(request.metrics.num_cached_tokens == 160 for request in requests)

@@ -36,8 +36,8 @@ def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monke
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
         num_computed = sum(output.metrics.num_computed_tokens for output in outputs)
         assert num_computed == sum(length + 40 - 1 for length in LENGTHS)
-        assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
-        host = llm.engine.account.pool(llm.engine.config.cluster.host_pool(0))
+        assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+        host = llm.engine.kv.pool(llm.engine.config.cluster.host_pool(0))
         assert host.num_free == host.num_blocks
 
 
@@ -72,7 +72,7 @@ def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch:
                 num_losses += 1
                 service.restart()
         assert num_losses == 1
-        account = service.engine.account
+        account = service.engine.kv
         pools = [account.pool(number) for number in range(len(service.engine.config.cluster.pool_blocks))]
         assert [pool.num_free for pool in pools] == [pool.num_blocks for pool in pools]
     finally:

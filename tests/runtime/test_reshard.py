@@ -69,7 +69,7 @@ def test_another_spec_in_mid_stream(
             assert request.output == oracle.complete(request.prompt, 30).token_ids
             if host:
                 assert request.metrics.num_computed_tokens == len(request.prompt) + 29
-        account, cluster = service.engine.account, service.engine.config.cluster
+        account, cluster = service.engine.kv, service.engine.config.cluster
         assert all(
             account.num_free(pool) == account.num_blocks(pool) for pool in (*cluster.instances, *cluster.host_pools)
         )
@@ -97,7 +97,7 @@ def test_an_engine_of_python_takes_another_spec(tiny: Path, oracle: Oracle) -> N
             [output] = llm.generate([prompt], LONG, use_tqdm=False)
             assert output.outputs[0].token_ids == oracle.complete(prompt, 30).token_ids
             assert str(llm.engine.config.cluster.spec) == spec
-        assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+        assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
 
 
 @pytest.mark.parametrize("policy", ["chunked", "context"])
@@ -116,7 +116,7 @@ def test_the_others_go_on_without_a_lost_instance(tiny: Path, oracle: Oracle, lo
             engine.step()
         for request in requests:
             assert request.output == oracle.complete(request.prompt, 30).token_ids
-        host = engine.account.pool(engine.config.cluster.host_pools[0])
+        host = engine.kv.pool(engine.config.cluster.host_pools[0])
         assert host.num_free == host.num_blocks
     finally:
         service.close()

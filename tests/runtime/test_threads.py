@@ -312,7 +312,7 @@ def test_a_lost_worker_ends_calls_of_all_threads_with_its_reason(tiny: Path, mon
         llm = ThreadLLM(str(tiny), **OPTIONS)
         calls = start_calls(llm, pool)
         # Only a bug in the controller could name a block beyond the pool, and the worker must not survive it.
-        pool_0 = llm.with_engine(lambda engine: engine.account.pool(0))
+        pool_0 = llm.with_engine(lambda engine: engine.kv.pool(0))
         monkeypatch.setattr(pool_0, "allocate", lambda number: [10**6] * number)
         for call in calls:
             with pytest.raises(WorkerLostError, match=r"rank 0 .*IndexError"):

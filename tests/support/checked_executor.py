@@ -9,10 +9,10 @@ from itertools import pairwise
 
 from cluster_setup import Setup, invented_token, rank_requests
 
-from longspan.core.account import BlockPool
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Tier
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q
+from longspan.core.kv.pool import BlockPool
 from longspan.core.owners import Rotation
 from longspan.core.request import Request
 from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Step

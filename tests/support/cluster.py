@@ -8,14 +8,14 @@ from dataclasses import replace
 from checked_executor import CheckedExecutor, Slots
 from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_requests
 
-from longspan.core.account import BlockPool
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
+from longspan.core.kv.pool import BlockPool
+from longspan.core.kv.transfer import Transfer
 from longspan.core.policy import Policy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Content, Forward, MoveKV, Part
-from longspan.core.transfers import Transfer
 from longspan.policy.registry import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
@@ -58,7 +58,7 @@ class Cluster:
         self.executor.pool, self.executor.reservation = self._pool, self.transfer_of
 
     def _pool(self, instance: int) -> BlockPool:
-        return self.engine.account.pool(instance)
+        return self.engine.kv.pool(instance)
 
     def transfer_of(self, request_id: int, target: int | None = None) -> Transfer | None:
         """Of a request whose KV is on its way: to that target, or to the only one."""
@@ -67,7 +67,7 @@ class Cluster:
 
     def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
         """Of a request whose KV is on its way, to all of its targets."""
-        return self.engine._transfers._transfers.get(request_id, ())
+        return self.engine.kv._transfers._transfers.get(request_id, ())
 
     def restart(self, policy: Policy | None = None) -> None:
         """Lose the workers and start others. Another policy decides from then on, if one is given."""
@@ -150,7 +150,7 @@ class Cluster:
         assert not self.executor.non_finite_blocks, "NaN in a free block"
         cluster = self.setup.cluster
         for number, num_blocks in enumerate(cluster.num_blocks + cluster.host_blocks + cluster.disk_blocks):
-            pool = self.engine.account.pool(number)
+            pool = self.engine.kv.pool(number)
             assert pool.num_free == pool.num_blocks == num_blocks
             assert not any(pool.references(block) for block in range(pool.num_blocks))
 

@@ -11,9 +11,9 @@ import torch
 from linear_cost import LinearCost
 
 from longspan.core.cluster import Cluster, Location, ParallelSpec
+from longspan.core.kv.lookup import SwapCost
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
-from longspan.core.tier_lookup import SwapCost
 from longspan.cost.flows import Flow
 from longspan.policy.facts import Facts
 from longspan.runtime.batch import RankRequests

@@ -70,7 +70,7 @@ def num_free_blocks(llm: LLM) -> list[int]:
     """KV blocks per instance that no request holds, once the steps of finished ones are done."""
     while llm.engine.has_unfinished:
         llm.engine.step()
-    account = llm.engine.account
+    account = llm.engine.kv
     return [account.pool(instance).num_free for instance in llm.engine.config.cluster.instances]
 
 

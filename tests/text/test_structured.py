@@ -380,7 +380,7 @@ def test_a_request_that_cannot_go_on_ends_with_its_reason_and_harms_nobody() -> 
         engine.step()
     assert (stuck.finish_reason, stuck.stop_reason, len(stuck.output)) == ("error", "stuck", 2)
     assert (other.finish_reason, len(other.output)) == ("length", 9)
-    assert engine.account.pool(0).num_free == 20
+    assert engine.kv.pool(0).num_free == 20
 
 
 def test_the_command_line_takes_files_and_texts(tmp_path: Path) -> None:

@@ -41,12 +41,21 @@ class PrefixHit:
         refs: the blocks, in order. Of the last perhaps only the tokens up to `num_tokens` are used.
         adopts_last: the last block is used in part, and by no other request. The request takes it over and writes on.
         copies_last: the last block is used in part, and is left as it is. The request writes on in a copy.
+        num_loaded: how many of the blocks are on hosts or disks, and are loaded to devices.
+        waits: some blocks are being filled, or will be. The request computes nothing before they are.
     """
 
     refs: tuple[BlockRef, ...] = ()
     num_tokens: int = 0
     adopts_last: bool = False
     copies_last: bool = False
+    num_loaded: int = 0
+    waits: bool = False
+
+    @property
+    def num_held(self) -> int:
+        """How many of the blocks are there: on devices, or on a host and read there."""
+        return len(self.refs) - self.num_loaded
 
     @property
     def shared(self) -> tuple[BlockRef, ...]:

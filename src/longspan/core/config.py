@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.core.cluster import Cluster
+from longspan.core.kv.lookup import SwapPrices
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
-from longspan.core.tier_lookup import SwapPrices
 from longspan.errors import ParameterError
 
 

@@ -9,20 +9,18 @@ from dataclasses import dataclass, replace
 from itertools import count, product
 from typing import Protocol, get_args
 
-from longspan.core.account import KvAccount
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.exchange import shown_names
+from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
-from longspan.core.tiers import Tiers
-from longspan.core.transfers import Transfers
 from longspan.core.transitions import Transition, phase_of
-from longspan.core.view import ClusterView, ScheduledPart
+from longspan.core.view import ClusterView, Plan, ScheduledPart
 
 _NON_FINITE = "the model computed NaN or infinity for positions %d to %d: check its weights and its dtype"
 
@@ -66,14 +64,14 @@ class _Regrouping:
 
 
 class Engine:
-    """Owns the requests and the KV account. One thread drives it through `step`.
+    """Owns the requests. One thread drives it through `step`.
 
     Attributes:
         num_preemptions: how often a request gave up its KV to others.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         num_external_queries: tokens that are looked up on hosts, too.
         transitions: the changes of clusters so far.
-        tiers: copies of KV between devices, hosts and disks.
+        kv: all blocks of KV, and what is on its way.
 
     Args:
         saved: what each disk has from an earlier run, by block, the least recently used first.
@@ -92,18 +90,18 @@ class Engine:
         self._executor, self._clock = executor, clock
         self._running = Running(config.cluster.num_instances)
         self._number = count(1).__next__  # numbers steps and moves
-        self.account, self._transfers = self._empty()
-        for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
-            self.account.pool(pool).restore(contents)
-        self.tiers = Tiers(
-            self.account,
+        self.kv = KvManager(
             config.cluster,
             self._running,
             self._number,
+            block_size=config.block_size,
+            prefix_caching=config.prefix_caching,
             step_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             swap=config.swap,
         )
+        for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
+            self.kv.pool(pool).restore(contents)
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = self.num_external_queries = 0
         self._requests: dict[int, Request] = {}
@@ -162,12 +160,6 @@ class Engine:
         self._policy.arrived(request)
         return request
 
-    def _empty(self) -> tuple[KvAccount, Transfers]:
-        config, cluster = self.config, self.config.cluster
-        account = KvAccount(cluster.pool_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
-        backends, max_num_seqs = cluster.backends, config.max_num_seqs
-        return account, Transfers(account, self._running, self._number, backends=backends, max_num_seqs=max_num_seqs)
-
     def _most_steps(self) -> list[int]:
         config, cluster = self.config, self.config.cluster
         return [config.max_steps_in_flight - 1 + cluster.pp(instance) for instance in cluster.instances]
@@ -179,12 +171,12 @@ class Engine:
 
     @property
     def _is_moving(self) -> bool:
-        return self._transfers.in_flight or self._is_settling
+        return self.kv.is_moving or self._is_settling
 
     @property
     def _is_settling(self) -> bool:
         is_regrouping = self._regrouping is not None and self._regrouping.number is not None
-        return self.tiers.in_flight or is_regrouping
+        return self.kv.is_copying or is_regrouping
 
     @property
     def is_regrouping(self) -> bool:
@@ -200,12 +192,12 @@ class Engine:
 
     def load(self) -> Load:
         waiting, cluster = self._waiting.able(), self.config.cluster
-        hosts, disks = ([*map(self.account.pool, pools)] for pools in (cluster.host_pools, cluster.disk_pools))
+        hosts, disks = ([*map(self.kv.pool, pools)] for pools in (cluster.host_pools, cluster.disk_pools))
         return Load(
             num_running=len(self._running),
             num_waiting=len(waiting),
             num_waiting_tokens=sum(request.num_known for request in waiting),
-            used_blocks=[pool.num_blocks - pool.num_free for pool in map(self.account.pool, cluster.instances)],
+            used_blocks=[pool.num_blocks - pool.num_free for pool in map(self.kv.pool, cluster.instances)],
             host_blocks=sum(pool.num_blocks - pool.num_blank for pool in hosts),
             disk_blocks=sum(pool.num_blocks - pool.num_blank for pool in disks),
             busy_s=self._occupancy.busy_s(self._clock.now()),
@@ -220,8 +212,7 @@ class Engine:
             request.metrics.finished_s = self._clock.now()
             self._policy.ended(request)
             self._leave(request)
-            self._transfers.give_up(request)
-            self.tiers.release(request)
+            self.kv.end(request)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
         if not request.in_flight and request.id in self._requests:
@@ -246,8 +237,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
         self._check_idle("KV cannot be forgotten")
-        self.account, self._transfers = self._empty()
-        self.tiers.restart(self.account)
+        self.kv.restart((), keep=False)
 
     def _check_idle(self, what: str) -> None:
         if self._requests:
@@ -272,20 +262,19 @@ class Engine:
         What hosts and their disks have is kept. With another `cluster`, and a policy for it, requests that have no room
         there end with an error.
         """
-        self._executor, before = executor, self.account
+        self._executor = executor
         asked, self._regrouping = self._regrouping, None
-        self.account, self._transfers = self._empty()
-        self.tiers.restart(self.account)
-        self.account.keep_pools(before, self.config.cluster.host_pools.start)
         for forward in self._steps.clear():
             self._end(forward)
         for request in list(self._requests.values()):
-            self.account.give_back([ref for ref in reversed(request.table) if self._is_hosted(ref)])
+            if request.finish_reason is not None:
+                continue
+            if request.group:
+                self._policy.preempted(request)
+            self._leave(request)
+        self.kv.restart(self._requests.values())
+        for request in list(self._requests.values()):
             if request.finish_reason is None:
-                if request.group:
-                    self._policy.preempted(request)
-                self._leave(request)
-                request.lose_kv()
                 self._waiting.add(request)
             else:
                 del self._requests[request.id]
@@ -325,8 +314,7 @@ class Engine:
         self._hand_over()
         while self._regrouping is None:
             num_preemptions = self.num_preemptions
-            if self._can_emit and (batches := self._plan()):
-                self._emit_batches(batches)
+            if self._can_emit and self._emit_plan(self._plan()):
                 continue
             # A plan that only preempted may have freed backends, or room for KV that waits.
             has_preempted = self.num_preemptions > num_preemptions
@@ -346,7 +334,7 @@ class Engine:
         now_s = self._clock.now()
         regrouping.idle_s = now_s if regrouping.idle_s is None else regrouping.idle_s
         assert not self._running, "who is in no step has been parked"
-        if not (self.tiers.on_devices or self._transfers.in_flight):
+        if self.kv.can_regroup:
             regrouping.number, regrouping.begun_s = self._number(), now_s
             self._executor.submit(Reshard(number=regrouping.number, cluster=regrouping.cluster))
 
@@ -367,13 +355,10 @@ class Engine:
 
     def _take_places(self, cluster: Cluster, policy: Policy | None) -> None:
         """Goes on with another cluster, on which nothing runs yet; with another policy, if one is given for it."""
-        before = self.account
         self.config = replace(self.config, cluster=cluster)
         self._running.replace(cluster.num_instances)
         self._occupancy.replace(self._most_steps())
-        self.account, self._transfers = self._empty()
-        self.tiers.regroup(self.account, cluster)
-        self.account.keep_pools(before, cluster.host_pools.start)
+        self.kv.regroup(cluster)
         if policy is not None:
             self._adopt(policy)
             for request in list(self._requests.values()):
@@ -387,14 +372,14 @@ class Engine:
         request.max_tokens = min(request.max_tokens, self._max_len - request.num_prompt)
 
     def _relents(self) -> bool:
-        """Lets requests that wait for KV on hosts go on without it, if nothing else could happen; or else preempts one
-        that waits for room on the instance that it goes to, where others wait for room here.
+        """Frees hosts of what waiting requests gave up, if nothing else could happen; or else preempts a request that
+        waits for room on the instance that it goes to, where others wait for room here.
         """
         if self._steps or self._is_moving:
             return False
-        if self._waiting and self.tiers.relent():
+        if self._waiting and self.kv.relent():
             return True
-        if (stuck := self._transfers.stuck()) is None:
+        if (stuck := self.kv.stuck()) is None:
             return False
         self._preempt(stuck)
         self._send_waiting()  # before somebody else has the room
@@ -407,86 +392,79 @@ class Engine:
 
     def _hand_over(self) -> bool:
         """Sends pending KV, and hands over requests whose KV has arrived; returns whether there were any."""
-        if not self._transfers.dirty:
+        if not self.kv.has_news:
             return False
         self._send_waiting()
-        if not (arrived := self._transfers.arrived()):
+        if not (arrived := self.kv.hand_over()):
             return False
-        for shares in arrived:
-            self.account.hand_over(shares[0].request, [ref for share in shares for ref in share.blocks])
-            shares[0].request.move_to(*[share.target for share in shares])
-            self._running.regroup(shares[0].request)
+        for request in arrived:
+            self._running.regroup(request)
         self._send_waiting()  # their backends are free for others
         return True
 
     def _send_waiting(self) -> None:
-        self._submit(self._transfers.by_themselves())
+        self._submit(self.kv.transfers())
 
     def _submit(self, moves: Sequence[MoveKV]) -> None:
         for move in moves:
             self._executor.submit(move)
 
-    def _emit_batches(self, batches: Sequence[Sequence[ScheduledPart]]) -> None:
-        scheduled_parts = [scheduled for batch in batches for scheduled in batch]
-        for scheduled in scheduled_parts:
+    def _emit_plan(self, plan: Plan) -> bool:
+        """Admits requests and emits steps; returns whether there were any."""
+        parts = [scheduled for batch in plan.batches for scheduled in batch]
+        for scheduled in (*plan.loads, *parts):
             if scheduled.hit is not None:
                 self._admit(scheduled)
-        for scheduled in scheduled_parts:
-            if scheduled.hit is not None:
-                self.account.copy_last(self._requests[scheduled.request.id], scheduled.hit)
-            if scheduled.block_owners:
-                self.account.extend(self._requests[scheduled.request.id], scheduled.block_owners)
-        if any(scheduled.targets for scheduled in scheduled_parts):
+        for scheduled in plan.loads:
+            self._submit(self.kv.load(self._requests[scheduled.request.id], scheduled))
+        for scheduled in parts:
+            if scheduled.hit is not None or scheduled.block_owners:
+                self.kv.extend(self._requests[scheduled.request.id], scheduled)
+        if plan.loads:
+            self._go_on()  # a disk may have had no room on its host
+        if any(scheduled.targets for scheduled in parts):
             self._send_waiting()  # what is cached can go before the rest is computed
-        for batch in batches:
+        for batch in plan.batches:
             forward = self._forward(batch)
             self._steps.send(forward)
             self._begin(forward)
             self._executor.submit(forward)
+        return bool(parts or plan.loads)
+
+    def _go_on(self) -> None:
+        """Lets requests compute whose KV has been loaded."""
+        for request in self.kv.loaded():
+            self._running.changed(request.group, (request.id,))
+            self._count_hit(request)
+            if request.finish_reason is not None:
+                self._drop(request)
 
     def _forward(self, batch: Sequence[ScheduledPart]) -> Forward:
         number, moving = self._number(), (one for one in batch if one.moves or (one.hit and one.hit.copies_last))
-        rebalances = tuple([self._rebalance(one) for one in moving])
+        rebalances = tuple([self.kv.rebalance(self._requests[one.request.id], one) for one in moving])
         parts = tuple([self._part(scheduled) for scheduled in batch])
-        return Forward(number=number, parts=parts, rebalances=rebalances, streams=self._transfers.streams(parts))
+        return Forward(number=number, parts=parts, rebalances=rebalances, streams=self.kv.streams(parts))
 
-    def _rebalance(self, scheduled: ScheduledPart) -> MoveKV:
-        request = self._requests[scheduled.request.id]
-        request.sent_blocks = request.sent_output = 0
-        if scheduled.hit is None:
-            copies = self.account.relocate(request, scheduled.moves)
-        else:
-            assert not scheduled.moves, "what is admitted goes where its hit lies"
-            copies = tuple([(old, new) for new, old in request.copying.items()])  # begun when it was admitted
-        return MoveKV(number=self._number(), request_id=request.id, copies=copies)
+    def _plan(self) -> Plan:
+        """Returns what the policy plans, after its preemptions; after a plan that only preempts, asks for another.
 
-    def _plan(self) -> tuple[tuple[ScheduledPart, ...], ...]:
-        """Returns the policy's batches, after its preemptions; after a plan that only preempts, asks for another.
-
-        So it does when nobody has to be preempted, since KV that waits can make room; and when the blocks of those who
-        were are free only after a copy.
+        So it does when the blocks of those who were preempted are free only after a copy.
         """
-        may_fetch = True
         while True:
-            self._transfers.make_room(self._occupancy.full)
-            waiting = self._waiting.able(self._policy.admits(self.config.cluster))
-            reads_hosts = self._policy.reads_hosts
-            self._submit(self.tiers.spill(waiting) if reads_hosts else [])
-            self._submit(self.tiers.arrange(waiting, may_fetch=may_fetch, reads_hosts=reads_hosts))
+            self.kv.make_room(self._occupancy.full)
+            if self._policy.reads_hosts:
+                self._submit(self.kv.spill(self._waiting.able(self._policy.admits(self.config.cluster))))
             plan = self._policy.plan(self._view())
             for parked in plan.parked:
                 self._retract(self._requests[parked.id])
             if plan.reshard is not None:
                 assert not plan.batches, "nothing is planned beside a change of clusters"
                 self._regrouping = _Regrouping(cluster=plan.reshard, asked_s=self._clock.now())
-                return ()
-            if plan.preempted and self.tiers.make_room():
-                may_fetch = False
-                continue
+                return Plan()
             for preempted in plan.preempted:
                 self._preempt(self._requests[preempted.id])
-            if not plan.preempted or (plan.batches and not self.tiers.on_devices):
-                return plan.batches
+            if not plan.preempted or (plan.batches and not self.kv.copies_on_devices):
+                return plan
 
     @property
     def _can_emit(self) -> bool:
@@ -517,47 +495,42 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
             waiting=waiting.able(),
-            startable=self.tiers.ready(waiting.able(admits)),
-            can_start=self.tiers.is_ready,
+            startable=self.kv.startable(waiting.able(admits)),
             running=self._running,
-            kv=self.account,
+            kv=self.kv,
             busy=frozenset(self._occupancy.busy),
             full=frozenset(self._occupancy.full),
             now_s=self._clock.now(),
-            promised=self._transfers.promised,
-            arrivals=waiting.changes + self.tiers.changes,
-            returning=self.tiers.returning,
+            expected=self.kv.expected,
+            queue_changes=waiting.changes + self.kv.num_offloaded,
             max_steps_in_flight=self.config.max_steps_in_flight,
             reads_hosts=self._policy.reads_hosts and bool(self.config.cluster.host_blocks),
         )
-
-    def _is_hosted(self, ref: BlockRef) -> bool:
-        return self.config.cluster.tier(ref.pool) == "host"
 
     def _admit(self, scheduled: ScheduledPart) -> None:
         request, hit = self._requests[scheduled.request.id], scheduled.hit
         assert hit is not None and hit.num_tokens == scheduled.start, "an admitted request starts behind its prefix"
         is_resumed = request.was_admitted
         self._leave(request)
-        self.account.take(request, hit)
-        self.tiers.release(request)
+        self.kv.take(request, scheduled)
         self.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
-        request.num_hosted = sum(map(self._is_hosted, hit.refs))
-        request.group = scheduled.group
         request.admission = next(self._admissions)
         self._running.join(request)
         if is_resumed:
             self._policy.resumed(request)
         if request.metrics.scheduled_s is None:
             request.metrics.scheduled_s = self._clock.now()
-            if request.leader is None:
-                self.num_prefix_queries += request.num_prompt
-                self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
-        request.num_computed = request.num_scheduled = hit.num_tokens
-        if scheduled.targets:
-            self._transfers.open(request, scheduled.targets)
-        if not request.metrics.num_computed_tokens:
-            request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
+            self.num_prefix_queries += request.num_prompt if request.leader is None else 0
+        if not hit.waits:
+            self._count_hit(request)
+
+    def _count_hit(self, request: Request) -> None:
+        """Counts what a request had cached, or has loaded, that has computed nothing yet."""
+        if request.metrics.num_computed_tokens:
+            return
+        before, found = request.metrics.num_cached_tokens, min(request.num_computed, request.num_prompt)
+        self.num_prefix_hits += max(0, found - before) if request.leader is None else 0
+        request.metrics.num_cached_tokens = found
 
     def _part(self, scheduled: ScheduledPart) -> Part:
         request = self._requests[scheduled.request.id]
@@ -600,34 +573,30 @@ class Engine:
     def _take(self, done: Completion) -> None:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
-        if self._transfers.moved(done.number):
-            self._free()
-            return
         if self._regrouping is not None and self._regrouping.number == done.number:
             self._regrouped(self._regrouping, done)
-            return
-        if (saves := self.tiers.moved(done)) is None:
+        elif (moves := self.kv.moved(done, self._requests)) is None:
             self._steps.complete(done)
         else:
-            self._transfers.dirty = True  # blocks that were copied out are free
-            self._submit(saves)
+            self._submit(moves)
+            self._go_on()
+            self._free()
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
-        self._transfers.computed(forward)
-        self.tiers.computed(forward.number)
+        self.kv.computed(forward)
         for move in forward.rebalances:
-            self._free(slots=self.account.complete_copies(self._requests[move.request_id], move.copies))
+            self._free(slots=self.kv.rebalanced(self._requests[move.request_id], move))
         failed: list[Request] = []
         for part in forward.parts:
             request = self._requests[part.request_id]
             request.take_part(part)
             if request.id in done.non_finite and request.non_finite_from is None:
-                self.account.withdraw(request, part.start)
+                self.kv.withdraw(request, part.start)
                 if request.finish_reason is None:
                     self.finish(request, request.fail("non_finite", _NON_FINITE % (part.start, part.stop - 1)))
                     failed.append(request)
-            self.account.publish(request, part.start)
+            self.kv.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight and request.id in self._requests:
                 self._drop(request)
         for scored in done.scored:
@@ -658,22 +627,20 @@ class Engine:
     def _retract(self, request: Request) -> None:
         """Makes the request give up its KV and wait again; what it computed is found again by its prefix keys."""
         assert not request.in_flight, "a step in flight names the request"
-        self._transfers.give_up(request)
-        self._submit(self.tiers.leave(request))
-        slots = request.non_finite_slots()
-        self.account.release(request)
-        self._free(request.id, slots=slots)
         goes_on = request.finish_reason is None
         if goes_on:
             self._policy.preempted(request)
             self._leave(request)
-        request.lose_kv()
+        known = (request.id,) if request.is_known else ()
+        moves, slots = self.kv.give_up(request)
+        self._submit(moves)
+        self._free(*known, slots=slots)
         if goes_on:
             self._waiting.add(request)
 
     def _free(self, *request_ids: int, slots: Iterable[tuple[BlockRef, int]] = ()) -> None:
-        """Lets ranks forget requests, and clear slots whose KV is not finite, see `Transfers.clearable`."""
-        cleared = self._transfers.clearable(slots)
+        """Lets ranks forget requests, and clear slots whose KV is not finite, see `KvManager.clearable`."""
+        cleared = self.kv.clearable(slots)
         if request_ids or cleared:
             self._executor.submit(Free(number=self._number(), request_ids=request_ids, cleared=cleared))
 

@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from longspan.core.blocks import coupled_instances
+from longspan.core.kv.residency import Loading
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Forward
 from longspan.core.view import Admitted
@@ -202,7 +203,9 @@ _Demand = tuple[tuple[int, ...], int, tuple[int, ...], int]
 def _demand_of(request: Request) -> _Demand:
     num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
     missing = request.blocks_for(num_tokens) - len(request.table)
-    return group, -(-(request.num_known - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
+    residency = request.residency
+    num_there = residency.num_tokens if isinstance(residency, Loading) else request.num_computed
+    return group, -(-(request.num_known - num_there) // len(group)), kv_owners, -(-missing // len(kv_owners))
 
 
 class StepOrder:

@@ -9,7 +9,7 @@ would take thrice as long, and there are some for every token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # types alone
     from longspan.core.blocks import BlockRef, PrefixHit, Target
     from longspan.core.cluster import Cluster
     from longspan.core.exchange import Exchange
+    from longspan.core.kv.residency import Residency
     from longspan.core.owners import Owners, Rotation
     from longspan.core.runs import SpanShards
     from longspan.core.sparse import SparseSetting
@@ -30,14 +31,16 @@ class RequestView(Protocol):
         id: ascends in the order of arrival.
         num_known: prompt and output tokens known so far.
         num_tokens: tokens that can be scheduled: the known ones, and one that a step in flight will sample.
-        num_scheduled, num_computed: emitted steps compute, and completed ones have computed, the tokens up to here.
+        num_scheduled, num_computed: emitted steps and moves compute or load, and completed ones have, the tokens up to
+            here.
         max_tokens: the output ends with this many tokens at the latest.
         was_admitted: it has held KV before, though it may have lost that since.
         admission: counts admissions; the last admitted gives way first.
-        in_flight: an emitted step names it, so that it cannot be preempted.
+        in_flight: an emitted step or a load names it, so that it cannot be preempted.
         num_steps: how many of them do.
         last_step: the number of the last step that named it; -1 before the first.
         group: the instances that hold its KV, in ring order; empty while it waits.
+        residency: where its KV is, or is on its way to.
         rotation: the rule that gives single tokens to members; None while members own whole blocks.
         kv_owner: the member that keeps all that is computed from now on; None when all members do.
         kv_owners: the members that will hold what is still to come.
@@ -76,6 +79,8 @@ class RequestView(Protocol):
     def block_size(self) -> int: ...
     @property
     def group(self) -> tuple[int, ...]: ...
+    @property
+    def residency(self) -> Residency: ...
     @property
     def table(self) -> Sequence[BlockRef]: ...
     @property
@@ -163,7 +168,9 @@ class KvView(Protocol):
         """Counts how often anything has changed in these pools."""
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
-        """Finds the longest beginning of a request whose KV lies on members of `group`."""
+        """Finds the longest beginning of a request whose KV lies on members of `group`, or on their hosts and disks if
+        it is quicker to load it than to compute it.
+        """
 
     def match_beside(self, request: RequestView, instance: int, host: int, most: int) -> PrefixHit:
         """Finds the longest beginning of a request whose KV lies on an instance or in the pool of its `host`.
@@ -187,15 +194,13 @@ class ClusterView:
         max_steps_in_flight: the steps that may be in flight, with its own, when one of them samples a request's token.
         waiting: requests that hold no KV on devices, in order of arrival. Those of a leader that is still computing
             their common prompt are left out.
-        startable: the waiting requests that can start now. The KV of others is on its way, or they wait behind such.
+        startable: the waiting requests that can start now. Others wait behind one whose KV is on its way to a host.
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.
         now_s: the engine's clock.
-        promised: blocks on decode instances that KV on its way will need, and that are not allocated yet.
-        arrivals: how many requests have begun or ceased to wait.
-        returning: where waiting requests that gave up their KV go on, by their ids: devices there have it again.
+        expected: blocks on decode instances that KV on its way will need, and that are not allocated yet.
+        queue_changes: how often requests have begun or ceased to wait, or have become able to start.
         reads_hosts: requests that outgrow an instance may run there, with what it lacks room for on its host.
-        can_start: returns True for a waiting request that is one of the `startable` ones.
     """
 
     cluster: Cluster
@@ -208,19 +213,17 @@ class ClusterView:
     busy: frozenset[int]
     full: frozenset[int]
     now_s: float
-    promised: Mapping[int, int] = field(default_factory=dict)
-    arrivals: int = 0
-    returning: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    expected: Mapping[int, int] = field(default_factory=dict)
+    queue_changes: int = 0
     max_steps_in_flight: int = 2
     reads_hosts: bool = False
-    can_start: Callable[[RequestView], bool] = lambda _: True
 
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who
         runs there and how far; what is in flight there; what their pools hold.
         """
         changes = self.running.changes
-        return self.arrivals + sum([changes[i] for i in instances]) + self.kv.changes(instances)
+        return self.queue_changes + sum([changes[i] for i in instances]) + self.kv.changes(instances)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -229,10 +232,10 @@ class ScheduledPart:
 
     Attributes:
         runs: of the span `[start, stop)`, per member of `group`.
-        block_owners: the instances of the new blocks that the span needs, in order of position.
+        block_owners: the instances of the new blocks that the span needs, or that are loaded, in order of position.
         rotation: the rule that gives the span, a single token, to a member; None where members own blocks.
         kv_owner: the member that keeps all that is computed of the request from now on; None when all members do.
-        hit: for a request that is admitted: the prefix that it starts from.
+        hit: for a request that is admitted: the prefix that it starts from. While that is loaded, the span is empty.
         targets: for a request that is admitted where instances have roles: those that are to decode it, for all blocks
             of its tokens; none when it ends with its next token.
         moves: pairs of an index into the request's table and a member of `group`: full blocks that are there before the
@@ -263,11 +266,13 @@ class Plan:
     """The next preemptions, and one Forward per batch; batches share no instance.
 
     Attributes:
+        loads: requests that are admitted and compute nothing before their KV is loaded, see `ScheduledPart.hit`.
         parked: requests in no step in flight that give up their KV on devices, though they are in nobody's way.
         reshard: the cluster that takes the place of this one once all who run are parked; nothing is planned before.
     """
 
     preempted: tuple[RequestView, ...] = ()
+    loads: tuple[ScheduledPart, ...] = ()
     parked: tuple[RequestView, ...] = ()
     reshard: Cluster | None = None
     batches: tuple[tuple[ScheduledPart, ...], ...] = ()

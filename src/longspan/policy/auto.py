@@ -28,7 +28,7 @@ from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.errors import ParameterError
-from longspan.policy.batching import Batch, Budget, is_decode, single_part
+from longspan.policy.batching import Batch, Budget, held_near, is_decode, single_part
 from longspan.policy.facts import Facts
 from longspan.policy.routing import Router, goes_on, joined, plan_alone, shares_by
 from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
@@ -272,7 +272,7 @@ class Auto(Policy, name="auto"):
         self._forget(view)
         known = self._known(view) if view.startable or self._begun else {}
         if view.startable:
-            self._reconsider(view, known)
+            self._reconsider(known)
             self._assign(view, known)
         groups = [group for group in self._line.groups.values() if len(group) > 1]
         coupled = view.running.coupled_sets
@@ -319,14 +319,14 @@ class Auto(Policy, name="auto"):
         """Looks at all instances, or where nobody waits at those that have prompts to go on with."""
         kv, running, reserved = view.kv, view.running, view.running.due_blocks
         begun = self._still_begun(view)
-        changes, promised, max_num_seqs = running.changes, view.promised, view.max_num_seqs
+        changes, expected, max_num_seqs = running.changes, view.expected, view.max_num_seqs
         found = {}
         involved = {i for one in begun for i in (*one.group, *(() if self._only_decode else one.targets))}
         for i in self.instances if view.startable else involved:
             if self._counted.get(i) != changes[i]:
                 self._count(i, view)
             decoding, context = self._decoding[i], self._context[i]
-            room = kv.num_free(i) - max(0, reserved[i]) - promised.get(i, 0)
+            room = kv.num_free(i) - max(0, reserved[i]) - expected.get(i, 0)
             found[i] = Instance(len(decoding), len(decoding), context, 0.0, room, max_num_seqs - len(running.on(i)))
         for request in begun if not self._only_decode else ():
             homes = request.targets or request.group
@@ -359,13 +359,13 @@ class Auto(Policy, name="auto"):
             if instance not in busy_s:
                 self._free_at_s[instance] = view.now_s  # whatever was expected
 
-    def _reconsider(self, view: ClusterView, known: Mapping[int, Instance]) -> None:
+    def _reconsider(self, known: Mapping[int, Instance]) -> None:
         """Takes back groups that have no room or seats any more, and has others wait for the rest."""
         for one, group in list(self._line.groups.items()):
             seconds, num_blocks = self._line.wants[one]
-            has_room = one in view.returning or sum([max(0, known[i].room) for i in group]) >= num_blocks
-            has_seats = view.can_start(self._line.seen[one].request) and all(known[i].seats > 0 for i in group)
-            if has_room and has_seats and view.returning.get(one, group) == group:
+            has_room = sum([max(0, known[i].room) for i in group]) >= num_blocks
+            has_seats = self._line.seen[one].request.residency.can_start and all(known[i].seats > 0 for i in group)
+            if has_room and has_seats:
                 end_s = max([known[i].wait_s for i in group]) + seconds
                 for instance in group:
                     known[instance].wait_s = end_s
@@ -430,7 +430,9 @@ class Auto(Policy, name="auto"):
             return
         wait_s = np.array(waits)
         waiting = [
-            one for key, one in self._line.seen.items() if key not in self._line.groups and view.can_start(one.request)
+            one
+            for key, one in self._line.seen.items()
+            if key not in self._line.groups and one.request.residency.can_start
         ]
         waiting.sort(key=lambda one: ((one.request.arrival_s - view.now_s) / math.sqrt(one.quick_s), one.quick_s))
         strain = np.array([self._strain(i, one) if one.active else 0.0 for i, one in known.items()])
@@ -442,16 +444,13 @@ class Auto(Policy, name="auto"):
                 break
             slowness -= 1 / quick_s
             num_blocks = request.blocks_for(request.num_tokens)
-            group = self._in_order(view.returning.get(request.id, ()))
-            seconds = self._seconds(len(group), request.num_tokens, 0) if group else 0.0
-            if not group:
-                seconds_of, blocks_of = self._by_prefix(request, num_blocks, view)
-                costs = self._costs(seconds_of, quick_s, slowness, view.now_s, wait_s, strains)
-                costs[self._choice.sums(room) < blocks_of] = math.inf
-                best = int(costs.argmin())
-                if costs[best] == math.inf:
-                    break
-                group, seconds, num_blocks = self._choice.groups[best], float(seconds_of[best]), int(blocks_of[best])
+            seconds_of, blocks_of = self._by_prefix(request, num_blocks, view)
+            costs = self._costs(seconds_of, quick_s, slowness, view.now_s, wait_s, strains)
+            costs[self._choice.sums(room) < blocks_of] = math.inf
+            best = int(costs.argmin())
+            if costs[best] == math.inf:
+                break
+            group, seconds, num_blocks = self._choice.groups[best], float(seconds_of[best]), int(blocks_of[best])
             places = [self._place[i] for i in group]
             begins_s = float(wait_s[places].max())
             if begins_s <= self._ahead_s:
@@ -465,7 +464,7 @@ class Auto(Policy, name="auto"):
         seconds = choice.spread([times.seconds(request.num_tokens) for times in self._times.values()])
         blocks = np.full(len(seconds), float(num_blocks))
         shared = view.kv.match(request, self.instances)
-        holders = {ref.instance for ref in shared.refs} if shared.num_tokens else set()
+        holders = {ref.pool for ref in shared.refs}.intersection(self._all)
         hits = [((i,), view.kv.match(request, (i,))) for i in holders] if len(holders) > 1 else []
         for members, hit in sorted([*hits, (tuple(holders), shared)], key=lambda one: one[1].num_tokens):
             if not hit.num_tokens:
@@ -473,9 +472,12 @@ class Auto(Policy, name="auto"):
             holds = np.zeros(len(self.instances))
             holds[[self._place[i] for i in members]] = 1
             have = choice.sums(holds) == len(members)
+            if hit.num_loaded:
+                near = held_near(hit, view.cluster)
+                have &= choice.sums(np.array([i not in near for i in self._place], float)) == 0
             left = request.num_tokens - hit.num_tokens
             seconds[have] = choice.spread([times.seconds(left, hit.num_tokens) for times in self._times.values()])[have]
-            blocks[have] = num_blocks - len(hit.refs) + sum(view.kv.hit_cost(hit, set()).values())
+            blocks[have] = num_blocks - hit.num_held + sum(view.kv.hit_cost(hit, set()).values())
         return seconds, blocks
 
     def _costs(

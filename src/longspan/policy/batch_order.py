@@ -35,6 +35,8 @@ class PrefillFirst(Policy, name="prefill-first"):
                 prefilling.add(request.group[0])
                 prompts.add(_next_part(request, prompts.budget))
         self._admit(view.startable, prompts, open_instances, decode=False)
+        if prompts.loads:
+            return prompts.plan()  # what they take is known when decodes are planned
 
         decodes = Batch(view, prompts.instances.difference(prefilling, *(part.group for part in prompts.parts)))
         for request in decodes.running():
@@ -53,13 +55,13 @@ class PrefillFirst(Policy, name="prefill-first"):
     def _admit(
         self, line: Iterable[RequestView], batch: Batch, open_instances: tuple[int, ...], *, decode: bool
     ) -> None:
-        """Admits those to a batch that only `decode`, or only those that do not, until one has to wait.
+        """Admits those to a batch that only `decode`, or those that do not or have to be loaded, until one has to wait.
 
         One that gave way has been in a batch before, and comes back as soon as it fits anywhere.
         """
         for request in batch.waiting(line):
             part = admit_alone(request, batch.budget, self.instances if request.was_admitted else open_instances)
-            if part is not None and is_decode(request, part.start) == decode:
+            if part is not None and (part.stop > part.start and is_decode(request, part.start)) == decode:
                 batch.add(part)
 
 

@@ -20,7 +20,8 @@ from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
-from longspan.core.blocks import BlockRef, PrefixHit, coupled_instances
+from longspan.core.blocks import BlockRef, PrefixHit, Target, coupled_instances
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
@@ -74,8 +75,11 @@ class Batch:
         self.instances = self._everyone.difference(excluded, *coupled)
         self.budget = Budget(self._view, self.instances, self._growing)
         self.parts: list[ScheduledPart] = []
+        self.loads: list[ScheduledPart] = []
         self._preempted: list[RequestView] = []
-        runnable = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
+        behind = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
+        runnable = [r for r in behind if r.residency.can_compute]
+        self._loading = [r for r in behind if not r.residency.can_compute] if len(runnable) < len(behind) else []
         if len(runnable) > 1:
             runnable.sort(key=lambda r: r.admission)
         self._later, self._next_turn = deque(runnable), list[RequestView]()
@@ -92,7 +96,7 @@ class Batch:
         """
         decoding, steps = Counter[tuple[int, ...]](), defaultdict[tuple[int, ...], set[int]](set)
         for request in self._view.running.within(self.instances):
-            decoding[request.group] += is_decode(request, request.num_scheduled)
+            decoding[request.group] += request.residency.can_compute and is_decode(request, request.num_scheduled)
             if request.num_steps:
                 steps[request.group].add(request.last_step)
         num_stages = {group: self._view.cluster.pp(group[0]) for group in decoding}
@@ -130,11 +134,11 @@ class Batch:
         if self._preempted or not self.instances:
             return
         for request in self._view.startable if candidates is None else candidates:
-            if candidates is not None and not self._view.can_start(request):
+            if candidates is not None and not request.residency.can_start:
                 continue
-            num_parts = len(self.parts)
+            num_admitted = len(self.parts) + len(self.loads)
             yield request
-            if len(self.parts) == num_parts:
+            if len(self.parts) + len(self.loads) == num_admitted:
                 return
 
     def add(self, part: ScheduledPart | None) -> None:
@@ -143,7 +147,7 @@ class Batch:
             return
         if part.hit is not None:
             if self.budget.admit(part, part.hit):
-                self.parts.append(part)
+                (self.loads if part.hit.waits else self.parts).append(part)
         elif part.block_owners and not self.budget.fits(part.new_blocks):
             self._make_way(part)
         else:
@@ -151,7 +155,7 @@ class Batch:
             self.parts.append(part)
 
     def plan(self) -> Plan:
-        return Plan(preempted=tuple(self._preempted), batches=_by_coupled(self.parts))
+        return Plan(preempted=tuple(self._preempted), loads=tuple(self.loads), batches=_by_coupled(self.parts))
 
     def _make_way(self, part: ScheduledPart) -> None:
         """Preempts somebody for a running request's part that lacks blocks, unless they will be free in time."""
@@ -159,6 +163,8 @@ class Batch:
         short = {i for i, number in part.new_blocks.items() if self.budget.blocks[i] < number}
         if any(kv.num_leaving(instance) for instance in short):
             return  # blocks are free as soon as KV on its way has left
+        if any(ref.instance in short for one in self._loading for ref in one.table):
+            return  # one that loads may give way as soon as it has its KV
         later = (r for r in (*self._later, *self._next_turn) if any(ref.instance in short for ref in r.table))
         victim = max((request, *later), key=lambda r: r.admission)
         if victim is request and _can_wait(part, self._view):
@@ -299,11 +305,14 @@ class Budget:
         """
         if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):
             return False
+        if hit.num_loaded and self._is_loaded_by_others(hit):
+            return False  # the next plan finds it on its way
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
         owners = self._growing.groups.get(request.id, part.group) if part.kv_owner is None else (part.kv_owner,)
-        room = sum([self.room(request, i, cost) for i in owners])
-        if missing > room or not self.fits(Counter(part.block_owners) + cost):
+        taken = Counter(part.block_owners) + cost
+        room = sum([self.room(request, i, taken if hit.waits else cost) for i in owners])
+        if missing > room or not self.fits(taken):
             return False
         evenly = -(-(request.num_tokens - part.start) // len(part.group))
         for instance, runs in zip(part.group, part.runs, strict=True):
@@ -318,6 +327,11 @@ class Budget:
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
         return True
+
+    def _is_loaded_by_others(self, hit: PrefixHit) -> bool:
+        """Tells whether an admission of this plan loads some of the same."""
+        tier = self.view.cluster.tier
+        return any(tier(ref.pool) != "device" for ref in self.claimed.intersection(hit.refs))
 
 
 def is_decode(request: RequestView, start: int) -> bool:
@@ -343,6 +357,46 @@ def _step_tokens(view: ClusterView, instance: int) -> int:
     return min(most, chunk_tokens(due, pp))
 
 
+def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
+    """Counts the blocks of a hit that each instance has, or can load from its host or the disk of that."""
+    held = Counter[int]()
+    for pool, number in Counter([ref.pool for ref in hit.refs]).items():
+        is_on_device = cluster.tier(pool) == "device"
+        near = (pool,) if is_on_device else (i for i in cluster.instances if _is_near(i, pool, cluster))
+        held.update(dict.fromkeys(near, number))
+    return held
+
+
+def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
+    host = cluster.host_pool(instance)
+    return pool in (host, cluster.disk_pool(host))
+
+
+def load_part(
+    request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit, targets: tuple[Target, ...] = ()
+) -> ScheduledPart:
+    """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it."""
+    cluster, left = budget.view.cluster, {i: budget.blocks[i] - budget.reserved[i] for i in group}
+    owners = []
+    for ref in hit.refs if hit.num_loaded else ():
+        tier = cluster.tier(ref.pool)
+        if tier != "device":
+            near = [i for i in group if _is_near(i, ref.pool, cluster)]
+            owners.append(max(near, key=left.__getitem__))
+            left[owners[-1]] -= 1
+    return ScheduledPart(
+        request=request,
+        group=group,
+        start=hit.num_tokens,
+        stop=hit.num_tokens,
+        runs=((),) * len(group),
+        block_owners=tuple(owners),
+        exchange=LOCAL,
+        hit=hit,
+        targets=targets,
+    )
+
+
 def single_part(
     request: RequestView,
     instance: int,
@@ -355,8 +409,10 @@ def single_part(
 ) -> ScheduledPart | None:
     """Schedules the tokens of a request from `start` on that one instance has budget for; `most` of them, up to `end`.
 
-    Returns None when there are none. An admission names its `hit`.
+    Returns None when there are none. An admission names its `hit`; it has no tokens if that must be loaded first.
     """
+    if hit is not None and hit.waits:
+        return load_part(request, (instance,), budget, hit)
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)
     num_held = len(hit.refs) if hit is not None else len(request.table)

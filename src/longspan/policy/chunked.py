@@ -32,19 +32,18 @@ def admit_alone(request: RequestView, budget: Budget, instances: Sequence[int]) 
     """Schedules the first part of a request on the instance where its prefill is expected to end first.
 
     That is the one with the fewest tokens to compute, its own uncached ones included; of equals the one that has handed
-    out the fewest blocks. One that returns waits for where its KV is, unless there is no seat. Returns None while no
-    instance has a seat and room for it, or the best one takes no part in this step.
+    out the fewest blocks. Returns None while no instance has a seat and room for it, or the best one takes no part in
+    this step. It can be loaded there nevertheless.
     """
     kv = budget.view.kv
-    if any(budget.seqs[i] > 0 for i in budget.view.returning.get(request.id, ())):
-        instances = budget.view.returning[request.id]
     hits = {i: _hit(request, i, budget) for i in instances}
     for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, kv.num_allocated(i), i)):
-        missing = request.blocks_for(request.num_tokens) - len(hits[instance].refs)
+        hit = hits[instance]
+        missing = request.blocks_for(request.num_tokens) - hit.num_held
         if budget.seqs[instance] > 0 and missing <= budget.room(request, instance):
-            if instance not in budget.tokens:
+            if instance not in budget.tokens and not hit.waits:
                 return None
-            return single_part(request, instance, hits[instance].num_tokens, budget, hits[instance])
+            return single_part(request, instance, hit.num_tokens, budget, hit)
     return None
 
 

@@ -19,7 +19,7 @@ from longspan.core.blocks import PrefixHit
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
-from longspan.policy.batching import Batch, Budget
+from longspan.policy.batching import Batch, Budget, held_near
 from longspan.policy.chunked import admit_alone
 from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, Partitions, SharingOptions, expected_answer, is_too_large
@@ -110,14 +110,11 @@ class Context(Policy, name="context"):
         if not batch.instances:
             return Plan()
         first = next(self._in_turn(view), None)
-        is_held_up = first is not None and not self._taken(view).isdisjoint(self._returning(first, view))
-        if first is not None and not is_held_up and self._lacks_members(first, view, batch.instances):
+        if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.running():
             most, partition = self._long_share(view), self._partition(request, view)
             batch.add(self._group_parts.next(request, batch.budget, most, partition))
-        if is_held_up:  # by a prompt on one of the instances that it returns to, which goes on
-            return batch.plan()
         if first is not None and self._lacks_members(first, view, batch.instances):
             return Plan()
         for request in batch.waiting(self._in_turn(view)):
@@ -145,31 +142,19 @@ class Context(Policy, name="context"):
                 num_open = 0
 
     def _lacks_members(self, first: RequestView, view: ClusterView, instances: frozenset[int]) -> bool:
-        """Tells whether fewer instances can step than the first in line is sharded over, or not those it returns to."""
-        if (members := self._group_size(first, view)) == 1:
-            return False
-        able = instances - self._taken(view)
-        return len(able) < members or not able.issuperset(self._returning(first, view))
-
-    def _returning(self, request: RequestView, view: ClusterView) -> tuple[int, ...]:
-        """Returns the group on which a request goes on that gave up its KV, where all members have a seat for it."""
-        group = view.returning.get(request.id, ())
-        if len(group) == 1 or is_too_large(request, view, len(group)):
-            return ()
-        has_seats = all(len(view.running.on(instance)) < view.max_num_seqs for instance in group)
-        return tuple(i for i in self.instances if i in group) if has_seats else ()
+        """Tells whether fewer instances can step than the first in line is sharded over."""
+        members = self._group_size(first, view)
+        return members > 1 and len(instances - self._taken(view)) < members
 
     def _group_size(self, request: RequestView, view: ClusterView) -> int:
         """Counts the instances for a request: all, when it is too large for as many as it would be quickest on.
 
         Of what one instance has cached only the rest is to be computed, which may be quickest there.
         """
-        if returning := self._returning(request, view):
-            return len(returning)
         members = self._members(request, 0, view)
         if members > 1:
             hit = view.kv.match(request, self.instances)
-            if len({ref.instance for ref in hit.refs}) == 1:
+            if len({ref.pool for ref in hit.refs}) == 1:
                 members = self._members(request, hit.num_tokens, view)
         return len(self.instances) if is_too_large(request, view, members) else members
 
@@ -220,18 +205,17 @@ class Context(Policy, name="context"):
         """Returns up to `members` instances that can take it now, in order of proximity."""
         taken = self._taken(budget.view)
         able = [i for i in self.instances if i in budget.tokens and budget.seqs[i] > 0 and i not in taken]
-        if returning := self._returning(request, budget.view):
-            return returning if set(able).issuperset(returning) else ()
-        held = Counter(ref.instance for ref in budget.view.kv.match(request, self.instances).refs)
+        held = held_near(budget.view.kv.match(request, self.instances), budget.view.cluster)
         chosen = set(self._best(able, held, request, budget, members)[:members])
         return tuple(i for i in able if i in chosen)
 
     def _best(
         self, able: Sequence[int], held: Mapping[int, int], request: RequestView, budget: Budget, members: int
     ) -> list[int]:
-        """Sorts instances for a prompt that `members` share, of which they have `held` blocks. Prefers those with most
-        of its prefix, then the least load, then hosts with most candidates, then those that have handed out the fewest
-        blocks.
+        """Sorts instances for a prompt that `members` share, of which they have, or can load, `held` blocks.
+
+        Prefers those with most of its prefix, then the least load, then hosts with most candidates, then those that
+        have handed out the fewest blocks.
         """
         del request, members
         kv, host = budget.view.kv, self._host

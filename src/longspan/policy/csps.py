@@ -276,7 +276,11 @@ class Csps(Context, name="csps"):
             batch.add(self._group_parts.next(request, batch.budget, view.max_num_batched_tokens))
         decodes = batch.plan()
         batches = tuple([tuple([_routed(part, router) for part in parts]) for parts in prefills.batches])
-        return Plan(preempted=prefills.preempted + decodes.preempted, batches=batches + decodes.batches)
+        return Plan(
+            preempted=prefills.preempted + decodes.preempted,
+            loads=tuple([_routed(part, router) for part in prefills.loads]),
+            batches=batches + decodes.batches,
+        )
 
     @property
     def _side_by_side(self) -> bool:

@@ -20,7 +20,7 @@ from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.cost.partition_table import PartitionTable, parse_fractions
 from longspan.errors import ParameterError
-from longspan.policy.batching import Budget, single_part
+from longspan.policy.batching import Budget, load_part, single_part
 from longspan.policy.choosing import Chooser
 from longspan.policy.facts import Facts
 
@@ -282,8 +282,11 @@ class GroupParts:
         """Shards tokens of a request up to `end` over a group of several; those of an admission behind its `hit`.
 
         When the group has grown, what the request holds is spread over it first, if there is room for that. Each member
-        has a `partition` of a whole prompt, if one is given, and the last one what is left.
+        has a `partition` of a whole prompt, if one is given, and the last one what is left. While a hit is loaded the
+        part is empty.
         """
+        if hit is not None and hit.waits:
+            return load_part(request, group, budget, hit)
         if hit is None and (moves := self._even_moves(request, budget, group)):
             part = self._chunk(request, budget, group, None, most=most, end=end, moves=moves)
             if part is not None and budget.fits(part.new_blocks):

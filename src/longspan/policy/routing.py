@@ -44,10 +44,10 @@ class Router:
 
     def _free(self, instance: int) -> int:
         view = self._view
-        return view.kv.num_free(instance) - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
+        return view.kv.num_free(instance) - view.expected.get(instance, 0) - self._chosen.get(instance, 0)
 
     def _freeness(self, instance: int) -> float:
-        """Returns the free blocks for each request; where more are promised than free, minus the number missing."""
+        """Returns the free blocks for each request; where more are expected than free, minus the number missing."""
         free = self._free(instance)
         return free / max(1, len(self._view.running.on(instance))) if free > 0 else free
 
@@ -76,5 +76,6 @@ def joined(plans: Sequence[Plan]) -> Plan:
     """Makes one of plans for instances that have nothing in common."""
     return Plan(
         preempted=tuple([request for plan in plans for request in plan.preempted]),
+        loads=tuple([part for plan in plans for part in plan.loads]),
         batches=tuple([parts for plan in plans for parts in plan.batches]),
     )

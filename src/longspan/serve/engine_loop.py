@@ -57,7 +57,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
         return 1
     with closing(service):
         files, config = service.files, service.engine.config
-        pools = [service.engine.account.pool(instance) for instance in config.cluster.instances]
+        pools = [service.engine.kv.pool(instance) for instance in config.cluster.instances]
         started = messages.Started(
             name=files.name,
             tokenizer_dir=None if service.input_processor.tokenizer is None else str(files.tokenizer_dir),
@@ -367,8 +367,8 @@ class EngineLoop:
             num_prefix_queries=self._engine.num_prefix_queries,
             num_prefix_hits=self._engine.num_prefix_hits,
             num_external_queries=self._engine.num_external_queries,
-            num_host_hits=self._engine.tiers.num_hits,
-            num_disk_hits=self._engine.tiers.num_disk_hits,
+            num_host_hits=self._engine.kv.num_host_hits,
+            num_disk_hits=self._engine.kv.num_disk_hits,
             host_blocks=load.host_blocks,
             disk_blocks=load.disk_blocks,
             block_bytes=self._service.block_bytes,

@@ -230,7 +230,7 @@ class Timeline:
             return
         held, cached = {}, {}
         for role, instances in roles_of(engine.config.cluster).items():
-            pools = [engine.account.pool(i) for i in instances]
+            pools = [engine.kv.pool(i) for i in instances]
             num_blocks = sum(pool.num_blocks for pool in pools)
             held[role] = 1 - sum(pool.num_free for pool in pools) / num_blocks
             cached[role] = sum(pool.num_cached for pool in pools) / num_blocks

@@ -171,8 +171,6 @@ class Cdsp(Policy):
                 planned.begun = True
             elif request.group:
                 del self._plans[request_id]
-            elif self._has_returned_elsewhere(planned, view):
-                self._unplan(request)
         arrived = [request for request in view.startable if request.id in self._unplanned] if self._unplanned else []
         self._watch.renew(view.now_s)
         if arrived and self._queue.is_old(view.now_s):
@@ -186,26 +184,12 @@ class Cdsp(Policy):
             if request.was_admitted:
                 self._let_earlier_pass(request)
 
-    def _has_returned_elsewhere(self, planned: Planned, view: ClusterView) -> bool:
-        """Return True if the KV of a waiting request was loaded to other instances than those of its plan."""
-        returning = view.returning.get(planned.request.id)
-        return returning is not None and self._in_order(returning) != planned.group
-
     def _in_order(self, group: Collection[int]) -> tuple[int, ...]:
         return tuple([i for i in self.instances if i in group])
 
     def _planned(self, request: RequestView, view: ClusterView) -> Planned:
-        """Plans a request with what is cached, unless the instances that hold it are too many or too busy.
-
-        One that gave up its KV goes on where it has that again.
-        """
+        """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
-        if returning := self._in_order(view.returning.get(request.id, ())):
-            start = view.kv.match(request, returning).num_tokens
-            begin_s = max(queue_s[instance] for instance in returning)
-            seconds = self._planner.seconds(len(returning), request.num_tokens - start, start)
-            self._queue.book(returning, now_s + begin_s + seconds)
-            return Planned(request=request, start=start, spans=(Span(stop=request.num_tokens, group=returning),))
         used = [view.kv.num_allocated(instance) for instance in sorted(self.instances)]
         fresh = Prompt(
             new_tokens=request.num_tokens,
@@ -217,7 +201,7 @@ class Cdsp(Policy):
         assert best is not None, "no instance holds anything"
         hit = view.kv.match(request, self.instances)
         if hit.num_tokens:
-            held = tuple(sorted({ref.instance for ref in hit.refs}))
+            held = tuple(sorted({ref.pool for ref in hit.refs}.intersection(self.instances)))  # hosts load to any
             rest = replace(
                 fresh, new_tokens=request.num_tokens - hit.num_tokens, cached_tokens=hit.num_tokens, held=held
             )
@@ -247,7 +231,7 @@ class Cdsp(Policy):
         unscheduled = [
             planned
             for planned in self._plans.values()
-            if not planned.is_scheduled and (planned.begun or view.can_start(planned.request))
+            if not planned.is_scheduled and (planned.begun or planned.request.residency.can_start)
         ]
         if not unscheduled:  # everybody decodes
             return self._with_running(Batch(view, self._all)).plan(), False
@@ -261,7 +245,7 @@ class Cdsp(Policy):
         tried = [p.request for p in able if not p.begun and batch.instances.issuperset(p.next_group)]
         for request in batch.waiting(tried):
             batch.add(self._first_part(request, batch.budget, router))
-        begun = {part.request.id for part in batch.parts}
+        begun = {part.request.id for part in (*batch.parts, *batch.loads)}
         stuck = len(able) < len(in_turn) or any(request.id not in begun for request in tried)
         return batch.plan(), stuck
 
@@ -346,7 +330,7 @@ def _has_room(planned: Planned, budget: Budget) -> bool:
     if whole <= room:
         return True
     hit = kv.match(request, group)  # what others use, too, takes no room
-    return whole - len(hit.refs) + kv.hit_cost(hit, budget.claimed).total() <= room
+    return whole - hit.num_held + kv.hit_cost(hit, budget.claimed).total() <= room
 
 
 def _growing(plans: Iterable[Planned]) -> Growing:

@@ -1,0 +1,114 @@
+"""Finds the beginning of a request on devices, hosts and disks, and tells whether it is worth its way to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from longspan.core.blocks import BlockRef, PrefixHit
+from longspan.core.cluster import Cluster
+from longspan.core.kv.account import KvAccount
+from longspan.core.kv.copies import Copies
+from longspan.core.view import RequestView
+
+
+class SwapCost(Protocol):
+    """Says whether KV on a host or its disk is worth its way back.
+
+    Attributes:
+        block_s: seconds in which a block comes from the host to an instance.
+        load_s: seconds in which one comes from a disk to its host.
+    """
+
+    @property
+    def block_s(self) -> float: ...
+
+    @property
+    def load_s(self) -> float: ...
+
+    def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """Returns the seconds in which an instance computes tokens behind others whose KV it has."""
+
+
+SwapPrices = Callable[[Cluster], SwapCost | None]
+"""Says what copies cost on a cluster; None when they always pay."""
+
+
+@dataclass(kw_only=True)
+class _Found:
+    """The blocks of a beginning, in order of position, and how many of them are on hosts and on disks."""
+
+    refs: list[BlockRef]
+    num_tokens: int = 0
+    num_stored: int = 0
+    num_saved: int = 0
+
+
+class Lookup:
+    """Finds the beginnings of requests in all pools of a cluster.
+
+    Args:
+        copies: under way. A block that one of them fills is found like one that is filled.
+        swap: prices; None when a copy always pays.
+        has_tiers: whether hosts are looked at.
+    """
+
+    def __init__(
+        self, account: KvAccount, cluster: Cluster, copies: Copies, *, swap: SwapCost | None, has_tiers: bool
+    ) -> None:
+        self._account, self._cluster, self._copies, self._swap = account, cluster, copies, swap
+        self._has_tiers = has_tiers
+
+    def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
+        """Finds the longest beginning of a request on `group`, or on its hosts and disks if it pays to load that."""
+        hit = self._account.match(request, group)
+        if not self._has_tiers or request.scores_prompt or hit.num_tokens >= request.num_tokens - 1:
+            return hit
+        hosts = sorted({self._cluster.host_pool(instance) for instance in group})
+        all_disks = [disk for host in hosts if (disk := self._cluster.disk_pool(host)) is not None]
+        for disks in (all_disks, []) if all_disks else ([],):
+            found = self._find(request, group, hosts, disks)
+            if found.num_tokens > hit.num_tokens and self._pays(found, hit, len(group)):
+                return PrefixHit(
+                    refs=tuple(found.refs),
+                    num_tokens=found.num_tokens,
+                    num_loaded=found.num_stored + found.num_saved,
+                    waits=True,
+                )
+        return hit
+
+    def _find(
+        self, request: RequestView, group: Sequence[int], hosts: Sequence[int], disks: Sequence[int]
+    ) -> _Found:
+        """Follows the prefix keys of a request through devices of a group, hosts and disks."""
+        account, coming, size, found = self._account, self._copies.coming, request.block_size, _Found(refs=[])
+        limit, index = request.num_tokens - 1, 0
+        while (index + 1) * size <= limit:
+            key = request.parent_key(index + 1)
+            ref = account.find(key, group) or coming(key, group) or account.find(key, hosts) or coming(key, hosts)
+            ref = ref or account.find(key, disks)
+            if ref is None:
+                break
+            self._add(found, ref, size)
+            index += 1
+        rest = tuple(request.tokens(index * size, min(limit, (index + 1) * size)))
+        ref, length = account.find_begun(request.parent_key(index), rest, (*hosts, *disks))
+        if length:
+            self._add(found, ref, length)
+        return found
+
+    def _add(self, found: _Found, ref: BlockRef, num_tokens: int) -> None:
+        found.refs.append(ref)
+        found.num_tokens += num_tokens
+        tier = self._cluster.tier(ref.pool)
+        found.num_stored += tier == "host"
+        found.num_saved += tier == "disk"
+
+    def _pays(self, found: _Found, hit: PrefixHit, members: int) -> bool:
+        """Tells whether what hosts and disks have is quicker to copy than to compute; members of a group share both."""
+        if self._swap is None:
+            return True
+        copy_s = (found.num_stored + found.num_saved) * self._swap.block_s / members
+        copy_s += found.num_saved * self._swap.load_s
+        return copy_s < self._swap.recompute_s(found.num_tokens - hit.num_tokens, hit.num_tokens) / members

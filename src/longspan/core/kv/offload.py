@@ -1,0 +1,272 @@
+"""KV that leaves devices for the memory of their hosts: a second level of the prefix cache.
+
+What a request gives up is copied to its host, whether it ends or loses its KV to others, and is found there by the same
+names as on devices. Disks are a third level: what has come to a host is saved there at once.
+
+Of a request that outgrows its device the oldest blocks are spilled: they go to the host and stay in use there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from longspan.core.blocks import BlockRef
+from longspan.core.cluster import Cluster
+from longspan.core.kv.account import KvAccount
+from longspan.core.kv.copies import Copies, Copy
+from longspan.core.queues import Running
+from longspan.core.request import Request
+from longspan.core.steps import Content, MoveKV
+
+
+class Offload:
+    """Copies KV from devices to hosts, and from these to their disks. Without pools on hosts it does nothing.
+
+    What a request gives up while it goes on stays on hosts until it is admitted again or ends. That of ended requests
+    is a cache, which is evicted when others need the room. A host that is full of the former takes no more: what finds
+    no room is computed anew.
+
+    Args:
+        running: what it still needs of instances is left to it.
+        step_tokens, max_num_seqs: the bounds of a step on one instance.
+
+    Attributes:
+        peak_host_blocks: the most blocks of all hosts that were in use at once.
+    """
+
+    def __init__(
+        self,
+        account: KvAccount,
+        cluster: Cluster,
+        copies: Copies,
+        running: Running,
+        *,
+        step_tokens: int,
+        max_num_seqs: int,
+    ) -> None:
+        self._copies, self._running = copies, running
+        self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
+        self.peak_host_blocks = 0
+        self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
+        self._still_read: dict[int, list[BlockRef]] = {}  # by step, what it reads of blocks that were spilled meanwhile
+        self.regroup(account, cluster)
+
+    def regroup(self, account: KvAccount, cluster: Cluster) -> None:
+        """Goes on with another cluster and its account, which has the same pools on hosts and disks."""
+        self._account, self._cluster = account, cluster
+        self._is_active = bool(cluster.host_blocks) and account.prefix_caching
+
+    def restart(self, lost: Sequence[Copy]) -> None:
+        """Forgets what was under way to hosts. What requests gave up before stays theirs."""
+        incomplete = {target for copy in lost for _, target in copy.move.copies}
+        for request_id, blocks in self._given_up.items():
+            self._account.give_back([ref for ref in blocks if ref in incomplete])  # which copies of others were to fill
+            self._given_up[request_id] = [ref for ref in blocks if ref not in incomplete]
+        self._still_read.clear()
+
+    def moved(self, copy: Copy) -> list[MoveKV]:
+        """Takes a copy to a host that is done; returns the moves to disks that follow."""
+        saves = self._save(copy)
+        if copy.spilled is None:
+            self._account.let_go(reversed(copy.held))
+        else:
+            owner = copy.spilled
+            owner.num_hosted += sum(owner.spilling.pop(target, None) is not None for _, target in copy.move.copies)
+            self._read_hosted(owner, copy.held)
+        self._keep(copy.move.request_id, copy.kept)
+        return saves
+
+    def has_given_up(self, request: Request) -> bool:
+        """Tells whether hosts keep what a request gave up."""
+        return request.id in self._given_up
+
+    def is_leaving(self, request: Request) -> bool:
+        """Tells whether what a request gave up is still on its way to hosts."""
+        return any(copy.move.request_id == request.id and copy.move.way == "out" for copy in self._copies)
+
+    def release(self, request: Request) -> None:
+        """Leaves to the cache what a request gave up that has been admitted or has ended."""
+        self._account.give_back(reversed(self._given_up.pop(request.id, [])))
+
+    # ---------------------------------------------------------------- out
+
+    def leave(self, request: Request) -> list[MoveKV]:
+        """Makes moves of what a request is about to give up and its hosts do not have, as far as they have room."""
+        if not self._is_active:
+            return []
+        if request.finish_reason is None:
+            self._given_up.setdefault(request.id, [])
+        copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
+        kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
+        contents: defaultdict[int, list[Content]] = defaultdict(list)
+        for ref, content in self._account.contents(request):
+            is_hosted = self._cluster.tier(ref.pool) == "host"
+            number = ref.pool if is_hosted else self._cluster.host_pool(ref.instance)
+            pool = self._account.pool(number)
+            if (block := ref.block if is_hosted else self._on_host(number, content)) is not None:
+                pool.share(block)
+            elif pool.num_free:
+                block = pool.place(content)
+                copies[number].append((ref, BlockRef(number, block), content))
+            else:
+                break  # nobody finds what lies behind one that is missing
+            kept[number].append(BlockRef(number, block))
+            contents[number].append(content)
+        moves = []
+        for number, blocks in kept.items():
+            self._use_saved(self._cluster.disk_pool(number), contents[number])
+            if found := copies.get(number):
+                sources = [source for source, _, _ in found]
+                self._account.hold(sources)
+                moves.append(self._copies.begin("out", request.id, found, held=sources, kept=blocks))
+            else:
+                self._keep(request.id, blocks)
+        self.note_peak()
+        return moves
+
+    @property
+    def used_host_blocks(self) -> int:
+        """Counts the blocks of all hosts that are in use."""
+        pools = map(self._account.pool, self._cluster.host_pools)
+        return sum([one.num_blocks - one.num_free for one in pools])
+
+    def note_peak(self) -> None:
+        """Takes the blocks of hosts that are in use for the most, if they are."""
+        self.peak_host_blocks = max(self.peak_host_blocks, self.used_host_blocks)
+
+    def _on_host(self, number: int, content: Content) -> int | None:
+        """Finds the block of a host that has a content, or is about to."""
+        block = self._account.pool(number).holder(content)
+        return self._coming(number, content) if block is None else block
+
+    def _coming(self, pool: int, content: Content) -> int | None:
+        ref = self._copies.coming(content.key, (pool,))
+        return None if ref is None else ref.block
+
+    def _keep(self, request_id: int, blocks: Sequence[BlockRef]) -> None:
+        """Makes references of blocks on hosts those of a request that gave them up and goes on.
+
+        Of one that has ended, or was admitted meanwhile, they become the last that are evicted.
+        """
+        if request_id in self._given_up:
+            self._given_up[request_id] += blocks
+        else:
+            self._account.give_back(reversed(blocks))
+
+    def _use_saved(self, disk: int | None, contents: Sequence[Content]) -> None:
+        """Makes those that a disk has the last that are evicted there, and the first of them the very last."""
+        if disk is None:
+            return
+        pool = self._account.pool(disk)
+        for content in reversed(contents):
+            if (block := pool.holder(content)) is not None:
+                pool.share(block)
+                pool.release(block)
+
+    def _save(self, copy: Copy) -> list[MoveKV]:
+        """Makes a move to its disk of what has come to a host, as far as the disk lacks it and has room."""
+        host = copy.move.copies[0][1].pool
+        if (disk := self._cluster.disk_pool(host)) is None:
+            return []
+        above, below = self._account.pool(host), self._account.pool(disk)
+        found = []
+        for (_, source), content in zip(copy.move.copies, copy.contents, strict=True):
+            if above.holder(content) != source.block or self._coming(disk, content) is not None:
+                continue
+            if below.holder(content) is None and below.num_free:
+                above.share(source.block)
+                found.append((source, BlockRef(disk, below.place(content)), content))
+        kept = [ref for source, target, _ in found for ref in (source, target)]
+        return [self._copies.begin("save", copy.move.request_id, found, held=[], kept=kept)] if found else []
+
+    # ---------------------------------------------------------------- out, and in use there
+
+    def spill(self, waiting: Sequence[Request]) -> list[MoveKV]:
+        """Makes moves of the oldest blocks of requests that outgrow their device, as far as others need their room.
+
+        These are what the next step of an instance takes, and the first that waits where that is all it lacks.
+        """
+        if not self._is_active:
+            return []
+        due, most, asked = self._running.due_blocks, dict[int, int](), 0
+        room = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
+        for i in room:
+            most[i] = -(-self._step_tokens // self._account.block_size) + len(self._running.on(i))
+        if waiting:
+            asked = waiting[0].blocks_for(waiting[0].num_tokens)
+            asked = 0 if any(room[i] - due[i] >= asked for i in room) else asked
+        moves = list[MoveKV]()
+        for i, free in room.items():
+            has_seat = due[i] <= most[i] and len(self._running.on(i)) < self._max_num_seqs
+            num_short = min(max(0, due[i]), most[i]) + (min(asked, most[i]) if has_seat else 0) - free
+            if num_short > 0:
+                for request in reversed(list(self._running.on(i))):
+                    if num_short > 0 and self._account.outgrows(request, i):
+                        num_short -= self._spill(request, i, num_short, moves)
+        self.note_peak()
+        return moves
+
+    def _spill(self, request: Request, instance: int, most: int, moves: list[MoveKV]) -> int:
+        """Lets up to so many of a request's blocks lie on its host from now on; returns how many do.
+
+        Those that others read, too, stay: an instance would gain no room.
+        """
+        account, number = self._account, self._cluster.host_pool(instance)
+        own, host = account.pool(instance), account.pool(number)
+        copies, there = list[tuple[BlockRef, BlockRef, Content]](), list[BlockRef]()
+        for index in range(account.num_full(request)):
+            ref = request.table[index]
+            if ref.pool != instance or own.references(ref.block) > 1:
+                continue
+            content = account.content(request, index)
+            if (block := host.holder(content)) is not None:
+                host.share(block)
+                there.append(ref)
+            else:
+                if not host.num_free:
+                    self._forget_given_up()
+                if not host.num_free:
+                    break
+                block = host.place(content)
+                host.share(block)  # for the copy, which goes on if the request loses its KV
+                copies.append((ref, BlockRef(number, block), content))
+            request.table[index] = BlockRef(number, block)
+            if len(copies) + len(there) == most:
+                break
+        held = [source for source, _, _ in copies]
+        account.hold([*there, *held])
+        account.give_back([*there, *held])
+        if copies:
+            request.spilling.update({target: source for source, target, _ in copies})
+            kept = [target for _, target, _ in copies]
+            moves.append(self._copies.begin("out", request.id, copies, held=held, kept=kept, spilled=request))
+        if there:
+            request.num_hosted += len(there)
+            self._read_hosted(request, there)
+        return len(copies) + len(there)
+
+    def _read_hosted(self, request: Request, before: Sequence[BlockRef]) -> None:
+        """Lets ranks read what has come to a host; its blocks `before` are free once no step in flight reads them."""
+        request.sent_blocks = request.sent_output = 0
+        if request.in_flight:
+            self._still_read.setdefault(request.last_step, []).extend(before)
+        else:
+            self._account.let_go(before)
+
+    def computed(self, number: int) -> None:
+        """Takes the completion of a step: what it still read on devices is free."""
+        if self._still_read:
+            self._account.let_go(self._still_read.pop(number, ()))
+
+    def relent(self) -> bool:
+        """Leaves to the cache what requests that wait gave up; returns whether there was any."""
+        has_any = any(self._given_up.values())
+        self._forget_given_up()
+        return has_any
+
+    def _forget_given_up(self) -> None:
+        """Leaves to the cache what requests that wait gave up."""
+        for blocks in self._given_up.values():
+            self._account.give_back(reversed(blocks))
+            blocks.clear()
