@@ -30,7 +30,7 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy.facts import Facts, early_facts, known_facts, measured_turns
+from longspan.policy.facts import Facts, known_facts, measured_turns
 from longspan.policy.registry import PolicyChoice, make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
@@ -139,7 +139,7 @@ class ResolvedEngine:
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
         cluster, options = resolved.cluster, resolved.policy_options
-        early = early_facts(cluster, resolved.turns)
+        early = Facts(cluster=cluster, turns=resolved.turns)
         wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
         model = model or EngineModel.of(given)  # may compile and fetch: checks first
         info = model.info

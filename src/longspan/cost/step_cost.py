@@ -7,19 +7,25 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture
+from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.catalog import Kernels
-from longspan.cost.channels import Channel, Share, Shares, shares_of
+from longspan.cost.channels import Channel, Share, Shares, attention_s, shares_of
 from longspan.cost.flows import Flow, alone_s, block_pairs, host_flows
 from longspan.cost.forward import Breakdown, Roofline, rooflines
 from longspan.cost.topology import Devices
+
+if TYPE_CHECKING:
+    from longspan.cost.csa_pipeline import Rates
+
+_RATED_TOKENS = 16384
+"""Length of the prompt whose speed stands for others in prices of sparse attention. Shorter ones fill devices less."""
 
 
 class StepCost(Protocol):
@@ -114,12 +120,29 @@ def wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCo
             layers_s[instance] += moved_s + (cost.num_layers - 1) * max(0.0, moved_s - layer_s)
 
 
+def sparse_share(part: Part, hosts: tuple[int, ...], shape: ModelShape, rates: Rates) -> float:
+    """Predict the time of a part with drops, relative to the same part by the exact exchange.
+
+    Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt is
+    known from its last chunk, and before that from its partitions.
+
+    Args:
+        hosts: the host of each member.
+    """
+    from longspan.cost.csa_price import time_share  # noqa: PLC0415 - few prompts are sparse
+
+    assert part.exchange.sparse is not None, f"{part.exchange} has a setting"
+    num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * len(hosts)
+    return time_share(part.exchange, num_tokens, hosts, shape, rates)
+
+
 class RooflineCost:
     """Seconds of Forwards whose parts may differ in group and exchange, from the operators that `estimate` uses.
 
     Linear layers are computed over all tokens of an instance together, attention and messages by channel: the parts of
     one group and exchange. Keys of earlier steps count as spread evenly over the group, except that the members of a
-    chain have them all.
+    chain have them all. A prompt by the sparse form of an exchange takes a share of the time of the exact one, see
+    `csa_price`.
 
     Prefill and decode instances may be split differently; a Forward is of one kind of them.
 
@@ -142,6 +165,7 @@ class RooflineCost:
         self._cluster, self._bus, self._is_host = cluster, catalog.link(device.bus), device.is_host
         self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
+        self._rates = lru_cache(maxsize=2**8)(self.rates)
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """Returns flows of which each rank of a target gets its own heads, and the ranks of a source send equal parts.
@@ -209,6 +233,28 @@ class RooflineCost:
             for instance, head_s in heads_s.items()
         }
 
+    def rates(self, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
+        """Return the speeds of each member of a prefill group on these hosts, by which sparse attention is priced.
+
+        Args:
+            slow: the factor by which instances take longer than their cost.
+        """
+        from longspan.cost.csa_pipeline import LinkSpeed, Rates  # noqa: PLC0415 - few prompts are sparse
+
+        line, number = self.lines[0], _RATED_TOKENS
+        layer, topology, shape = line.layer, line.topology, self._model.attention
+        pairs = number * (number + 1) // 2
+        attended_s = attention_s(layer, Share(number, pairs, number**2, number), keys=number)
+        members, senders = len(hosts), max(Counter(hosts).values())
+        inside_s = slow * topology.inside.latency_s
+        between_s = slow * topology.between.collective_s * (len(set(hosts)) - 1).bit_length()
+        return Rates(
+            inside=LinkSpeed(layer.tp * topology.inside.bytes_per_s / slow, inside_s / max(1, senders - 1)),
+            between=LinkSpeed(topology.speed_between(senders) / slow, between_s / max(1, members - senders)),
+            pairs_per_s=shape.num_heads * pairs / attended_s / slow,
+            rest_s=slow * line.times([], {0: number}, {})[0].total_s / number / members,
+        )
+
     def _layers_and_heads_s(self, forward: Forward) -> tuple[dict[int, float], dict[int, float]]:
         """Returns the time of all layers of each instance, and that of its output head."""
         times, channels = self._times(forward)
@@ -243,23 +289,42 @@ class RooflineCost:
             if part.sample is not None:
                 instance = part.sample.instance
                 sampled[instance] = sampled.get(instance, 0) + 1
+            is_sparse = exchange.sparse is not None
+            if is_sparse:
+                exchange = exchange.exact_form
             if part.stop - part.start == 1:
                 found = decodes.get((group, exchange))
                 if found is None:
                     found = decodes[group, exchange] = _Decodes(group)
                 tokens[found.add(part)] += 1
                 continue
-            # Each chain has pieces of its own.
-            prompts.setdefault((group, exchange, part.request_id if exchange.traits.skewed else -1), []).append(part)
+            # Each chain has pieces of its own, and each prompt with drops its own share.
+            is_alone = is_sparse or exchange.traits.skewed
+            prompts.setdefault((group, exchange, part.request_id if is_alone else -1), []).append(part)
         channels = [found.channel(exchange) for (_, exchange), found in decodes.items()]
+        sparse: list[tuple[Part, Channel]] = []
         for parts in prompts.values():
             channel = _channel(parts)
             channels.append(channel)
+            if parts[0].exchange.sparse is not None:
+                sparse.append((parts[0], channel))
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
+        for part, channel in sparse:
+            self._take_share(part, channel, times)
         self._wait_for_hosts(forward, times)
         return times, channels
+
+    def _take_share(self, part: Part, channel: Channel, times: dict[int, Breakdown]) -> None:
+        """Reduce the times of an exact channel to the share that its sparse form takes."""
+        line = self._line(part.group[0])
+        hosts = tuple([line.topology.hosts[instance] for instance in part.group])
+        share = sparse_share(part, hosts, self._model.attention, self._rates(hosts))
+        tokens = dict(zip(channel.group, channel.shares.queries, strict=True))
+        for instance, alone in line.times([channel], tokens, {}).items():
+            saved = {name: (share - 1) * seconds for name, seconds in alone.as_dict().items()}
+            times[instance] += Breakdown(**saved)
 
     def _wait_for_hosts(self, forward: Forward, times: dict[int, Breakdown]) -> None:
         """Adds what keys on hosts take: each rank of an instance gets those of its heads over its own bus.
@@ -349,9 +414,9 @@ def _coupled(channels: Sequence[Channel]) -> Iterable[Collection[int]]:
 
 
 def _channel(parts: Sequence[Part]) -> Channel:
-    first, keys = parts[0], sum(part.stop for part in parts)
-    shares = shares_of(first.exchange, first.runs, first.start, first.stop)
+    first, keys, exchange = parts[0], sum(part.stop for part in parts), parts[0].exchange.exact_form
+    shares = shares_of(exchange, first.runs, first.start, first.stop)
     for part in parts[1:]:
-        more = shares_of(first.exchange, part.runs, part.start, part.stop)
+        more = shares_of(exchange, part.runs, part.start, part.stop)
         shares = [Share(*map(add, *both)) for both in zip(shares, more, strict=True)]
-    return Channel(exchange=first.exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)
+    return Channel(exchange=exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)

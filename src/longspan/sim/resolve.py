@@ -32,7 +32,7 @@ from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
-from longspan.policy.facts import Facts, early_facts, known_facts, measured_turns
+from longspan.policy.facts import Facts, known_facts, measured_turns
 from longspan.policy.registry import make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.sim.experiment import Experiment
@@ -57,12 +57,9 @@ def computed_experiment(
         raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
     clusters = _clusters(spec, model, scheduling)
     cluster, hardware = clusters[0], spec.hardware
+    speed, per_host = spec.link_gbytes_per_s, spec.devices_per_host(cluster)
     devices = Devices(
-        hardware=hardware,
-        gpus_per_host=spec.devices_per_host(cluster),
-        hosts=spec.hosts,
-        link=spec.link,
-        link_gbytes_per_s=spec.link_gbytes_per_s,
+        hardware=hardware, gpus_per_host=per_host, hosts=spec.hosts, link=spec.link, link_gbytes_per_s=speed
     )
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
@@ -71,7 +68,7 @@ def computed_experiment(
     estimate = None if scheduling.policy == "runahead" else partial(levelled_fractions, line)  # runahead searches
     partitions = ModelledPartitions(search, estimate)
     turns = clusters if len(clusters) > 1 else ()
-    early = early_facts(cluster, turns, model=model.name, partitions=partitions)
+    early = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))
     clusters = tuple(_with_pools(one, cost.resharded(one), model, scheduling) for one in clusters)
     cluster, turns = clusters[0], clusters if turns else ()
@@ -106,6 +103,7 @@ def computed_experiment(
         hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         turns=turns,
         turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
+        rates=partial(cost.rates, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
     return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
