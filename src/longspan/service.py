@@ -72,7 +72,7 @@ class Service:
         is_open = measures_memory(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_open else by_rule(given))
         cluster = setup.config.cluster
-        self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
+        self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.kv.block_bytes
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}

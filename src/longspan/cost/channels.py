@@ -180,9 +180,7 @@ def cost_of(exchange: Exchange) -> ExchangeCost:
 
 
 def channel_time(layer: Layer, topology: Topology, channel: Channel, cost: ExchangeCost | None = None) -> ChannelTime:
-    """Predicts one layer of any channel that is not skewed or sparse, by the registered cost of its exchange unless one
-    is given.
-    """
+    """Predict one layer of a channel that is not skewed or sparse, by the registered cost unless one is given."""
     if len(channel.group) == 1:
         return ChannelTime(attention_s=attention_s(layer, channel.shares.of_member(0), keys=channel.keys))
     time = (cost or cost_of(channel.exchange)).time

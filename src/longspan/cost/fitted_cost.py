@@ -209,11 +209,9 @@ class FittedCost:
         """Predict the time of a prompt with drops, relative to the exact exchange, which was measured."""
         from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few prompts are sparse
 
-        cluster, members = self._cluster, len(part.group)
-        hosts = (0,) * members
-        if cluster is not None:
-            hosts = tuple([cluster.hosts[cluster.rank(instance)] for instance in part.group])
-        rates = rates_of_profile(self._profile, self._shape, members)
+        cluster = self._cluster
+        hosts = tuple([0 if cluster is None else cluster.hosts[cluster.rank(instance)] for instance in part.group])
+        rates = rates_of_profile(self._profile, self._shape, len(hosts))
         return 1.0 if rates is None else sparse_share(part, hosts, self._shape, rates)
 
     def _measured_as(self, prefill: Prefill) -> int:

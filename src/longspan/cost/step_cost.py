@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from longspan.cost.csa_pipeline import Rates
 
 _RATED_TOKENS = 16384
-"""Length of the prompt whose speed stands for others in prices of sparse attention. Shorter ones fill devices less."""
+"""Tokens of the prompt by whose speed sparse attention is priced. Shorter prompts fill devices less."""
 
 
 class StepCost(Protocol):
@@ -34,38 +34,31 @@ class StepCost(Protocol):
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        ...
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """Times each of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
         do not hide is in it, its `streams` are not. Passing a token on takes no time.
         """
-        ...
 
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
         """Says the same of each pipeline stage of its `instances`, one after the other: they add up to `seconds`."""
-        ...
 
     def exposed_s(self, forward: Forward) -> dict[int, float] | None:
         """Says which part of `seconds` each instance, or the member that it waits for, waits for messages.
 
         None when the cost does not tell them apart.
         """
-        ...
 
     def flows(self, move: MoveKV) -> Sequence[Flow]:
         """Says what a transfer sends over which links, from each of its sources to each of its targets, or what goes
         between them and the pools of their hosts.
         """
-        ...
 
     def resharded(self, cluster: Cluster) -> StepCost:
         """Returns the cost of the same model and devices in another cluster."""
-        ...
 
     def reshard(self, cluster: Cluster) -> ReshardCost:
         """Says what it takes to take places in another cluster."""
-        ...
 
 
 class ReshardCost(NamedTuple):
@@ -125,9 +118,6 @@ def sparse_share(part: Part, hosts: tuple[int, ...], shape: ModelShape, rates: R
 
     Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt is
     known from its last chunk, and before that from its partitions.
-
-    Args:
-        hosts: the host of each member.
     """
     from longspan.cost.csa_price import time_share  # noqa: PLC0415 - few prompts are sparse
 
@@ -234,11 +224,7 @@ class RooflineCost:
         }
 
     def rates(self, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
-        """Return the speeds of each member of a prefill group on these hosts, by which sparse attention is priced.
-
-        Args:
-            slow: the factor by which instances take longer than their cost.
-        """
+        """Return the speeds of each member of a prefill group on these hosts, which takes `slow` times as long."""
         from longspan.cost.csa_pipeline import LinkSpeed, Rates  # noqa: PLC0415 - few prompts are sparse
 
         line, number = self.lines[0], _RATED_TOKENS
@@ -250,7 +236,10 @@ class RooflineCost:
         between_s = slow * topology.between.collective_s * (len(set(hosts)) - 1).bit_length()
         return Rates(
             inside=LinkSpeed(layer.tp * topology.inside.bytes_per_s / slow, inside_s / max(1, senders - 1)),
-            between=LinkSpeed(topology.speed_between(senders) / slow, between_s / max(1, members - senders)),
+            between=LinkSpeed(
+                layer.tp * topology.between.flow(senders * min(layer.tp, topology.gpus_per_host)) / slow,
+                between_s / max(1, members - senders),
+            ),
             pairs_per_s=shape.num_heads * pairs / attended_s / slow,
             rest_s=slow * line.times([], {0: number}, {})[0].total_s / number / members,
         )
@@ -289,9 +278,6 @@ class RooflineCost:
             if part.sample is not None:
                 instance = part.sample.instance
                 sampled[instance] = sampled.get(instance, 0) + 1
-            is_sparse = exchange.sparse is not None
-            if is_sparse:
-                exchange = exchange.exact_form
             if part.stop - part.start == 1:
                 found = decodes.get((group, exchange))
                 if found is None:
@@ -299,20 +285,18 @@ class RooflineCost:
                 tokens[found.add(part)] += 1
                 continue
             # Each chain has pieces of its own, and each prompt with drops its own share.
-            is_alone = is_sparse or exchange.traits.skewed
+            is_alone = exchange.sparse is not None or exchange.traits.skewed
             prompts.setdefault((group, exchange, part.request_id if is_alone else -1), []).append(part)
         channels = [found.channel(exchange) for (_, exchange), found in decodes.items()]
-        sparse: list[tuple[Part, Channel]] = []
         for parts in prompts.values():
             channel = _channel(parts)
             channels.append(channel)
-            if parts[0].exchange.sparse is not None:
-                sparse.append((parts[0], channel))
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
-        for part, channel in sparse:
-            self._take_share(part, channel, times)
+        for parts, channel in zip(prompts.values(), channels[len(decodes) :], strict=True):
+            if parts[0].exchange.sparse is not None:
+                self._take_share(parts[0], channel, times)
         self._wait_for_hosts(forward, times)
         return times, channels
 
@@ -371,7 +355,7 @@ class _Decodes:
         keys = sum(seen)
         held = (keys / len(seen),) * len(seen)
         shares = Shares(tuple(self._queries.values()), seen, seen, held)
-        exchange = RING_Q if exchange.traits.skewed else exchange
+        exchange = RING_Q if exchange.traits.skewed else exchange.exact_form
         return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
 
 

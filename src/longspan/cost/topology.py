@@ -112,10 +112,6 @@ class Topology:
         link = self.between if len(set(self.hosts)) > 1 else self.inside
         return self.tp * link.flow(self._flows)
 
-    def speed_between(self, senders: int) -> float:
-        """Return bytes per second from all ranks of an instance to other hosts, while `senders` of its host send."""
-        return self.tp * self.between.flow(senders * self._flows)
-
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
         """Times messages from each rank of an instance to its counterpart in another, all at once."""
         if self.hosts[sender] == self.hosts[receiver]:

@@ -23,7 +23,7 @@ from longspan.cost.estimate import (
 )
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
-from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY
+from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY, KvShape, with_pools
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions_by, modelled_ttft
 from longspan.cost.pricing import PricedTurns, predicted_profile
@@ -70,7 +70,8 @@ def computed_experiment(
     turns = clusters if len(clusters) > 1 else ()
     early = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))
-    clusters = tuple(_with_pools(one, cost.resharded(one), model, scheduling) for one in clusters)
+    kv = kv_shape(model, scheduling.block_size)
+    clusters = tuple([_with_pools(one, cost.resharded(one).lines, kv, scheduling) for one in clusters])
     cluster, turns = clusters[0], clusters if turns else ()
     profile_key = ProfileKey(
         model=model.name,
@@ -114,11 +115,12 @@ def measured_experiment(
 ) -> Experiment:
     """Makes an experiment on a cluster of instances that cost what was measured of one."""
     key = profile.profile_key
-    num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
-    clusters = tuple(
-        _with_tiers(one.with_blocks([num_blocks] * one.num_instances), model, scheduling)
-        for one in _clusters(spec, model, scheduling)
-    )
+    kv, num_blocks = kv_shape(model, scheduling.block_size), math.ceil(_PROFILED_TOKENS / scheduling.block_size)
+
+    def memory(one: Cluster, instance: int) -> float:
+        return num_blocks * kv.rank_block_bytes(one, instance)
+
+    clusters = tuple([with_pools(one, kv, scheduling, memory, "") for one in _clusters(spec, model, scheduling)])
     cluster, turns = clusters[0], clusters if len(clusters) > 1 else ()
     if {one.tp(instance) for one in clusters for instance in one.instances} != {key.tp}:
         given = " and ".join(map(str, clusters))
@@ -200,21 +202,15 @@ def _measured_tokens(
     )
 
 
-def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the blocks that fit beside weights and the activations of a full step; of several stages, each computes
-    its part of that at once.
-    """
+def _with_pools(cluster: Cluster, lines: Sequence[Roofline], kv: KvShape, scheduling: SchedulingArgs) -> Cluster:
+    """Size pools of devices by what weights and a full step leave, of which each stage computes a part at once."""
     assert scheduling.max_num_batched_tokens is not None, "the size of steps was found before"
-    tokens, layer = -(-scheduling.max_num_batched_tokens // len(line.stages)), line.layer
-    full = full_step(line, tokens)
-    block = scheduling.block_size * layer.kv_bytes * max(map(len, line.stages))
-    found = int(full.kv_room // block)
-    if found < 1:
-        raise ValueError(
-            f"no KV block fits into {USED_MEMORY:.0%} of a device's memory beside a step of {tokens} tokens: "
-            f"{full.arithmetic}: use a larger tp, or fewer max_num_batched_tokens"
-        )
-    return found
+    tokens = [-(-scheduling.max_num_batched_tokens // len(line.stages)) for line in lines]
+    full = [full_step(*both) for both in zip(lines, tokens, strict=True)]
+    tightest = min(range(len(full)), key=lambda role: full[role].kv_room)
+    words = f"beside a step of {tokens[tightest]} tokens {USED_MEMORY:.0%} of a device hold {full[tightest].arithmetic}"
+    advice = f"{words}: use a larger tp, or fewer max_num_batched_tokens"
+    return with_pools(cluster, kv, scheduling, lambda one, i: full[-1 if i in one.decode else 0].kv_room, advice)
 
 
 def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs) -> tuple[Cluster, ...]:
@@ -223,14 +219,8 @@ def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs
     return tuple(one.with_layers(model.attention.num_layers, model.head_layers) for one in found)
 
 
-def _with_pools(cluster: Cluster, cost: RooflineCost, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
-    """Gives the devices of a cluster, and the tiers below them, as many blocks as they have room for."""
-    blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
-    numbers = [blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances]
-    return _with_tiers(cluster.with_blocks(numbers), model, scheduling)
-
-
-def _with_tiers(cluster: Cluster, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
-    """Gives hosts and their disks pools of blocks with all layers and heads."""
-    block_bytes = model.attention.block_bytes(scheduling.block_size)
-    return cluster.with_tiers(block_bytes, host_kv_gib=scheduling.host_kv_gib, disk_kv_gib=scheduling.disk_kv_gib)
+def kv_shape(model: Architecture, block_size: int) -> KvShape:
+    """Return the keys and values of a model of which all layers are alike."""
+    shape = model.attention
+    layers = ((shape.num_heads, shape.num_kv_heads, shape.head_dim),) * shape.num_layers
+    return KvShape(layers, shape.bytes_per_element, block_size)
