@@ -203,7 +203,7 @@ def _measured_tokens(
 
 
 def _with_pools(cluster: Cluster, lines: Sequence[Roofline], kv: KvShape, scheduling: SchedulingArgs) -> Cluster:
-    """Size pools of devices by what weights and a full step leave, of which each stage computes a part at once."""
+    """Return the cluster with device pools in the memory beside weights and a full step, shared by its stages."""
     assert scheduling.max_num_batched_tokens is not None, "the size of steps was found before"
     tokens = [-(-scheduling.max_num_batched_tokens // len(line.stages)) for line in lines]
     full = [full_step(*both) for both in zip(lines, tokens, strict=True)]
