@@ -11,10 +11,10 @@ import torch
 from longspan import limits
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
+from longspan.core.kv_record import KvRecord
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
-from longspan.model.sharding import Shard
-from longspan.runtime.pool import PROCESS_BYTES, bytes_per_block, default_kv_bytes
+from longspan.runtime.pool import PROCESS_BYTES, default_kv_bytes
 
 _log = logging.getLogger("longspan")
 KvBytes = Callable[[Cluster, int, int], int]
@@ -54,14 +54,14 @@ def unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
 
 
 def with_pools(
-    cluster: Cluster, block_bytes: int, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
+    cluster: Cluster, record: KvRecord, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
 ) -> Cluster:
     """Return the cluster with pools on devices, hosts and disks; raise ValueError when memory for them is missing."""
     _check_hosts(given.host_kv_gib, cluster)
-    cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
+    cluster = cluster.with_tiers(record.block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
     found, needed = [], 0
     for instance in cluster.instances:
-        per_block = _bytes_per_block(info, cluster, instance, given.block_size, dtype)
+        per_block = _bytes_per_block(record, cluster, instance)
         num_blocks = given.num_gpu_blocks_override
         if num_blocks is None:
             of_rank, remedy = given.kv_cache_memory_bytes, "allow more"
@@ -112,11 +112,10 @@ def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.
     return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize
 
 
-def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_size: int, dtype: torch.dtype) -> int:
-    """Counts what the fullest rank has of a block."""
-    specs = Shard(index=0, size=cluster.tp(instance), specs=info.specs).local_specs
-    stages = (cluster.layers(instance, stage) for stage in range(cluster.pp(instance)))
-    return max(bytes_per_block([specs[i] for i in layers], block_size, dtype) for layers in stages)
+def _bytes_per_block(record: KvRecord, cluster: Cluster, instance: int) -> int:
+    """Counts what the fullest rank has of a block. The first shard has the most heads."""
+    share = record.of_shard(0, cluster.tp(instance))
+    return max(share.of_layers(cluster.layers(instance, stage)).block_bytes for stage in range(cluster.pp(instance)))
 
 
 def _check_hosts(gib: float, cluster: Cluster) -> None:
