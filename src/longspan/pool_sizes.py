@@ -11,7 +11,8 @@ import torch
 from longspan import limits
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
-from longspan.cost.memory import KvShape
+from longspan.core.kv_record import KvRecord
+from longspan.cost.memory import rank_block_bytes
 from longspan.cost.memory import with_pools as memory_pools
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
@@ -55,7 +56,7 @@ def unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
 
 
 def with_pools(
-    cluster: Cluster, kv: KvShape, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
+    cluster: Cluster, record: KvRecord, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
 ) -> Cluster:
     """Return the cluster with pools on devices, hosts and disks; raise ValueError when memory for them is missing."""
     _check_hosts(given.host_kv_gib, cluster)
@@ -65,8 +66,10 @@ def with_pools(
         return kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype)) if of_rank is None else of_rank
 
     advice = memory_remedy(given) if given.kv_cache_memory_bytes is None else "allow more"
-    cluster = memory_pools(cluster, kv, given, memory, advice)
-    needed = (n * kv.rank_block_bytes(cluster, i) * len(cluster.ranks(i)) for i, n in enumerate(cluster.num_blocks))
+    cluster = memory_pools(cluster, record, given, memory, advice)
+    needed = (
+        n * rank_block_bytes(record, cluster, i) * len(cluster.ranks(i)) for i, n in enumerate(cluster.num_blocks)
+    )
     _check_given(given, sum(needed))
     return cluster
 

@@ -21,9 +21,9 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
+from longspan.core.kv_record import KvRecord
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config
-from longspan.cost.memory import KvShape
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
@@ -36,6 +36,7 @@ from longspan.policy.registry import PolicyChoice, make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
+from longspan.runtime.block_records import kv_record
 from longspan.runtime.pool import default_step_bytes
 from longspan.runtime.split_check import check_splits
 
@@ -52,13 +53,13 @@ class EngineModel:
 
     Attributes:
         kernels: the compiled attention kernels of our own; None when PyTorch's are used.
-        kv: its keys and values, as KV pools hold them.
+        record: of a KV block with all layers and heads.
     """
 
     files: ModelFiles
     info: ModelInfo
     kernels: Path | None
-    kv: KvShape
+    record: KvRecord
 
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
@@ -86,9 +87,8 @@ class EngineModel:
             if lacks_kernels and (given.device, files.dtype) == ("cpu", "bfloat16"):
                 warn_of_slow_bfloat16()
         info = read_info(files.weights)
-        layers = tuple([(one.num_heads, one.num_kv_heads, one.head_dim) for one in info.specs])
-        kv = KvShape(layers, DTYPES[files.dtype].itemsize, given.block_size)
-        return cls(files=files, info=info, kernels=kernels, kv=kv)
+        record = kv_record(info.specs, given.block_size, DTYPES[files.dtype])
+        return cls(files=files, info=info, kernels=kernels, record=record)
 
     @property
     def shape(self) -> ModelShape:
@@ -150,7 +150,7 @@ class ResolvedEngine:
             check_split(info, model.files, one, wanted)
         check_host_memory(given.host_kv_gib, clusters[0])
         dtype = DTYPES[model.files.dtype]
-        clusters = [with_pools(one, model.kv, info, given, kv_bytes, dtype=dtype) for one in clusters]
+        clusters = [with_pools(one, model.record, info, given, kv_bytes, dtype=dtype) for one in clusters]
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
         facts = _facts(profile_key, model.shape, cluster, given.block_size, turns)
@@ -254,8 +254,7 @@ class ResolvedEngine:
             num_device_pools=before.host_pools.start,
             locations=locations,
         ).with_layers(info.num_layers, info.head_layers)
-        dtype = DTYPES[self.model.files.dtype]
-        return with_pools(cluster, self.model.kv, info, given, self.kv_bytes, dtype=dtype)
+        return with_pools(cluster, self.model.record, info, given, self.kv_bytes, dtype=DTYPES[self.model.files.dtype])
 
 
 def _facts(
@@ -317,7 +316,7 @@ def swap_price(
     assert facts.hardware is not None, "an engine has typical speeds"
     info = model.info
     token_flops = 2 * (info.num_layers * info.layer_weights + info.vocab_size * info.hidden_size)
-    return SwapPrice.typical(model.shape, facts.hardware, token_flops=token_flops, block_bytes=model.kv.block_bytes)
+    return SwapPrice.typical(model.shape, facts.hardware, token_flops=token_flops, block_bytes=model.record.block_bytes)
 
 
 def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, least: int) -> int:

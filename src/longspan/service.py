@@ -16,12 +16,12 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.kv_record import KvRecord
 from longspan.core.options import PolicySettings
 from longspan.core.sparse import is_tuned
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
-from longspan.model.info import ModelInfo
 from longspan.model.store import DTYPES
 from longspan.policy.facts import Facts
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
@@ -72,14 +72,14 @@ class Service:
         is_open = measures_memory(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_open else by_rule(given))
         cluster = setup.config.cluster
-        self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.kv.block_bytes
+        self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.record.block_bytes
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}
         if cluster.host_blocks:
             self._host_memory = _map_hosts(cluster, self.block_bytes, acquired)
         if cluster.disk_blocks:
-            self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory, acquired)
+            self._disks = _open_disks(given, self.files, setup.model.record, cluster, self._host_memory, acquired)
         self._worker_config = WorkerConfig(
             files=self.files,
             cluster=cluster,
@@ -144,7 +144,7 @@ class Service:
         cluster, largest = largest_step(setup.config, self.info.context_length)
         try:
             self.executor = acquired.enter_context(self._start_workers(cluster))
-            found = DeviceMemory(cluster=cluster, ranks=self.executor.measure(largest))
+            found = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
             setup = setup.with_pools_of(found.kv_bytes)
             self.executor.change_pools(setup.config.cluster)
         except OutOfMemoryError as error:
@@ -339,7 +339,7 @@ def _map_hosts(cluster: Cluster, block_bytes: int, acquired: ExitStack) -> list[
 def _open_disks(
     given: EngineArgs,
     files: ModelFiles,
-    info: ModelInfo,
+    record: KvRecord,
     cluster: Cluster,
     host_memory: Sequence[HostMemory],
     acquired: ExitStack,
@@ -355,7 +355,7 @@ def _open_disks(
     disks = {}
     for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):
         size, memory = cluster.host_blocks[host], host_memory[host].path
-        blocks = map_blocks(memory, info.specs, num_blocks=size, block_size=given.block_size, dtype=dtype)
+        blocks = map_blocks(memory, record, num_blocks=size, block_size=given.block_size, dtype=dtype)
         path = folder / model / f"host-{host}"
         disks[pool] = acquired.enter_context(closing(DiskPool(path, model, num_blocks=num_blocks, host=blocks)))
     return disks

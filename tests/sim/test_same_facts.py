@@ -20,7 +20,7 @@ from longspan.policy.registry import policy_names
 from longspan.profiling.store import profile_file
 from longspan.resolve import ResolvedEngine
 from longspan.sim.experiment import Experiment
-from longspan.sim.resolve import kv_shape
+from longspan.sim.resolve import kv_record
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment, read_architecture, resolved_dtype
 
@@ -100,10 +100,10 @@ def test_pools_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path, op
     bare = ClusterSpec(parallel=options["parallel"], hardware="a100-sxm-80g").clusters("chunked")[0]
     sizes = read_architecture(str(tiny), dtype="float32")
     cluster = bare.with_layers(sizes.attention.num_layers, sizes.head_layers)
-    simulated = with_pools(cluster, kv_shape(sizes, 16), scheduling, lambda *_: 10**6, "")
+    simulated = with_pools(cluster, kv_record(sizes, 16), scheduling, lambda *_: 10**6, "")
     for name in ("num_blocks", "host_blocks", "disk_blocks", "num_device_pools"):
         assert getattr(engine.config.cluster, name) == getattr(simulated, name), name
-    assert engine.model.kv == kv_shape(sizes, 16)
+    assert engine.model.record == kv_record(sizes, 16)
 
 
 def test_steps_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path) -> None:

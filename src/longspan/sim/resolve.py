@@ -11,6 +11,7 @@ from functools import partial
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import CHAIN, of_any_layout
+from longspan.core.kv_record import KvRecord, LayerRecord
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
@@ -23,7 +24,7 @@ from longspan.cost.estimate import (
 )
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
-from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY, KvShape, with_pools
+from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY, rank_block_bytes, with_pools
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions_by, modelled_ttft
 from longspan.cost.pricing import PricedTurns, predicted_profile
@@ -70,8 +71,8 @@ def computed_experiment(
     turns = clusters if len(clusters) > 1 else ()
     early = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))
-    kv = kv_shape(model, scheduling.block_size)
-    clusters = tuple([_with_pools(one, cost.resharded(one).lines, kv, scheduling) for one in clusters])
+    record = kv_record(model, scheduling.block_size)
+    clusters = tuple([_with_pools(one, cost.resharded(one).lines, record, scheduling) for one in clusters])
     cluster, turns = clusters[0], clusters if turns else ()
     profile_key = ProfileKey(
         model=model.name,
@@ -115,12 +116,12 @@ def measured_experiment(
 ) -> Experiment:
     """Makes an experiment on a cluster of instances that cost what was measured of one."""
     key = profile.profile_key
-    kv, num_blocks = kv_shape(model, scheduling.block_size), math.ceil(_PROFILED_TOKENS / scheduling.block_size)
+    record, num_blocks = kv_record(model, scheduling.block_size), math.ceil(_PROFILED_TOKENS / scheduling.block_size)
 
     def memory(one: Cluster, instance: int) -> float:
-        return num_blocks * kv.rank_block_bytes(one, instance)
+        return num_blocks * rank_block_bytes(record, one, instance)
 
-    clusters = tuple([with_pools(one, kv, scheduling, memory, "") for one in _clusters(spec, model, scheduling)])
+    clusters = tuple([with_pools(one, record, scheduling, memory, "") for one in _clusters(spec, model, scheduling)])
     cluster, turns = clusters[0], clusters if len(clusters) > 1 else ()
     if {one.tp(instance) for one in clusters for instance in one.instances} != {key.tp}:
         given = " and ".join(map(str, clusters))
@@ -202,7 +203,7 @@ def _measured_tokens(
     )
 
 
-def _with_pools(cluster: Cluster, lines: Sequence[Roofline], kv: KvShape, scheduling: SchedulingArgs) -> Cluster:
+def _with_pools(cluster: Cluster, lines: Sequence[Roofline], record: KvRecord, scheduling: SchedulingArgs) -> Cluster:
     """Return the cluster with device pools in the memory beside weights and a full step, shared by its stages."""
     assert scheduling.max_num_batched_tokens is not None, "the size of steps was found before"
     tokens = [-(-scheduling.max_num_batched_tokens // len(line.stages)) for line in lines]
@@ -210,7 +211,7 @@ def _with_pools(cluster: Cluster, lines: Sequence[Roofline], kv: KvShape, schedu
     tightest = min(range(len(full)), key=lambda role: full[role].kv_room)
     words = f"beside a step of {tokens[tightest]} tokens {USED_MEMORY:.0%} of a device hold {full[tightest].arithmetic}"
     advice = f"{words}: use a larger tp, or fewer max_num_batched_tokens"
-    return with_pools(cluster, kv, scheduling, lambda one, i: full[-1 if i in one.decode else 0].kv_room, advice)
+    return with_pools(cluster, record, scheduling, lambda one, i: full[-1 if i in one.decode else 0].kv_room, advice)
 
 
 def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs) -> tuple[Cluster, ...]:
@@ -219,8 +220,10 @@ def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs
     return tuple(one.with_layers(model.attention.num_layers, model.head_layers) for one in found)
 
 
-def kv_shape(model: Architecture, block_size: int) -> KvShape:
-    """Return the keys and values of a model of which all layers are alike."""
+def kv_record(model: Architecture, block_size: int) -> KvRecord:
+    """Return the record of a KV block of a model of which all layers are alike."""
     shape = model.attention
-    layers = ((shape.num_heads, shape.num_kv_heads, shape.head_dim),) * shape.num_layers
-    return KvShape(layers, shape.bytes_per_element, block_size)
+    num_bytes = int(block_size * shape.head_dim * shape.bytes_per_element)
+    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads}
+    layer = LayerRecord(**heads, key_bytes=num_bytes, value_bytes=num_bytes)
+    return KvRecord(layers=(layer,) * shape.num_layers)
