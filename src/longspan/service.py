@@ -17,6 +17,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.options import PolicySettings
+from longspan.core.regrouping import Change
 from longspan.core.sparse import is_tuned
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
@@ -231,7 +232,7 @@ class Service:
         setup = self._largest_part(self.setup, cluster)
         self.executor.close()
         self.executor = self._start_workers(setup.config.cluster)
-        self.engine.restart(self.executor, cluster=setup.config.cluster, policy=setup.policy)
+        self.engine.restart(self.executor, Change(cluster=setup.config.cluster, policy=setup.policy))
         self.setup = setup
 
     def reshard(self, spec: str, changes: Mapping[str, str | None] = MappingProxyType({})) -> None:
@@ -257,7 +258,7 @@ class Service:
                 "instances, or start anew with max_worker_restarts of 1 or more"
             )
             raise ParameterError("parallel", problem, spec)
-        self.engine.reshard(setup.config.cluster, setup.policy)
+        self.engine.reshard(Change(cluster=setup.config.cluster, policy=setup.policy))
         self.setup = setup
 
     def _on(self, setup: ResolvedEngine, cluster: Cluster) -> ResolvedEngine:

@@ -23,6 +23,7 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.options import PolicySettings
 from longspan.core.policy import Policy
+from longspan.core.regrouping import Change
 from longspan.core.steps import Completion, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.policy.registry import make_policy
@@ -116,7 +117,7 @@ class Cluster:
         if self.failures:
             raise self.failures.popleft()
         self.executor = Workers(self._clock)
-        self.engine.restart(self.executor, cluster=cluster, policy=_policy(cluster.num_instances))
+        self.engine.restart(self.executor, Change(cluster=cluster, policy=_policy(cluster.num_instances)))
 
 
 def _policy(num_instances: int) -> Policy:
