@@ -21,6 +21,7 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.fleets import without
 from longspan.core.options import PolicySettings
 from longspan.core.policy import Policy
 from longspan.core.regrouping import Change
@@ -111,9 +112,10 @@ class Cluster:
         self.engine.restart(self.executor)
 
     def shrink(self, *ranks: int) -> None:
-        cluster = self.engine.config.cluster
+        fleet = self.engine.config.fleet
         for rank in ranks:
-            cluster = cluster.without(rank)
+            fleet = without(fleet, rank)
+        [cluster] = fleet
         if self.failures:
             raise self.failures.popleft()
         self.executor = Workers(self._clock)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.core.cluster import Cluster
+from longspan.core.fleets import Fleet, fleet_text
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
 from longspan.core.tier_lookup import SwapPrices
@@ -46,6 +47,16 @@ class EngineConfig:
         assert self.cluster.num_blocks, f"the KV pools of {self.cluster} have no sizes"
         # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
         assert self.max_steps_in_flight in (1, 2)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The cluster, or the clusters of both phases."""
+        return self.turns or (self.cluster,)
+
+    @property
+    def parallel(self) -> str:
+        """The text of the fleet."""
+        return fleet_text(self.fleet)
 
     @classmethod
     def of(

@@ -223,7 +223,7 @@ class Engine:
             if request.finish_reason is None:
                 policy.arrived(request)
         config = self.config
-        capacity = capacity_tokens(policy, config.turns or (config.cluster,), config.block_size)
+        capacity = capacity_tokens(policy, config.fleet, config.block_size)
         self._max_len = min(config.max_model_len, capacity)
 
     def reset_prefix_cache(self) -> None:
@@ -421,7 +421,7 @@ class Engine:
                 self._retract(self._requests[parked.id])
             if plan.reshard is not None:
                 assert not plan.batches, "nothing is planned beside a change of clusters"
-                self._regrouping.ask(Change(cluster=plan.reshard), self._clock.now())
+                self._regrouping.ask(Change(cluster=plan.reshard, turns=self.config.turns), self._clock.now())
                 return ()
             if plan.preempted and self.tiers.make_room():
                 may_fetch = False

@@ -32,17 +32,22 @@ class Change:
     """Another cluster for an engine.
 
     Attributes:
-        policy: the policy for the new cluster. None if the present policy asked for the change and stays.
-        turns: with `policy`, the clusters of both phases. Empty without phases.
+        policy: the policy for another fleet. None if the present policy asked for the change and stays.
+        turns: the clusters of both phases. Empty without phases.
     """
 
     cluster: Cluster
     policy: Policy | None = None
     turns: tuple[Cluster, ...] = ()
 
+    @classmethod
+    def to(cls, config: EngineConfig, policy: Policy) -> Change:
+        """Return the change to the fleet of a configuration."""
+        return cls(cluster=config.cluster, policy=policy, turns=config.turns)
+
     def config(self, before: EngineConfig) -> EngineConfig:
         """Return the configuration of an engine after the change."""
-        return replace(before, cluster=self.cluster, turns=before.turns if self.policy is None else self.turns)
+        return replace(before, cluster=self.cluster, turns=self.turns)
 
 
 class Regrouping:

@@ -65,7 +65,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             vocab_size=service.input_processor.vocab_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            parallel=str(config.cluster),
+            parallel=config.parallel,
             num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
@@ -268,8 +268,8 @@ class EngineLoop:
         self._resharding = None
         for served in self._outgrown(()):
             self._drop(served, "error")
-        cluster = str(self._engine.config.cluster)
-        self._send(messages.ParallelSet(cluster, self._service.policy_settings, number))
+        parallel = self._engine.config.parallel
+        self._send(messages.ParallelSet(parallel, self._service.policy_settings, number))
 
     def _restart(self, error: WorkerLostError) -> None:
         most = self._setup.max_worker_restarts
@@ -296,7 +296,7 @@ class EngineLoop:
         self._send(messages.Restarted())
         if does_without:
             if self._resharding is not None:
-                problem = f"a worker was lost meanwhile: the others serve on as {self._engine.config.cluster}"
+                problem = f"a worker was lost meanwhile: the others serve on as {self._engine.config.parallel}"
                 self._send(messages.Failed(self._resharding.id, problem))
             self._resharded(None)
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
@@ -326,7 +326,7 @@ class EngineLoop:
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
         self._service.executor.wakeup = self._socket
-        _log.warning("going on as %s", self._engine.config.cluster)
+        _log.warning("going on as %s", self._engine.config.parallel)
 
     def _outgrown(self, told: Sequence[_Served]) -> list[_Served]:
         """Tells of requests that have ended since the devices that are left have no room for them, unless that is
