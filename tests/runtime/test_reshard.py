@@ -13,6 +13,7 @@ from test_exact import prompts_of
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
+from longspan.core.fleets import fleet_text
 from longspan.core.request import Request
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.runtime.executor.threads import WorkerThread
@@ -241,7 +242,7 @@ def test_roles_shrink_by_the_instance_of_a_lost_rank(
             service.engine.step()
         assert not all(request.finish_reason for request in requests)
         service.shrink(lost)
-        assert service.engine.config.parallel == remaining
+        assert fleet_text(service.engine.config.fleet) == remaining
         run_all(service)
         assert_exact(service, requests, oracle)
     finally:
@@ -266,10 +267,16 @@ def test_phases_change_in_mid_stream(tiny: Path, oracle: Oracle, num_steps: int)
         for spec in ("2 prefill + tp2 decode", "pp2 prefill + 3 decode", "2xpp2 prefill + tp4 decode"):
             for _ in range(num_steps):
                 service.engine.step()
-            if service.engine.config.parallel == service.setup.config.parallel:  # the change before is complete
+            if fleet_text(service.engine.config.fleet) == fleet_text(
+                service.setup.config.fleet
+            ):  # the change before is complete
                 service.reshard(spec)
         run_all(service)
-        assert service.engine.config.parallel == service.setup.config.parallel != "2xpp2 prefill + 2xtp2 decode"
+        assert (
+            fleet_text(service.engine.config.fleet)
+            == fleet_text(service.setup.config.fleet)
+            != "2xpp2 prefill + 2xtp2 decode"
+        )
         assert_exact(service, requests, oracle)
     finally:
         service.close()
@@ -285,10 +292,12 @@ def test_phases_shrink_both(tiny: Path, oracle: Oracle, num_steps: int, lost: in
             service.engine.step()
         assert not all(request.finish_reason for request in requests)
         service.shrink(lost)
-        assert service.engine.config.parallel == "pp2 prefill + tp2 decode"
+        assert fleet_text(service.engine.config.fleet) == "pp2 prefill + tp2 decode"
         run_all(service)
         assert_exact(service, requests, oracle)
-        with pytest.raises(ParameterError, match=r"pp2 prefill \+ tp2 decode needs all of its 2 ranks in one of its ph"):
+        with pytest.raises(
+            ParameterError, match=r"pp2 prefill \+ tp2 decode needs all of its 2 ranks in one of its ph"
+        ):
             service.shrink(1)
     finally:
         service.close()

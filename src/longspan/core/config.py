@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.core.cluster import Cluster
-from longspan.core.fleets import Fleet, fleet_text
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
 from longspan.core.tier_lookup import SwapPrices
@@ -49,14 +48,9 @@ class EngineConfig:
         assert self.max_steps_in_flight in (1, 2)
 
     @property
-    def fleet(self) -> Fleet:
-        """The cluster, or the clusters of both phases."""
+    def fleet(self) -> tuple[Cluster, ...]:
+        """The cluster, or the clusters of both phases, see `core.fleets`."""
         return self.turns or (self.cluster,)
-
-    @property
-    def parallel(self) -> str:
-        """The text of the fleet."""
-        return fleet_text(self.fleet)
 
     @classmethod
     def of(
