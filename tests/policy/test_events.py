@@ -18,6 +18,7 @@ from workloads import RANDOM_RUNS, add, jobs, setups_of
 from longspan.core.cluster import ParallelSpec
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
+from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
 from longspan.core.steps import Reshard
 from longspan.core.view import RequestView
@@ -156,7 +157,7 @@ def _re_sharded(cluster: Cluster) -> list[Events]:
     policy = make_policy(setup.policy, num_instances=number, options=setup.options, facts=facts, is_resized=True)
     events = Events(policy)
     try:
-        cluster.engine.reshard(other, policy)
+        cluster.engine.reshard(Change(cluster=other, policy=policy))
     except RuntimeError:
         return []
     return [events]

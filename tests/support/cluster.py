@@ -12,6 +12,7 @@ from longspan.core.account import BlockPool
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
 from longspan.core.policy import Policy
+from longspan.core.regrouping import Change
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Content, Forward, MoveKV, Part
@@ -82,7 +83,8 @@ class Cluster:
         self.executor.reservation = self.transfer_of
         self.executor.steps = list(before.steps)
         self.executor.keep(before, ["host", "disk"])
-        self.engine.restart(self.executor, cluster=None if policy is None else cluster, policy=policy)
+        change = None if policy is None else Change(cluster=cluster, policy=policy)
+        self.engine.restart(self.executor, change)
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:
