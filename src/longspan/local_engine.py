@@ -83,7 +83,9 @@ class LocalEngine:
         self._driver.run(partial(self.service.set_policy, policy, options))
 
     def reshard(self, parallel: str) -> None:
-        """Lets the workers take another parallel spec, with as many ranks, fewer or more, while calls go on.
+        """Let the workers take another parallel spec, with as many ranks, fewer or more, while calls go on.
+
+        The spec of a fleet with roles or phases is `A prefill + B decode`.
 
         Returns when that is done, or at once if calls are under way, whose steps make the change.
         They keep their processes and the mapped weights. Further workers start for a spec that takes more, and ranks

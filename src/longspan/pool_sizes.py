@@ -11,10 +11,12 @@ import torch
 from longspan import limits
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
+from longspan.core.kv_record import KvRecord
+from longspan.cost.memory import rank_block_bytes
+from longspan.cost.memory import with_pools as memory_pools
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
-from longspan.model.sharding import Shard
-from longspan.runtime.pool import PROCESS_BYTES, bytes_per_block, default_kv_bytes
+from longspan.runtime.pool import PROCESS_BYTES, default_kv_bytes
 
 _log = logging.getLogger("longspan")
 KvBytes = Callable[[Cluster, int, int], int]
@@ -54,28 +56,22 @@ def unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
 
 
 def with_pools(
-    cluster: Cluster, block_bytes: int, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
+    cluster: Cluster, record: KvRecord, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
 ) -> Cluster:
     """Return the cluster with pools on devices, hosts and disks; raise ValueError when memory for them is missing."""
     _check_hosts(given.host_kv_gib, cluster)
-    cluster = cluster.with_tiers(block_bytes, host_kv_gib=given.host_kv_gib, disk_kv_gib=given.disk_kv_gib)
-    found, needed = [], 0
-    for instance in cluster.instances:
-        per_block = _bytes_per_block(info, cluster, instance, given.block_size, dtype)
-        num_blocks = given.num_gpu_blocks_override
-        if num_blocks is None:
-            of_rank, remedy = given.kv_cache_memory_bytes, "allow more"
-            if of_rank is None:
-                of_rank = kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype))
-                remedy = memory_remedy(given)
-            if of_rank < per_block:
-                problem = f"{max(0, of_rank)} bytes of KV memory per rank hold no block of {per_block} bytes"
-                raise ValueError(f"{problem}: {remedy}")
-            num_blocks = of_rank // per_block
-        found.append(num_blocks)
-        needed += num_blocks * per_block * len(cluster.ranks(instance))
-    _check_given(given, needed)
-    return cluster.with_blocks(found)
+
+    def memory(cluster: Cluster, instance: int) -> int:
+        of_rank = given.kv_cache_memory_bytes
+        return kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype)) if of_rank is None else of_rank
+
+    advice = memory_remedy(given) if given.kv_cache_memory_bytes is None else "allow more"
+    cluster = memory_pools(cluster, record, given, memory, advice)
+    needed = (
+        n * rank_block_bytes(record, cluster, i) * len(cluster.ranks(i)) for i, n in enumerate(cluster.num_blocks)
+    )
+    _check_given(given, sum(needed))
+    return cluster
 
 
 def memory_remedy(given: EngineArgs) -> str:
@@ -110,13 +106,6 @@ def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.
     layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))
     ends = info.vocab_size * info.hidden_size * (2 if pp == 1 or info.reads_tokens else 1)
     return int(layers * info.layer_weights / cluster.tp(instance) + ends) * dtype.itemsize
-
-
-def _bytes_per_block(info: ModelInfo, cluster: Cluster, instance: int, block_size: int, dtype: torch.dtype) -> int:
-    """Counts what the fullest rank has of a block."""
-    specs = Shard(index=0, size=cluster.tp(instance), specs=info.specs).local_specs
-    stages = (cluster.layers(instance, stage) for stage in range(cluster.pp(instance)))
-    return max(bytes_per_block([specs[i] for i in layers], block_size, dtype) for layers in stages)
 
 
 def _check_hosts(gib: float, cluster: Cluster) -> None:

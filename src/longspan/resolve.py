@@ -18,9 +18,11 @@ import torch
 
 from longspan import native
 from longspan.args import EngineArgs
-from longspan.core.cluster import MOST_GROWN, Cluster, ParallelSpec
+from longspan.core.cluster import MOST_GROWN, Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
+from longspan.core.fleets import Fleet, parse_fleet
+from longspan.core.kv_record import KvRecord
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config
 from longspan.cost.profile_key import ProfileKey
@@ -30,12 +32,13 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy.facts import Facts, early_facts, known_facts, measured_turns
-from longspan.policy.registry import PolicyChoice, make_policy
+from longspan.policy.facts import Facts, known_facts, measured_turns
+from longspan.policy.registry import PolicyChoice, make_policy, turns_of
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
-from longspan.runtime.pool import bytes_per_block, default_step_bytes
+from longspan.runtime.block_records import kv_record
+from longspan.runtime.pool import default_step_bytes
 from longspan.runtime.split_check import check_splits
 
 if TYPE_CHECKING:
@@ -51,13 +54,13 @@ class EngineModel:
 
     Attributes:
         kernels: the compiled attention kernels of our own; None when PyTorch's are used.
-        block_bytes: of a KV block with all layers and heads.
+        record: of a KV block with all layers and heads.
     """
 
     files: ModelFiles
     info: ModelInfo
     kernels: Path | None
-    block_bytes: int
+    record: KvRecord
 
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
@@ -85,8 +88,8 @@ class EngineModel:
             if lacks_kernels and (given.device, files.dtype) == ("cpu", "bfloat16"):
                 warn_of_slow_bfloat16()
         info = read_info(files.weights)
-        block_bytes = bytes_per_block(info.specs, given.block_size, DTYPES[files.dtype])
-        return cls(files=files, info=info, kernels=kernels, block_bytes=block_bytes)
+        record = kv_record(info.specs, given.block_size, DTYPES[files.dtype])
+        return cls(files=files, info=info, kernels=kernels, record=record)
 
     @property
     def shape(self) -> ModelShape:
@@ -139,7 +142,7 @@ class ResolvedEngine:
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
         cluster, options = resolved.cluster, resolved.policy_options
-        early = early_facts(cluster, resolved.turns)
+        early = Facts(cluster=cluster, turns=resolved.turns)
         wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
         model = model or EngineModel.of(given)  # may compile and fetch: checks first
         info = model.info
@@ -148,7 +151,7 @@ class ResolvedEngine:
             check_split(info, model.files, one, wanted)
         check_host_memory(given.host_kv_gib, clusters[0])
         dtype = DTYPES[model.files.dtype]
-        clusters = [with_pools(one, model.block_bytes, info, given, kv_bytes, dtype=dtype) for one in clusters]
+        clusters = [with_pools(one, model.record, info, given, kv_bytes, dtype=dtype) for one in clusters]
         cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
         facts = _facts(profile_key, model.shape, cluster, given.block_size, turns)
@@ -209,32 +212,39 @@ class ResolvedEngine:
         check_split(self.model.info, self.model.files, cluster, chosen)
         return replace(self, policy=chosen, choice=PolicyChoice(name=policy, given=chosen.given))
 
-    def on(self, cluster: Cluster, threads: int) -> ResolvedEngine:
-        """Resolve the choice of a policy for another cluster, whose ranks have so many threads.
+    def on(self, fleet: Fleet, threads: int) -> ResolvedEngine:
+        """Resolve the choice of a policy for another fleet, whose ranks have so many threads.
 
         Raises:
             ValueError: for a cluster that the model or the policy cannot use.
         """
         key, model, choice = msgspec.structs.replace(self.profile_key, threads=threads), self.model, self.choice
-        facts = _facts(key, model.shape, cluster, self.given.block_size)
+        cluster, turns = fleet[0], fleet if len(fleet) > 1 else ()
+        facts = _facts(key, model.shape, cluster, self.given.block_size, turns)
         number = cluster.num_instances
         policy = make_policy(choice.name, num_instances=number, options=choice.given, facts=facts, is_resized=True)
-        check_split(model.info, model.files, cluster, policy)
-        return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster))
+        for one in fleet:
+            check_split(model.info, model.files, one, policy)
+        return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster, turns=turns))
 
-    def cluster_of(self, spec: str, before: Cluster) -> Cluster:
-        """Return the cluster of another parallel spec after this one, with pools. Ranks that it does not use are spare.
+    def fleet_of(self, spec: str, before: Cluster) -> Fleet:
+        """Return the fleet of another parallel spec after this one, with pools. Unused ranks are spare.
+
+        Args:
+            spec: the text that `fleet_text` writes.
 
         Raises:
-            ParameterError: for a spec that hosts or the fleet cannot have.
+            ParameterError: for a spec that hosts, the fleet or the policy cannot have.
             ValueError: when memory for its pools is missing.
         """
-        given, info = self.given, self.model.info
-        if before.has_roles or self.config.turns:
-            kind = "phases" if self.config.turns else "roles"
-            problem = f"({spec}) cannot replace instances with {kind}: start anew with parallel, or with other specs"
+        given, info, name = self.given, self.model.info, self.choice.name
+        roles, locations = parse_fleet(spec), before.locations
+        if self.config.turns and not roles.has_roles:
+            problem = f"({spec}) is one cluster, but {name} needs two: give both, such as 'pp2 prefill + tp2 decode'"
             raise ParameterError("parallel", problem, spec)
-        wanted, locations = ParallelSpec.parse(spec), before.locations
+        backends = given.transfer_backends if roles.has_roles else None
+        fleet: Fleet = turns_of(name, roles) or (replace(roles, transfer_backends=backends),)
+        wanted = fleet[0]
         num_more = max(0, wanted.num_ranks - before.num_ranks)
         if num_more and len(set(before.hosts)) > 1:
             problem = f"{spec} takes {num_more} more ranks, and nothing says on which of the hosts: start anew"
@@ -246,14 +256,14 @@ class ResolvedEngine:
         if locations:
             more = range(before.num_ranks, before.num_ranks + num_more)
             locations += tuple(replace(locations[0], device=rank) for rank in more)
-        cluster = Cluster(
-            spec=wanted,
-            num_spare=before.num_ranks + num_more - wanted.num_ranks,
-            num_device_pools=before.host_pools.start,
-            locations=locations,
-        ).with_layers(info.num_layers, info.head_layers)
-        dtype = DTYPES[self.model.files.dtype]
-        return with_pools(cluster, self.model.block_bytes, info, given, self.kv_bytes, dtype=dtype)
+        num_unused = before.num_ranks + num_more - wanted.num_ranks
+        dtype, clusters = DTYPES[self.model.files.dtype], []
+        for one in fleet:
+            num_spare, num_pools = one.num_spare + num_unused, before.host_pools.start
+            cluster = replace(one, num_spare=num_spare, num_device_pools=num_pools, locations=locations)
+            cluster = cluster.with_layers(info.num_layers, info.head_layers)
+            clusters.append(with_pools(cluster, self.model.record, info, given, self.kv_bytes, dtype=dtype))
+        return tuple(clusters)
 
 
 def _facts(
@@ -315,7 +325,7 @@ def swap_price(
     assert facts.hardware is not None, "an engine has typical speeds"
     info = model.info
     token_flops = 2 * (info.num_layers * info.layer_weights + info.vocab_size * info.hidden_size)
-    return SwapPrice.typical(model.shape, facts.hardware, token_flops=token_flops, block_bytes=model.block_bytes)
+    return SwapPrice.typical(model.shape, facts.hardware, token_flops=token_flops, block_bytes=model.record.block_bytes)
 
 
 def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, least: int) -> int:

@@ -14,14 +14,15 @@ import msgspec
 
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
-from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.fleets import Fleet, parts, without
+from longspan.core.kv_record import KvRecord
 from longspan.core.options import PolicySettings
+from longspan.core.regrouping import Change
 from longspan.core.sparse import is_tuned
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.model.files import ModelFiles, cache_root
-from longspan.model.info import ModelInfo
 from longspan.model.store import DTYPES
 from longspan.policy.facts import Facts
 from longspan.pool_sizes import by_rule, measures_memory, memory_remedy, unbounded
@@ -72,14 +73,14 @@ class Service:
         is_open = measures_memory(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_open else by_rule(given))
         cluster = setup.config.cluster
-        self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.block_bytes
+        self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.record.block_bytes
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
         self._host_memory: list[HostMemory] = []
         self._disks: dict[int, DiskPool] = {}
         if cluster.host_blocks:
             self._host_memory = _map_hosts(cluster, self.block_bytes, acquired)
         if cluster.disk_blocks:
-            self._disks = _open_disks(given, self.files, self.info, cluster, self._host_memory, acquired)
+            self._disks = _open_disks(given, self.files, setup.model.record, cluster, self._host_memory, acquired)
         self._worker_config = WorkerConfig(
             files=self.files,
             cluster=cluster,
@@ -144,7 +145,7 @@ class Service:
         cluster, largest = largest_step(setup.config, self.info.context_length)
         try:
             self.executor = acquired.enter_context(self._start_workers(cluster))
-            found = DeviceMemory(cluster=cluster, ranks=self.executor.measure(largest))
+            found = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
             setup = setup.with_pools_of(found.kv_bytes)
             self.executor.change_pools(setup.config.cluster)
         except OutOfMemoryError as error:
@@ -221,26 +222,25 @@ class Service:
         Each rank has its number in the cluster without the instances of the ranks before it.
 
         Raises:
-            ParameterError: when no instance would be left, or the policy cannot do with fewer.
+            ParameterError: no instance of a role or phase would be left, or the policy cannot do with fewer.
             WorkerLostError: when a worker does not start.
         """
-        cluster = self.engine.config.cluster
-        _check_one_cluster(self.engine.config)
+        fleet = self.engine.config.fleet
         for rank in ranks:
-            cluster = cluster.without(rank)
-        setup = self._largest_part(self.setup, cluster)
+            fleet = without(fleet, rank)
+        setup = self._largest_part(self.setup, fleet)
         self.executor.close()
         self.executor = self._start_workers(setup.config.cluster)
-        self.engine.restart(self.executor, cluster=setup.config.cluster, policy=setup.policy)
+        self.engine.restart(self.executor, Change.to(setup.config, setup.policy))
         self.setup = setup
 
     def reshard(self, spec: str, changes: Mapping[str, str | None] = MappingProxyType({})) -> None:
-        """Lets the workers take their places in another cluster while requests go on, see `Engine.reshard`.
+        """Move the workers to their places in another fleet while requests go on, see `Engine.reshard`.
 
-        Further workers start when the spec takes more than there are; what it leaves over waits for the next change.
+        Further workers start if the spec needs more. Workers that it does not need wait for the next change.
 
         Args:
-            spec: the parallel spec.
+            spec: the parallel spec. With roles or phases it is `A prefill + B decode`.
             changes: options of the policy that change at the same time. None takes one back.
 
         Raises:
@@ -249,7 +249,7 @@ class Service:
             RuntimeError: while another change is under way.
         """
         chosen = replace(self.setup, choice=self.setup.choice.changed(changes))
-        setup = self._on(chosen, chosen.cluster_of(spec, self.engine.config.cluster))
+        setup = self._on(chosen, chosen.fleet_of(spec, self.engine.config.cluster))
         reason = self._why_not_smaller(setup) if self._max_worker_restarts == 0 else None
         if reason is not None:
             problem = (
@@ -257,22 +257,23 @@ class Service:
                 "instances, or start anew with max_worker_restarts of 1 or more"
             )
             raise ParameterError("parallel", problem, spec)
-        self.engine.reshard(setup.config.cluster, setup.policy)
+        self.engine.reshard(Change.to(setup.config, setup.policy))
         self.setup = setup
 
-    def _on(self, setup: ResolvedEngine, cluster: Cluster) -> ResolvedEngine:
-        """Resolve the choice of a policy for another cluster."""
-        return setup.on(cluster, self._worker_config.threads_among(cluster.num_ranks))
+    def _on(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
+        """Resolve the choice of a policy for another fleet."""
+        return setup.on(fleet, self._worker_config.threads_among(fleet[0].num_ranks))
 
-    def _largest_part(self, setup: ResolvedEngine, cluster: Cluster) -> ResolvedEngine:
-        """Resolve the largest part of a cluster that the policy can serve on; raise its error if there is none."""
-        while True:
+    def _largest_part(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
+        """Resolve the largest part of a fleet that the policy can serve on. Raise its last error if there is none."""
+        refused: ValueError | None = None
+        for part in parts(fleet):
             try:
-                return self._on(setup, cluster)
-            except ValueError:
-                if cluster.num_instances == 1:
-                    raise
-                cluster = cluster.without(cluster.ranks(cluster.num_instances - 1).start)
+                return self._on(setup, part)
+            except ValueError as error:
+                refused = error
+        assert refused is not None, "a fleet has parts"
+        raise refused
 
     def _check_losses(self, setup: ResolvedEngine) -> None:
         """Raise ParameterError when no instances would serve after the loss of a worker."""
@@ -284,9 +285,8 @@ class Service:
         """Return why an engine cannot serve without one of its workers. None if it can without each of them."""
         cluster = setup.config.cluster
         try:
-            _check_one_cluster(setup.config)
             for instance in cluster.instances:
-                self._largest_part(setup, cluster.without(cluster.ranks(instance).start))
+                self._largest_part(setup, without(setup.config.fleet, cluster.ranks(instance).start))
         except ValueError as error:
             return str(error)
         return None
@@ -315,13 +315,6 @@ class Service:
             disk.close()
 
 
-def _check_one_cluster(config: EngineConfig) -> None:
-    """Raise ParameterError when ranks have places in several clusters."""
-    if config.turns:
-        problem = "ranks have places in two clusters, which need all of them: the workers of all must start anew"
-        raise ParameterError("parallel", problem, str(config.cluster.spec))
-
-
 def _host_kernels(given: EngineArgs, dtype: str, cluster: Cluster) -> Path | None:
     """Returns the compiled kernels by which hosts of other devices compute, if they have KV."""
     if given.device == "cpu" or not cluster.host_blocks:
@@ -339,7 +332,7 @@ def _map_hosts(cluster: Cluster, block_bytes: int, acquired: ExitStack) -> list[
 def _open_disks(
     given: EngineArgs,
     files: ModelFiles,
-    info: ModelInfo,
+    record: KvRecord,
     cluster: Cluster,
     host_memory: Sequence[HostMemory],
     acquired: ExitStack,
@@ -355,7 +348,7 @@ def _open_disks(
     disks = {}
     for host, (pool, num_blocks) in enumerate(zip(cluster.disk_pools, cluster.disk_blocks, strict=True)):
         size, memory = cluster.host_blocks[host], host_memory[host].path
-        blocks = map_blocks(memory, info.specs, num_blocks=size, block_size=given.block_size, dtype=dtype)
+        blocks = map_blocks(memory, record, num_blocks=size, block_size=given.block_size, dtype=dtype)
         path = folder / model / f"host-{host}"
         disks[pool] = acquired.enter_context(closing(DiskPool(path, model, num_blocks=num_blocks, host=blocks)))
     return disks

@@ -15,7 +15,7 @@ import json
 import logging
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
@@ -23,11 +23,12 @@ from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
+from longspan.model.files import config_dtype
 from longspan.policy.registry import policy_class
 from longspan.sim.experiment import Experiment
 from longspan.sim.resolve import computed_experiment, measured_experiment
 from longspan.sim.run import Result
-from longspan.sim.spec import ClusterSpec, Faults
+from longspan.sim.spec import ClusterSpec, Dtype, Faults
 from longspan.sim.timeline import Timeline
 from longspan.workload.requests import make_workload
 from longspan.workload.spec import WorkloadSpec
@@ -76,6 +77,7 @@ def make_experiment(
     """
     scheduling = replace(scheduling, csa=csa_settings(scheduling.csa, model))
     if cluster.profile is None:
+        cluster = replace(cluster, dtype=resolved_dtype(model, cluster.dtype))
         sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
         return computed_experiment(sizes, cluster, scheduling, faults)
     profile = _read_profile(cluster.profile)
@@ -120,12 +122,22 @@ def read_architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None 
     Raises:
         ValueError: when there is none, or its config.json cannot be used.
     """
-    config = catalog.model_config(model) if model in catalog.names("models") else _read_config(model)
+    dtype, config = resolved_dtype(model, dtype), _read_config(model)
     ffn_bytes = None if ffn_dtype is None else _BYTES[ffn_dtype]
     return from_config(config, name=model, bytes_per_element=_BYTES[dtype], ffn_bytes=ffn_bytes)
 
 
+def resolved_dtype(model: str, dtype: str) -> Dtype:
+    """Return the precision that a model's config states instead of `auto`, as engines do; `auto` if it states none."""
+    stated = config_dtype(_read_config(model)) if dtype == "auto" else None
+    if stated is None:
+        return cast("Dtype", dtype)
+    return "float32" if stated in {"float32", "float64"} else "bfloat16"
+
+
 def _read_config(model: str) -> dict[str, Any]:
+    if model in catalog.names("models"):
+        return catalog.model_config(model)
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

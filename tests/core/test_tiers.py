@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 
-from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Location
 from longspan.core.kv.account import KvAccount
 from longspan.core.request import Request
@@ -303,7 +302,9 @@ def test_members_share_copies_and_what_they_would_compute(block_s: float, pays: 
     crowd(cluster)
     cluster.run()
     hit = cluster.engine.kv.match(cluster.add(first.prompt, max_tokens=1), group)
-    assert (hit.num_tokens, hit.num_loaded) == ((29, 8) if pays else (0, 0)), "seven blocks of four tokens, and one token"
+    assert (hit.num_tokens, hit.num_loaded) == ((29, 8) if pays else (0, 0)), (
+        "seven blocks of four tokens, and one token"
+    )
 
 
 @pytest.mark.parametrize(("block_s", "comes"), [(3.9, True), (40.1, False)])

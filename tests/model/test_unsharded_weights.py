@@ -40,6 +40,7 @@ from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
+from longspan.runtime.block_records import kv_record
 from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.layerwise.unsharded_alltoall import HeadTokenSwap, joined_weights, share_layouts, share_message
 from longspan.runtime.pool import KvPool
@@ -198,7 +199,13 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
 
     def rank(me: int, transport: Transport) -> None:
         model, instance = models[me], me // tp
-        pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
+        pool = KvPool(
+            kv_record(model.specs, BLOCK, torch.float32),
+            num_blocks=64,
+            block_size=BLOCK,
+            dtype=torch.float32,
+            device=CPU,
+        )
         requests, watch, layerwise = rank_requests(), Stopwatch(enabled=False, device=CPU), Layerwise(model)
         for forward in forwards:
             packed = pack(forward, requests, instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
@@ -292,7 +299,9 @@ def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(fol
     model = Model(prepare(str(folders["llama"]), dtype="float32"), CPU)
     layerwise, modules = Layerwise(model), attention_modules(model.module).values()
     own = [module.forward for module in modules]
-    pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    pool = KvPool(
+        kv_record(model.specs, BLOCK, torch.float32), num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU
+    )
     requests, watch, cluster = rank_requests(), Stopwatch(enabled=False, device=CPU), Cluster.of("1")
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]

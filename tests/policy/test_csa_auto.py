@@ -14,13 +14,13 @@ from invented_tuned import RATES, TINY_SHAPE, invented_tuned
 from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
 from longspan.core.exchange import LOCAL
 from longspan.core.policy import Policy
-from longspan.cost.architecture import Hardware
 from longspan.cost.csa_search import least_loss, least_ttft
+from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.policy.csa_auto import GRID, CsaChooser, Objective, bucket, rates_of
-from longspan.policy.facts import Facts
+from longspan.policy.facts import Facts, known_facts
 from longspan.policy.registry import make_policy
 
 TUNED = invented_tuned()
@@ -110,7 +110,7 @@ def test_lengths_of_a_bucket_have_one_choice(num_tokens: int) -> None:
 
 
 def test_speeds_are_the_profile_s_if_there_is_one() -> None:
-    assert rates_of(TUNED, FACTS, 4) == TUNED.rates
+    assert rates_of(TUNED, FACTS, HOSTS) == TUNED.rates
     key = ProfileKey(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
     pair_s, token_s = 2e-9, 3e-5
     prefills = tuple(
@@ -129,18 +129,15 @@ def test_speeds_are_the_profile_s_if_there_is_one() -> None:
         for size in (2**10, 2**20, 2**24)
     )
     profile = Profile(profile_key=key, prefills=prefills, transfers=transfers)
-    hardware = profile.hardware(TINY_SHAPE)
-    assert hardware is not None
-    facts = Facts(shape=TINY_SHAPE, profile=profile, hardware=hardware)
-    found = rates_of(TUNED, facts, 4)
+    assert FACTS.cluster is not None
+    facts = known_facts(key, TINY_SHAPE, FACTS.cluster, profile=profile, partitions=PartitionTable())
+    found = rates_of(TUNED, facts, HOSTS)
     assert found.pairs_per_s == pytest.approx(TINY_SHAPE.num_heads * TINY_SHAPE.num_layers / pair_s, rel=1e-3)
     assert found.rest_s == pytest.approx(token_s / 4, rel=1e-3)
     assert found.between.bytes_per_s == pytest.approx(1e9, rel=1e-3)
     assert found.between.message_s == pytest.approx(1e-4, rel=1e-3)
-    assert rates_of(TUNED, Facts(shape=TINY_SHAPE, hardware=Hardware(flops_per_s=1, bytes_per_s=1)), 4) == RATES_FOUND
-
-
-RATES_FOUND = TUNED.rates
+    without = known_facts(key, TINY_SHAPE, FACTS.cluster, profile=None, partitions=PartitionTable())
+    assert rates_of(TUNED, without, HOSTS) == TUNED.rates
 
 
 def test_users_hear_whose_speeds_and_how_far_a_target_reaches() -> None:
@@ -197,7 +194,7 @@ def test_mistakes_are_refused(options: dict[str, str], words: str) -> None:
 
 
 def test_more_instances_have_less_each_of_what_is_not_attention() -> None:
-    rest = [rates_of(TUNED, FACTS, members).rest_s for members in (2, len(TUNED.hosts), 8)]
+    rest = [rates_of(TUNED, FACTS, (0,) * members).rest_s for members in (2, len(TUNED.hosts), 8)]
     assert rest[1] == TUNED.rates.rest_s
     assert rest[0] * 2 == pytest.approx(rest[1] * len(TUNED.hosts)) == pytest.approx(rest[2] * 8)
 

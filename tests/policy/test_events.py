@@ -6,16 +6,21 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from cluster import Cluster, Setup
+from cluster_setup import Roles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, jobs, setups_of
 
+from longspan.core.cluster import ParallelSpec
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
-from longspan.core.request import Request
+from longspan.core.regrouping import Change
+from longspan.core.request import ContextLengthError, Request
+from longspan.core.steps import Reshard
 from longspan.core.view import RequestView
 from longspan.policy.registry import make_policy
 from longspan.sim.spec import ClusterSpec
@@ -34,6 +39,8 @@ POLICIES: dict[str, dict[str, str]] = {
     "csps": {"threshold": "20"},
     "prefill-first": {},
     "decode-first": {},
+    "seesaw": {},
+    "loongserve-disagg": {},
 }
 TIERS = {"no tier": ((), ()), "host": ((30,), ()), "host and disk": ((20,), (40,))}
 EVENTS = ("arrived", "preempted", "resumed", "ended")
@@ -68,29 +75,48 @@ class Events:
             assert between == [EVENTS[1 + place % 2] for place in range(len(between))], "they alternate"
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@st.composite
+def setups(draw: st.DrawFn, policy: str, tier: str) -> Setup:
+    """A cluster on which the policy runs, with pools on hosts and disks as the tier says."""
+    num_instances = 4 if policy in ("fixed-sp", "loongserve-disagg") else 2
+    setup = draw(setups_of(policy, num_instances, POLICIES[policy]))
+    host_blocks, disk_blocks = TIERS[tier]
+    setup = replace(setup, pp=1, host_blocks=host_blocks, disk_blocks=disk_blocks)
+    num_held = {"fixed-sp": 2, "seesaw": 1, "loongserve-disagg": 1}.get(policy)
+    if num_held is not None:
+        most = num_held * setup.num_blocks * setup.block_size
+        setup = replace(setup, max_model_len=min(setup.max_model_len or most, most))
+    if policy == "seesaw":
+        other = draw(st.sampled_from(["1xtp2", "1xpp2"]))
+        setup = replace(setup, turns=(ParallelSpec.parse("2"), ParallelSpec.parse(other)))
+    if policy == "loongserve-disagg":
+        setup = replace(setup, roles=Roles(num_prefill=2, num_decode=2, backends=draw(st.integers(1, 3))))
+    return setup
+
+
+@pytest.mark.parametrize(("policy", "tier"), [one for one in product(POLICIES, TIERS) if one != ("seesaw", "no tier")])
 @settings(RANDOM_RUNS, max_examples=12)
 @given(st.data())
 def test_each_request_arrives_once_and_ends_once(policy: str, tier: str, data: st.DataObject) -> None:
-    """With preemption, aborts, lost workers and other policies at random turns."""
-    num_instances = 4 if policy == "fixed-sp" else 2
-    setup = data.draw(setups_of(policy, num_instances, POLICIES[policy]))
-    host_blocks, disk_blocks = TIERS[tier]
-    setup = replace(setup, pp=1, host_blocks=host_blocks, disk_blocks=disk_blocks)
-    if policy == "fixed-sp":
-        most = int(POLICIES[policy]["sp"]) * setup.num_blocks * setup.block_size
-        setup = replace(setup, max_model_len=min(setup.max_model_len or most, most))
+    """With preemption, aborts, lost workers, re-shards and other policies at random turns.
+
+    `seesaw` needs a host, and re-shards by itself. Instances with roles keep them.
+    """
+    setup = data.draw(setups(policy, tier))
     due = sorted(data.draw(st.lists(jobs(), min_size=1, max_size=8)), key=lambda job: job.turn)
     draw = random.Random(data.draw(st.integers(0, 999)))
-    loses, reshards = data.draw(st.booleans()), data.draw(st.booleans())
+    loses, change = data.draw(st.booleans()), data.draw(st.sampled_from(["none", "resolve", "re-shard"]))
     cluster = Cluster(setup)
     events = [Events(cluster.policy)]
     aborts: dict[int, list[Request]] = {}
     for turn in range(20_000):
         while due and due[0].turn <= turn:
             job = due.pop(0)
-            request = add(cluster, job)
+            try:
+                request = add(cluster, job)
+            except ContextLengthError:
+                assert change == "re-shard", "fewer instances hold less"
+                continue
             aborts.setdefault(job.abort_turn or -1, []).append(request)
         for request in aborts.pop(turn, []):
             cluster.engine.finish(request, "abort")
@@ -98,8 +124,10 @@ def test_each_request_arrives_once_and_ends_once(policy: str, tier: str, data: s
             break
         if loses and draw.random() < 0.02:
             cluster.restart()
-        if reshards and turn in (5, 11):
+        if change == "resolve" and turn in (5, 11):
             events.append(_resolved_again(cluster))
+        if change == "re-shard" and turn in (5, 11) and policy not in ("seesaw", "loongserve-disagg"):
+            events += _re_sharded(cluster)
         cluster.step(0.0 if draw.random() < 0.3 else None)
     cluster.assert_at_rest()
     if len(events) == 1:
@@ -113,11 +141,78 @@ def test_each_request_arrives_once_and_ends_once(policy: str, tier: str, data: s
 def _resolved_again(cluster: Cluster) -> Events:
     """Start new workers and resolve the policy again, as after the loss of an instance."""
     setup = cluster.setup
-    facts = replace(setup.facts, cluster=setup.cluster)
+    facts = replace(setup.facts, cluster=setup.cluster, turns=setup.clusters)
     policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
     events = Events(policy)
     cluster.restart(policy)
     return events
+
+
+def _re_sharded(cluster: Cluster) -> list[Events]:
+    """Re-shard to instances of twice or half as many ranks, unless the cluster changes already."""
+    setup = cluster.setup
+    whole, halves = ParallelSpec(instances=setup.num_instances), ParallelSpec(instances=setup.num_instances // 2, tp=2)
+    other = setup.split(halves if cluster.engine.config.cluster.spec == whole else whole)
+    facts, number = replace(setup.facts, cluster=other), other.num_instances
+    policy = make_policy(setup.policy, num_instances=number, options=setup.options, facts=facts, is_resized=True)
+    events = Events(policy)
+    try:
+        cluster.engine.reshard(Change(cluster=other, policy=policy))
+    except RuntimeError:
+        return []
+    return [events]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("seesaw", "loongserve-disagg")])
+def test_requests_end_once_although_a_cluster_is_re_sharded(policy: str, tier: str) -> None:
+    host_blocks, disk_blocks = TIERS[tier]
+    cluster = Cluster(
+        Setup(
+            num_instances=4,
+            num_blocks=12,
+            policy=policy,
+            options=POLICIES[policy],
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+        )
+    )
+    requests, events = [cluster.add([number] * 40, max_tokens=30) for number in range(12)], [Events(cluster.policy)]
+    for _ in range(6):
+        cluster.step()
+    events += _re_sharded(cluster)
+    cluster.run()
+    assert [step.cluster.num_instances for step in cluster.executor.steps if isinstance(step, Reshard)] == [2]
+    assert len(cluster.engine.transitions) == 1
+    assert all(request.output == cluster.expected_output(request) for request in requests)
+    assert Counter(number for one in events for number, names in one.of.items() if "ended" in names) == Counter(
+        {request.id: 1 for request in requests}
+    )
+
+
+@pytest.mark.parametrize("tier", ["host", "host and disk"])
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_clusters_that_take_turns_are_re_sharded(strict: str, tier: str) -> None:
+    """Prompts are prefilled on two instances and decoded on one."""
+    host_blocks, disk_blocks = TIERS[tier]
+    turns = ParallelSpec.parse("2"), ParallelSpec.parse("1xtp2")
+    cluster = Cluster(
+        Setup(
+            num_instances=2,
+            num_blocks=10,
+            policy="seesaw",
+            options={"strict": strict},
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+            turns=turns,
+        )
+    )
+    for number in range(8):
+        cluster.add([number] * 40, max_tokens=6)
+    cluster.run()
+    specs = [step.cluster.spec for step in cluster.executor.steps if isinstance(step, Reshard)]
+    assert specs and set(specs[::2]) == {turns[1]} and set(specs[1::2]) <= {turns[0]}
+    assert all(request.output == cluster.expected_output(request) for request in cluster.requests)
 
 
 @pytest.mark.parametrize("policy", ["tetris", "auto", "loongserve"])

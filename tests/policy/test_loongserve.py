@@ -111,7 +111,7 @@ def test_disaggregated_prefill_takes_the_group_that_is_quickest_for_itself() -> 
     ("name", "roles", "options", "message"),
     [
         ("loongserve", True, {}, "policy loongserve prefills and decodes on the same instances"),
-        ("loongserve-disagg", False, {}, "loongserve-disagg needs instances that decode only, but all 4 do both"),
+        ("loongserve-disagg", False, {}, "loongserve-disagg needs instances that only decode: it has none, give"),
         ("loongserve", False, {"improvement_rate": "0.3"}, "its options are exchange, layout, sp_sizes"),
         ("loongserve", False, {"sp_sizes": "8"}, "sp size 8 is more than the 4 instances"),
     ],

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
+from longspan.core.kv_record import KvRecord, LayerRecord
 from longspan.core.steps import Forward
 from longspan.model.adapter import Model
 from longspan.model.source import prepare
@@ -31,6 +32,8 @@ from longspan.service import Service
 
 TOTAL, STEP, ROOM = 10**8, 10**6, 5 * 10**6
 RANK = RankMemory(room_bytes=ROOM, pool_bytes=0, weight_bytes=2 * 10**6, step_bytes=STEP, num_devices=8)
+RECORD = KvRecord(layers=(LayerRecord(num_heads=9, num_kv_heads=3, key_bytes=64, value_bytes=64),) * 3)
+"""Of three layers that are alike."""
 TOKEN_BYTES = 3 * 2 * 3 * 16 * 4
 """Bytes of a token's KV in the tiny model: 3 layers, 3 heads of 16 float32 numbers."""
 
@@ -128,29 +131,42 @@ def test_the_fullest_rank_decides(tiny: Path, measuring: Callable[..., type[LLM]
 def test_roles_have_pools_of_their_own() -> None:
     cluster = Cluster.of("2", "tp2").with_layers(3, 1.0)
     ranks = [replace_memory(room_bytes=room) for room in (10**9, 10**9 + 5, 2 * 10**9, 2 * 10**9 - 8)]
-    memory = DeviceMemory(cluster=cluster, ranks=tuple(ranks))
+    memory = DeviceMemory(record=RECORD, cluster=cluster, ranks=tuple(ranks))
     left = [room - STEP - 2 * WINDOW_BYTES for room in (10**9, 10**9, 2 * 10**9 - 8)]
     assert [memory.kv_bytes(cluster, one, 0) for one in cluster.instances] == [one * 3 // 6 for one in left]
+
+
+def test_a_pool_leaves_space_for_copies_of_its_largest_layer() -> None:
+    """A linear layer, keys and values, and a latent: 24, 16 and 40 bytes of a block."""
+    linear = LayerRecord(num_heads=2, num_kv_heads=2, state_bytes=12)
+    paged = LayerRecord(num_heads=2, num_kv_heads=1, key_bytes=10, value_bytes=6)
+    latent = LayerRecord(num_heads=2, num_kv_heads=1, key_bytes=40)
+    cluster = Cluster.of("2").with_layers(3, 1.0)
+    memory = DeviceMemory(record=KvRecord(layers=(linear, paged, latent)), cluster=cluster, ranks=(RANK, RANK))
+    left = ROOM - STEP - 2 * WINDOW_BYTES
+    assert memory.kv_bytes(cluster, 0, 0) == left * 80 // (80 + 3 * 40)
 
 
 def test_ranks_that_share_a_device_divide_it() -> None:
     """Each has what it needs beside half of what both have together."""
     cluster = Cluster.of("tp2").with_layers(3, 1.0)
     ranks = [replace_memory(num_devices=1, pool_bytes=pool, weight_bytes=pool) for pool in (10**6, 3 * 10**6)]
-    memory = DeviceMemory(cluster=cluster, ranks=tuple(ranks))
+    memory = DeviceMemory(record=RECORD, cluster=cluster, ranks=tuple(ranks))
     assert memory.kv_bytes(cluster, 0, 0) == ((ROOM + 8 * 10**6) // 2 - 3 * 10**6 - STEP) * 3 // 4
 
 
 @pytest.mark.parametrize(("spec", "step"), [("1", 2 * STEP), ("tp4", STEP)])
 def test_another_split_goes_by_the_weights_it_would_have(spec: str, step: int) -> None:
     """Larger shares take more for a step."""
-    memory = DeviceMemory(cluster=Cluster.of("tp2").with_layers(3, 1.0), ranks=(RANK, RANK))
+    memory = DeviceMemory(record=RECORD, cluster=Cluster.of("tp2").with_layers(3, 1.0), ranks=(RANK, RANK))
     other = Cluster.of(spec).with_layers(3, 1.0)
     assert memory.kv_bytes(other, 0, 10**6) == (ROOM + RANK.weight_bytes - 10**6 - step) * 3 // 4
 
 
 def test_more_ranks_on_the_same_devices_have_less() -> None:
-    memory = DeviceMemory(cluster=Cluster.of("1").with_layers(3, 1.0), ranks=(replace_memory(num_devices=1),))
+    memory = DeviceMemory(
+        record=RECORD, cluster=Cluster.of("1").with_layers(3, 1.0), ranks=(replace_memory(num_devices=1),)
+    )
     two = Cluster.of("tp2").with_layers(3, 1.0)
     assert memory.kv_bytes(two, 0, 10**6) == ((ROOM + RANK.weight_bytes) // 2 - 10**6 - STEP) * 3 // 4
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
 from longspan.core.steps import Content, MoveKV
+from longspan.runtime.block_records import BlockRecords, kv_record
 from longspan.runtime.disk_pool import DiskLane, DiskPool
 from longspan.runtime.messages import Stored
 
@@ -26,9 +27,12 @@ TIMEOUT_S = 60.0
 
 def opened(folder: Path, num_blocks: int = NUM_BLOCKS) -> DiskPool:
     """A pool for a host whose block i holds the number i only."""
-    numbers = torch.arange(NUM_BLOCKS, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 2, 4, 3)
-    host = PagedKv(keys=numbers.contiguous(), values=numbers.clone())
-    return DiskPool(folder, "a model", num_blocks=num_blocks, host=[host])
+    sizes: dict[str, Any] = {"block_size": 4, "dtype": torch.float32}
+    spec = AttnSpec(num_heads=2, num_kv_heads=2, head_dim=3, scale=1.0, window=None, softcap=None)
+    record = kv_record([spec], **sizes)
+    memory = torch.arange(NUM_BLOCKS, dtype=torch.float32).repeat_interleave(2 * 4 * 3).repeat(2).view(torch.uint8)
+    host = BlockRecords(memory, record, num_blocks=NUM_BLOCKS, layers=[0], **sizes)
+    return DiskPool(folder, "a model", num_blocks=num_blocks, host=host)
 
 
 def content(number: int) -> Content:

@@ -17,6 +17,7 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.steps import MoveKV
 from longspan.runtime.block_messages import BlockMessages
+from longspan.runtime.block_records import kv_record
 from longspan.runtime.messages import Sent
 from longspan.runtime.moves import Moves
 from longspan.runtime.pool import KvPool
@@ -51,8 +52,9 @@ class Failing:
 def moves_of(rank: int, transport: Failing) -> Moves:
     """Of one of two instances."""
     specs = [AttnSpec(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, window=None, softcap=None)] * 2
-    pool = KvPool(specs, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    messages = BlockMessages(pool, specs, Cluster.of("2").with_layers(len(specs), 0.0), rank)
+    record = kv_record(specs, 4, torch.float32)
+    pool = KvPool(record, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    messages = BlockMessages(pool, Cluster.of("2").with_layers(len(specs), 0.0), rank)
     return Moves(messages, transport)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.runtime.pool import KvPool, bytes_per_block
+from longspan.runtime.block_records import kv_record
+from longspan.runtime.pool import KvPool
 
 LAW = settings(derandomize=True, deadline=None, max_examples=80)
 CPU = torch.device("cpu")
@@ -49,7 +50,8 @@ def held(draw: st.DrawFn) -> Held:
     if draw(st.booleans()):
         blocks.sort()
     num_tokens = draw(st.integers(1, len(blocks) * block_size))
-    pool = KvPool(specs(1), num_blocks=NUM_BLOCKS, block_size=block_size, dtype=torch.float32, device=CPU)
+    record = kv_record(specs(1), block_size, torch.float32)
+    pool = KvPool(record, num_blocks=NUM_BLOCKS, block_size=block_size, dtype=torch.float32, device=CPU)
     k, v = torch.arange(2.0 * 2 * num_tokens * 16).view(2, 2, num_tokens, 16)
     token = torch.arange(num_tokens)
     cuts = sorted({0, num_tokens, *draw(st.lists(st.integers(0, num_tokens), max_size=3))})
@@ -70,7 +72,8 @@ def test_gathered_is_what_was_written(source: Held, data: st.DataObject) -> None
 
 def test_requests_and_layers_do_not_mix() -> None:
     layers = specs(3)
-    pool = KvPool(layers, num_blocks=4, block_size=3, dtype=torch.bfloat16, device=CPU)
+    record = kv_record(layers, 3, torch.bfloat16)
+    pool = KvPool(record, num_blocks=4, block_size=3, dtype=torch.bfloat16, device=CPU)
     tables = [[2, 0], [3], [1]]
     for layer, spec in enumerate(layers):
         for number, blocks in enumerate(tables):
@@ -85,7 +88,7 @@ def test_requests_and_layers_do_not_mix() -> None:
 
 
 def test_memory_of_a_block() -> None:
-    layers = specs(3)
-    pool = KvPool(layers, num_blocks=5, block_size=4, dtype=torch.bfloat16, device=CPU)
+    record = kv_record(specs(3), 4, torch.bfloat16)
+    pool = KvPool(record, num_blocks=5, block_size=4, dtype=torch.bfloat16, device=CPU)
     num_bytes = sum(pool.layer(layer).keys.nbytes + pool.layer(layer).values.nbytes for layer in range(3))
-    assert num_bytes == 5 * bytes_per_block(layers, 4, torch.bfloat16)
+    assert num_bytes == 5 * record.block_bytes

@@ -13,6 +13,7 @@ from test_exact import prompts_of
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
+from longspan.core.fleets import fleet_text
 from longspan.core.request import Request
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.runtime.executor.threads import WorkerThread
@@ -186,11 +187,129 @@ def test_a_spare_rank_takes_the_place_of_a_lost_one(tiny: Path, oracle: Oracle, 
         service.close()
 
 
-def test_what_takes_turns_cannot_do_without_a_rank(tiny: Path) -> None:
-    service = make_service(tiny, prefill_parallel="pp2", decode_parallel="tp2", policy="seesaw", **HOST)
+ROLES = {"prefill_parallel": "2", "decode_parallel": "2xtp2"}
+PHASES = {"prefill_parallel": "2xpp2", "decode_parallel": "2xtp2", "policy": "seesaw", **HOST}
+
+
+def run_all(service: Service) -> None:
+    while service.engine.has_unfinished:
+        service.engine.step()
+
+
+def assert_exact(service: Service, requests: list[Request], oracle: Oracle) -> None:
+    """Every output is that of one rank, and all blocks are free."""
+    for request in requests:
+        assert request.output == oracle.complete(request.prompt, 30).token_ids
+    account, cluster = service.engine.kv, service.engine.config.cluster
+    pools = (*cluster.instances, *cluster.host_pools)
+    assert all(account.num_free(pool) == account.num_blocks(pool) for pool in pools)
+
+
+@pytest.mark.parametrize("host", [{}, HOST], ids=["no host tier", "host tier"])
+@pytest.mark.parametrize("policy", ["tetris", "auto"])
+@pytest.mark.parametrize(
+    ("roles", "changes"),
+    [
+        (("2", "1"), ("1 prefill + tp2 decode", "3 prefill + 2 decode")),
+        (("1", "1"), ("3", "2 prefill + 2 decode")),
+        (("tp2", "2"), ("2 prefill + pp2 decode", "2")),
+    ],
+)
+def test_roles_change_in_mid_stream(
+    tiny: Path, oracle: Oracle, roles: tuple[str, str], changes: tuple[str, str], policy: str, host: dict[str, float]
+) -> None:
+    service = make_service(tiny, prefill_parallel=roles[0], decode_parallel=roles[1], policy=policy, **host)
     try:
-        with pytest.raises(ParameterError, match="ranks have places in two clusters"):
+        requests = run_with(service, dict(zip((9, 40), changes, strict=True)))
+        assert [str(one.cluster) for one in service.engine.transitions] == [*changes]
+        assert_exact(service, requests, oracle)
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize("num_steps", [6, 14])
+@pytest.mark.parametrize(
+    ("lost", "remaining"),
+    [(1, "1 prefill + 2xtp2 decode"), (2, "2 prefill + tp2 decode"), (5, "2 prefill + tp2 decode")],
+)
+def test_roles_shrink_by_the_instance_of_a_lost_rank(
+    tiny: Path, oracle: Oracle, lost: int, remaining: str, num_steps: int
+) -> None:
+    service = make_service(tiny, **ROLES, policy="tetris", **HOST)
+    try:
+        requests = [service.engine.add(prompt, LONG) for prompt in prompts_of(3, 90, 17, 40, 61, 25)]
+        for _ in range(num_steps):
+            service.engine.step()
+        assert not all(request.finish_reason for request in requests)
+        service.shrink(lost)
+        assert fleet_text(service.engine.config.fleet) == remaining
+        run_all(service)
+        assert_exact(service, requests, oracle)
+    finally:
+        service.close()
+
+
+def test_a_role_keeps_its_last_instance(tiny: Path) -> None:
+    service = make_service(tiny, prefill_parallel="2", decode_parallel="1", policy="tetris")
+    try:
+        with pytest.raises(ParameterError, match=r"2 prefill \+ 1 decode has no other decode instance: the workers of"):
+            service.shrink(2)
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize("num_steps", [3, 12, 25])
+def test_phases_change_in_mid_stream(tiny: Path, oracle: Oracle, num_steps: int) -> None:
+    """In any phase, and while the policy changes clusters itself."""
+    service = make_service(tiny, **PHASES)
+    try:
+        requests = [service.engine.add(prompt, LONG) for prompt in prompts_of(3, 90, 17, 40, 61, 25)]
+        for spec in ("2 prefill + tp2 decode", "pp2 prefill + 3 decode", "2xpp2 prefill + tp4 decode"):
+            for _ in range(num_steps):
+                service.engine.step()
+            if fleet_text(service.engine.config.fleet) == fleet_text(
+                service.setup.config.fleet
+            ):  # the change before is complete
+                service.reshard(spec)
+        run_all(service)
+        assert (
+            fleet_text(service.engine.config.fleet)
+            == fleet_text(service.setup.config.fleet)
+            != "2xpp2 prefill + 2xtp2 decode"
+        )
+        assert_exact(service, requests, oracle)
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("num_steps", [3, 12, 25])
+def test_phases_shrink_both(tiny: Path, oracle: Oracle, num_steps: int, lost: int) -> None:
+    service = make_service(tiny, **PHASES)
+    try:
+        requests = [service.engine.add(prompt, LONG) for prompt in prompts_of(3, 90, 17, 40, 61, 25)]
+        for _ in range(num_steps):
+            service.engine.step()
+        assert not all(request.finish_reason for request in requests)
+        service.shrink(lost)
+        assert fleet_text(service.engine.config.fleet) == "pp2 prefill + tp2 decode"
+        run_all(service)
+        assert_exact(service, requests, oracle)
+        with pytest.raises(
+            ParameterError, match=r"pp2 prefill \+ tp2 decode needs all of its 2 ranks in one of its ph"
+        ):
             service.shrink(1)
+    finally:
+        service.close()
+
+
+def test_phases_need_two_specs_that_differ(tiny: Path) -> None:
+    service = make_service(tiny, **PHASES)
+    try:
+        with pytest.raises(ParameterError, match=r"\(2\) is one cluster, but seesaw needs two: give both"):
+            service.reshard("2")
+        with pytest.raises(ParameterError, match="pp2 is what prefill_parallel is, too"):
+            service.reshard("pp2 prefill + pp2 decode")
     finally:
         service.close()
 

@@ -30,6 +30,7 @@ from longspan.core.steps import Forward, Free, Part, Sample, Sampling
 from longspan.runtime import timing
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
+from longspan.runtime.block_records import kv_record
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm, StepLanes
 from longspan.runtime.timing import Stopwatch, TimedTransport
@@ -113,7 +114,9 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
     found: dict[tuple[int, int, int], Tensor] = {}
 
     def rank(instance: int, transport: Transport) -> None:
-        pool = KvPool(specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
+        pool = KvPool(
+            kv_record(specs, BLOCK, torch.float32), num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU
+        )
         tables = rank_requests()
         for forward in forwards:
             packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
@@ -180,7 +183,9 @@ def test_which_steps_are_computed_as_a_whole(
     parts: tuple[Part, ...], *, record_times: bool, moves: bool, is_whole: bool
 ) -> None:
     specs = [spec_of(), spec_of(window=4)]
-    pool = KvPool(specs, num_blocks=8, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    pool = KvPool(
+        kv_record(specs, BLOCK, torch.float32), num_blocks=8, block_size=BLOCK, dtype=torch.float32, device=CPU
+    )
     forward = Forward(number=0, parts=parts)
     packed = pack(forward, rank_requests(), instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
     comm = StepComm(StepLanes.one(NOBODY), 0, cluster=CLUSTER, rank=0, num_layers=len(specs))

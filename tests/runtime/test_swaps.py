@@ -26,6 +26,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.steps import MoveKV
 from longspan.errors import WorkerLostError
 from longspan.runtime.block_messages import BlockMessages
+from longspan.runtime.block_records import kv_record
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.host_pool import HostMemory, HostPool
 from longspan.runtime.moves import Moves
@@ -143,8 +144,9 @@ class Slow(HostPool):
 
 
 def moves_with(host: HostPool) -> Moves:
-    pool = KvPool([SPEC], num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    return Moves(BlockMessages(pool, [SPEC], Cluster.of("1").with_layers(1, 0.0), 0), NOBODY, host)
+    record = kv_record([SPEC], 4, torch.float32)
+    pool = KvPool(record, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    return Moves(BlockMessages(pool, Cluster.of("1").with_layers(1, 0.0), 0), NOBODY, host)
 
 
 def await_wakeup(moves: Moves) -> None:

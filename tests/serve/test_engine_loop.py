@@ -21,8 +21,10 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.fleets import without
 from longspan.core.options import PolicySettings
 from longspan.core.policy import Policy
+from longspan.core.regrouping import Change
 from longspan.core.steps import Completion, Step
 from longspan.errors import OutOfMemoryError, WorkerLostError
 from longspan.policy.registry import make_policy
@@ -110,13 +112,14 @@ class Cluster:
         self.engine.restart(self.executor)
 
     def shrink(self, *ranks: int) -> None:
-        cluster = self.engine.config.cluster
+        fleet = self.engine.config.fleet
         for rank in ranks:
-            cluster = cluster.without(rank)
+            fleet = without(fleet, rank)
+        [cluster] = fleet
         if self.failures:
             raise self.failures.popleft()
         self.executor = Workers(self._clock)
-        self.engine.restart(self.executor, cluster=cluster, policy=_policy(cluster.num_instances))
+        self.engine.restart(self.executor, Change(cluster=cluster, policy=_policy(cluster.num_instances)))
 
 
 def _policy(num_instances: int) -> Policy:
@@ -507,7 +510,10 @@ def test_a_smaller_fleet_that_does_not_start_is_followed_by_another_attempt(
 @pytest.mark.parametrize(
     ("failures", "words"),
     [
-        ([WorkerLostError(0, "it does not start")] * 3, "it does not start; the others cannot go on: .* has no other"),
+        (
+            [WorkerLostError(0, "it does not start")] * 3,
+            "it does not start; --max-worker-restarts 0 allows .* cannot go on .* has no other .* allow more",
+        ),
         ([OSError("no process")] * 3, "no process"),
     ],
 )

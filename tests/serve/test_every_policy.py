@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +47,7 @@ class Case:
         engine: options of the engine.
         policy: the policy in force, if another than the one that was chosen.
         change: values of options that may change.
+        specs: further parallel specs, with roles or phases.
         refused: the parallel specs that the policy cannot serve on.
         fragile: the parallel specs that cannot lose a worker.
         shrinks_to: the parallel spec after the loss of a worker without a replacement; None if such a loss is refused.
@@ -56,6 +58,7 @@ class Case:
     options: Mapping[str, str] = field(default_factory=dict)
     policy: str | None = None
     change: Mapping[str, Any] = field(default_factory=dict)
+    specs: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     fragile: tuple[str, ...] = ("tp2",)
     shrinks_to: str | None = "2"
@@ -89,7 +92,17 @@ CASES = {
         name="fixed-sp", engine={"parallel": "4"}, options={"sp": "2"}, refused=("1", "tp2"), fragile=SPECS
     ),
     "loongserve": Case(name="loongserve"),
-    "loongserve-disagg": Case(name="loongserve-disagg", engine=ROLES, refused=SPECS, shrinks_to=None),
+    "loongserve-disagg": Case(
+        name="loongserve-disagg", engine=ROLES, specs=("1 prefill + tp2 decode",), refused=SPECS, shrinks_to=None
+    ),
+    "roles": Case(
+        name="tetris",
+        engine={"prefill_parallel": "2", "decode_parallel": "2"},
+        specs=("1 prefill + 2 decode", "2 prefill + tp2 decode"),
+        change={"improvement_rate": 0.4, "chunking": False, "min_chunk": 32},
+        fragile=("1 prefill + 2 decode", "2 prefill + tp2 decode"),
+        shrinks_to="1 prefill + 2 decode",
+    ),
     "csps": Case(name="csps", options={"threshold": "30"}, change={"csa": EXACT}),
     "csps with csa": Case(name="csps", options={"threshold": "30", "csa": EXACT}, change={"csa": "off"}),
     "fractions": Case(
@@ -101,7 +114,15 @@ CASES = {
     "sizes of loongserve": Case(name="loongserve", options={"sp_sizes": "1,2"}, refused=("1", "tp2"), fragile=SPECS),
     "partition": Case(name="csps", options={"partition": "64"}, change={"csa": EXACT}),
     "partition of runahead": Case(name="runahead", options={"threshold": "30", "home": "computed"}),
-    "seesaw": Case(name="seesaw", engine=PHASES, refused=SPECS, shrinks_to=None),
+    "seesaw": Case(name="seesaw", engine=PHASES, specs=("2 prefill + tp2 decode",), refused=SPECS, shrinks_to=None),
+    "seesaw with spare instances": Case(
+        name="seesaw",
+        engine={**PHASES, "prefill_parallel": "4", "decode_parallel": "2xtp2"},
+        specs=("3 prefill + tp2 decode", "pp2 prefill + 3 decode"),
+        refused=SPECS,
+        fragile=(),
+        shrinks_to="3 prefill + tp2 decode",
+    ),
     "prefill-first": Case(name="prefill-first"),
     "decode-first": Case(name="decode-first"),
 }
@@ -203,7 +224,7 @@ def settings_value(text: str) -> object:
 
 
 def check_reshards(server: Server, case: Case, oracle: Oracle, refused: tuple[str, ...]) -> None:
-    for spec in SPECS:
+    for spec in (*SPECS, *case.specs):
         before, parallel = settings_of(server), spec_of(server)
         reply = server.ask("POST", "/admin/parallel", {"parallel": spec})
         if spec in refused:
@@ -221,10 +242,14 @@ def check_reshards(server: Server, case: Case, oracle: Oracle, refused: tuple[st
 
 
 def check_with_restarts(server: Server, case: Case, oracle: Oracle, *, kills_engine: bool = True) -> None:
-    """New workers follow the first loss, a smaller fleet or a new engine core the second one."""
+    """New workers follow the first loss, a smaller fleet or a new engine core the second one.
+
+    A new engine core has the full fleet.
+    """
     check_answers(server, oracle)
     check_options(server, case)
     check_reshards(server, case, oracle, case.refused)
+    parallel = spec_of(server)
     for what in ("worker", "worker"):
         server.kill(what)
         check_answers(server, oracle)
@@ -232,7 +257,7 @@ def check_with_restarts(server: Server, case: Case, oracle: Oracle, *, kills_eng
         return
     if case.change:
         assert server.ask("POST", "/admin/policy", case.change).status == 200
-    before, parallel = settings_of(server), spec_of(server)
+    before = settings_of(server)
     server.kill("engine")
     check_answers(server, oracle)
     assert (settings_of(server), spec_of(server)) == (before, parallel)
@@ -255,7 +280,14 @@ def test_every_policy_has_a_case() -> None:
 # ---------------------------------------------------------------- threads
 
 
-EXTRA = {"auto with options", "fractions", "sizes of loongserve", "partition", "partition of runahead"}
+EXTRA = {
+    "auto with options",
+    "fractions",
+    "sizes of loongserve",
+    "seesaw with spare instances",
+    "partition",
+    "partition of runahead",
+}
 ON_THREADS = [
     pytest.param(case, id=name, marks=[pytest.mark.full] if name in EXTRA else []) for name, case in CASES.items()
 ]
@@ -335,6 +367,35 @@ def test_a_fleet_that_grows_shares_long_prompts(tiny: Path, oracle: Oracle) -> N
     assert output.outputs[0].token_ids == oracle.complete(prompt, 4).token_ids
     assert len(output.metrics.kv_tokens_per_instance) == 2
     assert min(output.metrics.kv_tokens_per_instance) > 0
+
+
+def num_generated(server: Server) -> float:
+    [found] = re.findall(rb"longspan:generation_tokens_total\{\S* (\S+)", server.ask("GET", "/metrics").data)
+    return float(found)
+
+
+@pytest.mark.parametrize("case", [CASES["seesaw"], Case(name="chunked", engine={"parallel": "1"})], ids=["phases", "1"])
+def test_requests_fail_with_the_remedy_when_a_fleet_can_neither_restart_nor_shrink(
+    tiny: Path, oracle: Oracle, case: Case
+) -> None:
+    """A stream that has begun fails. A request without a sent token is answered by the next engine core."""
+    with thread_server(case.args(tiny), max_worker_restarts=1) as server, ThreadPoolExecutor(2) as threads:
+        server.kill("worker")
+        check_answers(server, oracle)
+        num_before = num_generated(server)
+        stream, whole = (
+            threads.submit(partial(server.complete, prompt=LONG, max_tokens=600, stream=stream))
+            for stream in (True, False)
+        )
+        while num_generated(server) < num_before + 8:
+            time.sleep(0.01)
+        server.kill("worker")
+        error = stream.result().events[-1]["error"]["message"]
+        assert "the engine core was lost: worker rank 0 was lost" in error
+        assert "--max-worker-restarts 1 allows no further replacement" in error
+        assert "allow more restarts, or start anew with more instances" in error
+        assert whole.result().token_ids == oracle.complete(LONG, 600).token_ids
+        check_answers(server, oracle)
 
 
 # ---------------------------------------------------------------- processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from invented_profiles import measure
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
+from longspan.cost.memory import with_pools
+from longspan.model.source import own_dtype, smollm2_folder
 from longspan.policy.facts import TurnCost
 from longspan.policy.registry import policy_names
 from longspan.profiling.store import profile_file
 from longspan.resolve import ResolvedEngine
 from longspan.sim.experiment import Experiment
+from longspan.sim.resolve import kv_record
 from longspan.sim.spec import ClusterSpec
-from longspan.simulation import make_experiment
+from longspan.simulation import make_experiment, read_architecture, resolved_dtype
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 64}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -82,7 +86,55 @@ def test_facts_of_an_engine_equal_those_of_a_simulation(tiny: Path, policy: str)
     assert engine.policy.settings == experiment.policy().settings
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"parallel": one} for one in ("2", "tp2", "tp3", "pp2", "2xtp2", "tp2pp3")]
+    + [{"parallel": "2", "host_kv_gib": 0.01, "disk_kv_gib": 0.02}],
+    ids=str,
+)
+def test_pools_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path, options: dict[str, Any]) -> None:
+    """Both have the same memory for KV on each rank. Heads and layers that ranks cannot share evenly count as well."""
+    scheduling = SchedulingArgs(block_size=16, **{name: value for name, value in options.items() if name != "parallel"})
+    given = EngineArgs(str(tiny), threads_per_rank=1, block_size=16, **options)
+    engine = ResolvedEngine.of(given, kv_bytes=lambda *_: 10**6)
+    bare = ClusterSpec(parallel=options["parallel"], hardware="a100-sxm-80g").clusters("chunked")[0]
+    sizes = read_architecture(str(tiny), dtype="float32")
+    cluster = bare.with_layers(sizes.attention.num_layers, sizes.head_layers)
+    simulated = with_pools(cluster, kv_record(sizes, 16), scheduling, lambda *_: 10**6, "")
+    for name in ("num_blocks", "host_blocks", "disk_blocks", "num_device_pools"):
+        assert getattr(engine.config.cluster, name) == getattr(simulated, name), name
+    assert engine.model.record == kv_record(sizes, 16)
+
+
 def test_steps_of_an_engine_are_as_large_as_those_of_a_simulation(tiny: Path) -> None:
     measure(tiny, tp=1, token_s=1e-4, decode_s=0.01)
     engine, experiment = both(tiny, "chunked")
     assert engine.config.max_num_batched_tokens == experiment.scheduling.max_num_batched_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("stated", "resolved"),
+    [("float32", "float32"), ("float64", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), (None, "auto")],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_precision_of_a_simulation_is_that_of_an_engine(
+    tiny: Path, tmp_path: Path, key: str, stated: str | None, resolved: str
+) -> None:
+    """A config.json that states none leaves 16 bits, since a simulation reads no weights."""
+    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
+    config = {name: value for name, value in config.items() if name not in {"dtype", "torch_dtype"}}
+    text = json.dumps(config if stated is None else {**config, key: stated})
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    if stated is not None:
+        assert own_dtype(tmp_path, with_weights=False) == resolved
+    cluster = ClusterSpec(hardware="a100-sxm-80g")
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert resolved_dtype(str(model), "auto") == resolved
+        assert resolved_dtype(str(model), "float16") == "float16"
+        experiment = make_experiment(str(model), cluster)
+        assert experiment.fleet.dtype == ("bfloat16" if stated is None else resolved)
+        assert read_architecture(str(model)).attention.bytes_per_element == (4 if resolved == "float32" else 2)
+
+
+def test_the_default_model_has_one_precision() -> None:
+    assert resolved_dtype("smollm2-135m", "auto") == own_dtype(smollm2_folder()) == "float32"

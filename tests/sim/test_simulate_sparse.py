@@ -14,12 +14,16 @@ from test_profile import SUBJECT
 
 from longspan.core.exchange import ALLTOALL, Exchange, exchange_of
 from longspan.core.layouts import shard_span
+from longspan.core.options import SchedulingArgs
 from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_price import prompt_s, rates_of_profile
+from longspan.cost.csa_search import Configuration, Group
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
+from longspan.sim.spec import ClusterSpec, Faults
+from longspan.simulation import make_experiment
 
 SMOLLM = ModelShape(num_layers=30, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, bytes_per_element=4)
 MACHINE = "a processor of some kind"
@@ -55,7 +59,7 @@ def setting(drop: float, *, partition: int = 4096) -> SparseSetting:
     return SparseSetting(partition=partition, segments=(1,), drop=(((drop,),),))
 
 
-def prompt(exchange: Exchange, start: int = 0, stop: int = 8192) -> Forward:
+def prompt(exchange: Exchange, start: int = 0, stop: int = 8192, *, sampled: bool = True) -> Forward:
     runs = shard_span("contiguous", start, stop, 2, head=0)
     part = Part(
         request_id=0,
@@ -67,7 +71,7 @@ def prompt(exchange: Exchange, start: int = 0, stop: int = 8192) -> Forward:
         exchange=exchange,
         first_block=0,
         blocks=(),
-        sample=Sample(instance=1, position=stop) if stop == 8192 else None,
+        sample=Sample(instance=1, position=stop) if sampled and stop == 8192 else None,
     )
     return Forward(number=1, parts=(part,))
 
@@ -133,14 +137,53 @@ def test_bytes_count_where_links_are_slow() -> None:
 def test_the_chooser_and_the_step_cost_have_one_price() -> None:
     """The step cost of sparse and exact attention has the ratio that the chooser predicts."""
     profile, sparse = measured(), setting(0.5)
-    cost, rates = (
-        FittedCost(profile, SMOLLM, block_size=256),
-        rates_of_profile(profile, SMOLLM, profile.speeds(SMOLLM), 2),
-    )
+    cost, rates = FittedCost(profile, SMOLLM, block_size=256), rates_of_profile(profile, SMOLLM, 2)
     assert rates is not None
     sparse_s, exact_s = (prompt_s(one, 8192, 4096, (0, 0), SMOLLM, rates) for one in (sparse, None))
     taken_s = [cost.seconds(prompt(one))[0] for one in (ALLTOALL.sparse_form(sparse), ALLTOALL)]
     assert taken_s[0] / taken_s[1] == pytest.approx(sparse_s / exact_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("chosen", [(2, 0.0, (1,)), (2, 0.4, (1,)), (2, 0.4, (4,)), (2, 0.9, (1,))])
+@pytest.mark.parametrize(("hosts", "gpus_per_host", "parallel"), [(1, 2, "2"), (2, 1, "2"), (2, 2, "2xtp2")])
+def test_the_chooser_and_the_step_cost_have_one_price_on_data_sheets(
+    hosts: int, gpus_per_host: int, parallel: str, chosen: tuple[int, float, tuple[int, ...]]
+) -> None:
+    """The members lie on one host, on two hosts, or have two ranks each."""
+    experiment = make_experiment(
+        "llama-3-8b",
+        ClusterSpec(hardware="a100-sxm-80g", hosts=hosts, gpus_per_host=gpus_per_host, parallel=parallel),
+        SchedulingArgs(policy="csps", block_size=256),
+    )
+    facts, length, configuration = experiment.facts, 8192, Configuration(*chosen)
+    assert facts.rates is not None and facts.shape is not None and facts.cluster is not None
+    members = tuple([facts.cluster.hosts[facts.cluster.rank(instance)] for instance in (0, 1)])
+    group = Group(shape=facts.shape, hosts=members, rates=facts.rates(members), block_size=256)
+    sparse = SparseSetting(
+        partition=group.partition(length),
+        segments=(1,),
+        drop=tuple(((ratio,),) for ratio in group.layer_ratios(configuration.drop)),
+        micro_partitions=configuration.micro_partitions,
+    )
+    exact = prompt_s(None, length, group.partition(length), members, facts.shape, group.rates)
+    taken_s = [
+        experiment.cost.seconds(prompt(one, sampled=False))[0] for one in (ALLTOALL.sparse_form(sparse), ALLTOALL)
+    ]
+    assert taken_s[0] / taken_s[1] == pytest.approx(group.ttft_s(length, configuration) / exact, rel=1e-9)
+
+
+def test_slow_instances_slow_the_prices_of_the_chooser() -> None:
+    cluster = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=2)
+    facts = [
+        make_experiment("llama-3-8b", cluster, SchedulingArgs(policy="csps"), Faults(slow=slow)).facts
+        for slow in ({}, {0: 2.0, 1: 2.0})
+    ]
+    quick, slow = (
+        Group(shape=one.shape, hosts=(0, 0), rates=one.rates((0, 0))).ttft_s(8192, Configuration(2, 0.5, (2,)))
+        for one in facts
+        if one.shape is not None and one.rates is not None
+    )
+    assert slow == pytest.approx(2 * quick)
 
 
 @pytest.mark.parametrize("policy", ["chunked", "csps"])

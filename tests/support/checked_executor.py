@@ -10,12 +10,12 @@ from itertools import pairwise
 from cluster_setup import Setup, invented_token, rank_requests
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Tier
+from longspan.core.cluster import Cluster, Tier
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q
 from longspan.core.kv.pool import BlockPool
 from longspan.core.owners import Rotation
 from longspan.core.request import Request
-from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Step
+from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Reshard, Step
 from longspan.sim.executor import SimExecutor
 
 NON_FINITE = -1
@@ -70,6 +70,7 @@ class CheckedExecutor:
     would.
 
     Attributes:
+        cluster: the one that ranks have their places in. A `Reshard` replaces it.
         pool: of an instance, as the engine knows it.
         reservation: of a request whose KV is on its way, and a target: another object when the blocks of the one before
             were taken.
@@ -80,13 +81,14 @@ class CheckedExecutor:
     pool: Callable[[int], BlockPool]
     reservation: Callable[[int, int], object]
 
-    def __init__(self, inner: SimExecutor, setup: Setup) -> None:
-        self._inner, self._setup = inner, setup
+    def __init__(self, inner: SimExecutor, setup: Setup, cluster: Cluster | None = None) -> None:
+        self._inner, self._setup, self.cluster = inner, setup, cluster or setup.cluster
+        self._regrouping: Reshard | None = None
         self.steps: list[Step] = []
         self.requests: dict[int, Request] = {}
         self.in_flight: dict[int, Forward] = {}
         self.live: dict[int, _Live] = {}
-        self._ranks = [rank_requests() for _ in range(setup.num_instances)]
+        self._ranks = [rank_requests() for _ in self.cluster.instances]
         self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
         self._owners: dict[BlockRef, set[int]] = defaultdict(set)
         self._reads: dict[int, set[BlockRef]] = defaultdict(set)
@@ -97,6 +99,7 @@ class CheckedExecutor:
     def submit(self, step: Step) -> None:
         """Checks a step and passes it on."""
         assert not self.steps or step.number > self.steps[-1].number, "steps are numbered in order"
+        assert self._regrouping is None or not self._uses_devices(step), "ranks are on their way to other places"
         self.steps.append(step)
         self._take_over()
         if isinstance(step, Free):
@@ -107,6 +110,8 @@ class CheckedExecutor:
             self._meet(self.requests[step.request_id])
             self._check_computed(step)
             self._move(step)
+        elif isinstance(step, Reshard):
+            self._reshard(step)
         else:
             self._forward(step)
         self._inner.submit(step)
@@ -115,6 +120,9 @@ class CheckedExecutor:
         """The simulation's completions."""
         completions = self._inner.poll(timeout_s)
         for completion in completions:
+            if self._regrouping is not None and completion.number == self._regrouping.number:
+                self._regroup(self._regrouping.cluster)
+                continue
             if completion.number in self.moving:
                 moving = self.moving.pop(completion.number)
                 completion.failed = self.damaged(moving.move) if moving.move.contents else ()
@@ -130,6 +138,28 @@ class CheckedExecutor:
                 if source.instance != target.instance:
                     self._owners[source].remove(-forward.number)
         return completions
+
+    def _uses_devices(self, step: Step) -> bool:
+        if isinstance(step, MoveKV):
+            return any(self.cluster.tier(ref.pool) == "device" for pair in step.copies for ref in pair)
+        return isinstance(step, (Forward, Reshard))
+
+    def _reshard(self, step: Reshard) -> None:
+        """Check that devices are idle, that no request has KV there, and that hosts and disks keep their pools."""
+        before, after = self.cluster, step.cluster
+        assert not self.in_flight and not any(self._uses_devices(moving.move) for moving in self.moving.values())
+        assert not self.live, "ranks were told that no request has KV on devices"
+        assert (before.host_pools, before.disk_pools) == (after.host_pools, after.disk_pools)
+        assert before.num_ranks == after.num_ranks, "tests start no further ranks"
+        self._regrouping = step
+
+    def _regroup(self, cluster: Cluster) -> None:
+        """Give each instance of a cluster an empty pool. What hosts and disks have stays."""
+        self.cluster, self._regrouping = cluster, None
+        self._ranks = [rank_requests() for _ in cluster.instances]
+        for ref in [ref for ref in self._slots if cluster.tier(ref.pool) == "device"]:
+            assert not self._owners[ref], "no request has KV on devices"
+            del self._slots[ref]
 
     def _free(self, step: Free) -> None:
         for request_id in step.request_ids:
@@ -159,7 +189,7 @@ class CheckedExecutor:
 
     def _forward(self, forward: Forward) -> None:
         busy = Counter(instance for other in self.in_flight.values() for instance in other.instances)
-        ahead, pp = self._setup.max_steps_in_flight - 1, self._setup.cluster.pp
+        ahead, pp = self._setup.max_steps_in_flight - 1, self.cluster.pp
         assert all(busy[i] < ahead + pp(i) for i in forward.instances), "few steps are in flight on an instance"
         decoding = {part.request_id for part in forward.parts if part.unknown_on is not None}
         in_flight = Counter(part.request_id for other in self.in_flight.values() for part in other.parts)
@@ -231,7 +261,7 @@ class CheckedExecutor:
     def _is_spilled(self, part: Part, old: BlockRef, new: BlockRef) -> bool:
         """Tells whether a block has gone to the host, and is there by now."""
         coming = {target for moving in self.moving.values() for _, target in moving.move.copies}
-        return old.pool in part.group and new.pool == self._setup.cluster.host_pool(old.pool) and new not in coming
+        return old.pool in part.group and new.pool == self.cluster.host_pool(old.pool) and new not in coming
 
     def _check_span(self, part: Part) -> None:
         request, live = self.requests[part.request_id], self.live[part.request_id]
@@ -246,7 +276,7 @@ class CheckedExecutor:
             assert all(len(run) and run.step == 1 for run in runs)
             assert all(a.stop < b.start for a, b in pairwise(runs)), "runs ascend and are joined"
         assert len(part.group) == len(part.runs) == len(set(part.group))
-        assert all(0 <= ref.block < self._setup.cluster.pool_blocks[ref.pool] for ref in part.blocks)
+        assert all(0 <= ref.block < self.cluster.pool_blocks[ref.pool] for ref in part.blocks)
         assert (part.exchange == LOCAL) == (len(part.group) == 1)
         by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts.profile is None
         assert not by_default or part.exchange != RING_Q or part.stop == part.start + 1
@@ -265,9 +295,9 @@ class CheckedExecutor:
         live, names = self.live[part.request_id], self._names(part.request_id)
         slots = live.slots.of
         assert {ref for ref, _ in slots} == set(live.table), "blocks for all tokens and no more"
-        hosted = [ref for ref in live.table if self._setup.cluster.tier(ref.pool) == "host"]
+        hosted = [ref for ref in live.table if self.cluster.tier(ref.pool) == "host"]
         assert len(hosted) == part.num_hosted and (not hosted or part.exchange.traits.reads_hosts)
-        assert {ref.pool for ref in hosted} <= {self._setup.cluster.host_pool(part.group[0])}
+        assert {ref.pool for ref in hosted} <= {self.cluster.host_pool(part.group[0])}
         assert {ref.instance for ref in live.table if ref not in hosted} <= set(part.group)
         for member, runs in enumerate(part.runs):
             block_owners = {slots[position][0].instance for run in runs for position in run.positions}
@@ -307,7 +337,7 @@ class CheckedExecutor:
         running = [live for number, live in self.live.items() if self._takes_seat(number)]
         seats = Counter(instance for live in running for instance in live.group)
         assert max([*rows.values(), *seats.values()]) <= self._setup.max_num_seqs
-        cluster = self._setup.cluster
+        cluster = self.cluster
         for part in forward.parts if cluster.has_roles else ():
             if part.group[0] in cluster.decode:
                 assert part.stop - part.start == 1, "one token"
@@ -324,7 +354,7 @@ class CheckedExecutor:
 
     def keep(self, before: CheckedExecutor, tiers: Collection[Tier]) -> None:
         """Takes over what some tiers hold when other workers, of another layout perhaps, did the steps before."""
-        old, new = before._setup.cluster, self._setup.cluster
+        old, new = before.cluster, self.cluster
         pools = dict(zip([*old.host_pools, *old.disk_pools], [*new.host_pools, *new.disk_pools], strict=True))
         for ref, held in before._slots.items():
             if old.tier(ref.pool) in tiers:
@@ -332,7 +362,7 @@ class CheckedExecutor:
 
     def _swap(self, move: MoveKV) -> None:
         """Between two tiers: sources hold something, and nobody writes them or touches the targets."""
-        cluster, written = self._setup.cluster, self._written()
+        cluster, written = self.cluster, self._written()
         assert move.copies and len(set(move.copies)) == len(move.copies)
         for source, target in move.copies:
             here, there = (source, target) if move.way in ("out", "save") else (target, source)
@@ -401,7 +431,7 @@ class CheckedExecutor:
 
     def _move(self, move: MoveKV) -> None:
         """From who prefills to who decodes."""
-        cluster, live, request = self._setup.cluster, self.live[move.request_id], self.requests[move.request_id]
+        cluster, live, request = self.cluster, self.live[move.request_id], self.requests[move.request_id]
         ([source], [target]) = (move.sources, move.targets)
         assert source != target and target in request.targets
         assert not cluster.has_roles or (source in cluster.prefill and target in cluster.decode)
@@ -468,7 +498,7 @@ class CheckedExecutor:
 
     def _take_over(self) -> None:
         """Requests that have moved since the step before: all their KV is where they go on."""
-        cluster = self._setup.cluster
+        cluster = self.cluster
         for number, live in self.live.items():
             request = self.requests[number]
             if request.targets:

@@ -13,6 +13,7 @@ from longspan.core.engine import Engine
 from longspan.core.kv.pool import BlockPool
 from longspan.core.kv.transfer import Transfer
 from longspan.core.policy import Policy
+from longspan.core.regrouping import Change
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Content, Forward, MoveKV, Part
@@ -31,9 +32,10 @@ class Cluster:
     def __init__(self, setup: Setup, *, before: Cluster | None = None) -> None:
         self.setup = setup
         self.clock = VirtualClock()
-        facts = replace(setup.facts, cluster=setup.cluster)
+        turns = setup.clusters
+        facts = replace(setup.facts, cluster=setup.cluster, turns=turns)
         self.policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
-        capacity = capacity_tokens(self.policy, [setup.cluster], setup.block_size)
+        capacity = capacity_tokens(self.policy, turns or [setup.cluster], setup.block_size)
         self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(setup)), setup)
         self.engine = Engine(
             policy=self.policy,
@@ -41,6 +43,7 @@ class Cluster:
             clock=self.clock,
             config=EngineConfig(
                 cluster=setup.cluster,
+                turns=turns,
                 block_size=setup.block_size,
                 max_model_len=setup.max_model_len or capacity,
                 eos_token_ids=setup.eos_token_ids,
@@ -70,21 +73,23 @@ class Cluster:
         return self.engine.kv._transfers._transfers.get(request_id, ())
 
     def restart(self, policy: Policy | None = None) -> None:
-        """Lose the workers and start others. Another policy decides from then on, if one is given."""
-        before = self.executor
-        inner = SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(self.setup))
-        self.executor = CheckedExecutor(inner, self.setup)
+        """Lose the workers and start others. Another policy decides from then on, if one is given, on the first cluster
+        of the setup.
+        """
+        before, cluster = self.executor, self.engine.config.cluster if policy is None else self.setup.cluster
+        inner = SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(self.setup, cluster=cluster))
+        self.executor = CheckedExecutor(inner, self.setup, cluster)
         self.executor.requests, self.executor.pool = before.requests, self._pool
         self.executor.reservation = self.transfer_of
         self.executor.steps = list(before.steps)
         self.executor.keep(before, ["host", "disk"])
-        cluster = None if policy is None else self.setup.cluster
-        self.engine.restart(self.executor, cluster=cluster, policy=policy)
+        change = None if policy is None else Change(cluster=cluster, policy=policy)
+        self.engine.restart(self.executor, change)
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:
         """What disks have when nothing runs, the least recently used first."""
-        pools = map(self._pool, self.setup.cluster.disk_pools)
+        pools = map(self._pool, self.engine.config.cluster.disk_pools)
         return [[(block, pool.content(block)) for block in pool._cached] for pool in pools]
 
     @property
@@ -148,8 +153,7 @@ class Cluster:
         assert not self.executor.live
         assert not self.executor.moving
         assert not self.executor.non_finite_blocks, "NaN in a free block"
-        cluster = self.setup.cluster
-        for number, num_blocks in enumerate(cluster.num_blocks + cluster.host_blocks + cluster.disk_blocks):
+        for number, num_blocks in enumerate(self.engine.config.cluster.pool_blocks):
             pool = self.engine.kv.pool(number)
             assert pool.num_free == pool.num_blocks == num_blocks
             assert not any(pool.references(block) for block in range(pool.num_blocks))

@@ -15,6 +15,7 @@ from longspan.core.kv.lookup import SwapCost
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
 from longspan.cost.flows import Flow
+from longspan.cost.step_cost import ReshardCost
 from longspan.policy.facts import Facts
 from longspan.runtime.batch import RankRequests
 from longspan.runtime.sampling import Vocabulary
@@ -41,7 +42,11 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A cluster; what is left out is plenty. Without a policy it is `context` on several instances."""
+    """A cluster; what is left out is plenty. Without a policy it is `context` on several instances.
+
+    Attributes:
+        turns: how the clusters are split that prefill and decode by turns. The first has `num_instances`.
+    """
 
     num_instances: int = 1
     num_blocks: int = 256
@@ -60,6 +65,7 @@ class Setup:
     tp: int = 1
     pp: int = 1
     roles: Roles | None = None
+    turns: tuple[ParallelSpec, ParallelSpec] | None = None
     decode_blocks: int | None = None
     locations: tuple[Location, ...] = ()
     host_blocks: tuple[int, ...] = ()
@@ -72,11 +78,29 @@ class Setup:
             object.__setattr__(self, "policy", usual)
 
     @property
+    def clusters(self) -> tuple[Cluster, ...]:
+        """The clusters that take turns; else none."""
+        if self.turns is None:
+            return ()
+        return tuple(map(self._with_pools, Cluster(spec=self.turns[0], decode_spec=self.turns[1]).in_turns()))
+
+    @property
     def cluster(self) -> Cluster:
+        if self.turns is not None:
+            return self.clusters[0]
         bare = Cluster(spec=ParallelSpec(instances=self.num_instances, tp=self.tp, pp=self.pp))
         cluster = bare if self.roles is None else self.roles.cluster
-        cluster = cluster.with_layers(12, 0.0)
         assert cluster.num_instances == self.num_instances, "roles are given to all instances"
+        return self._with_pools(cluster)
+
+    def split(self, spec: ParallelSpec) -> Cluster:
+        """The same ranks, split otherwise. Pools of hosts keep their numbers."""
+        cluster = self.cluster
+        assert spec.num_ranks == cluster.num_ranks and spec.instances <= cluster.host_pools.start
+        return self._with_pools(Cluster(spec=spec, num_device_pools=cluster.host_pools.start))
+
+    def _with_pools(self, cluster: Cluster) -> Cluster:
+        cluster = cluster.with_layers(12, 0.0)
         locations = [one for i, one in enumerate(self.locations) for _ in cluster.ranks(i)]
         cluster = replace(
             cluster, locations=tuple(locations), host_blocks=self.host_blocks, disk_blocks=self.disk_blocks
@@ -95,10 +119,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class UnevenCost:
-    """A linear cost, after which each instance lags by its own time."""
+    """A linear cost, after which each instance lags by its own time. The cluster is that of the setup by default."""
 
     setup: Setup
     num_layers: int = 2
+    cluster: Cluster | None = None
+
+    def resharded(self, cluster: Cluster) -> UnevenCost:
+        """See `StepCost`."""
+        return replace(self, cluster=cluster)
+
+    def reshard(self, cluster: Cluster) -> ReshardCost:
+        """See `StepCost`."""
+        return ReshardCost(copied_bytes=0.0, seconds=1.0 + self.setup.lag_s(cluster.num_instances, 0))
 
     def exposed_s(self, forward: Forward) -> None:
         """See `StepCost`."""
@@ -116,7 +149,7 @@ class UnevenCost:
 
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
         """See `StepCost`."""
-        pp, seconds = self.setup.cluster.pp, self.seconds(forward)
+        pp, seconds = (self.cluster or self.setup.cluster).pp, self.seconds(forward)
         return {instance: (own / pp(instance),) * pp(instance) for instance, own in seconds.items()}
 
 

@@ -58,9 +58,9 @@ class Fabric:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _queues: defaultdict[tuple[str, int], deque[_Call]] = field(default_factory=lambda: defaultdict(deque))
     _numbers: defaultdict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
-    _callers: dict[tuple[str, int], int] = field(default_factory=dict)  # threads
-    _threads: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by rank
-    _waiting: dict[int, _Call] = field(default_factory=dict)  # by thread
+    _callers: dict[tuple[str, int], threading.Thread] = field(default_factory=dict)
+    _threads: defaultdict[int, set[threading.Thread]] = field(default_factory=lambda: defaultdict(set))  # by rank
+    _waiting: dict[threading.Thread, _Call] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)
     _opened: defaultdict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))  # of how many
     _num_opened: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -99,14 +99,14 @@ class Fabric:
             call.number = self._numbers[key]
             self._numbers[key] += 1
             self._queues[key].append(call)
-            self._callers[key] = threading.get_ident()
-            self._threads[rank].add(threading.get_ident())
+            self._callers[key] = threading.current_thread()
+            self._threads[rank].add(threading.current_thread())
             self._run(communicator)
             self._look_for_circle(call)
             return call
 
     def wait(self, call: _Call) -> None:
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         with self._changed:
             self._waiting[thread] = call
             try:
@@ -222,13 +222,13 @@ class Fabric:
                 continue  # it has called, and waits for the same ranks
             if self._queues[key]:
                 yield self._queues[key][0]  # of something else: what is meant for each other has met
-            elif (waited := self._waiting.get(self._caller(*key))) is not None:
+            elif (caller := self._caller(*key)) is not None and (waited := self._waiting.get(caller)) is not None:
                 yield waited  # whoever is to call waits for something
 
-    def _caller(self, communicator: str, rank: int) -> int:
-        """Returns the thread that calls for a rank there: who has done so, or the only one it has; 0 if unknown."""
+    def _caller(self, communicator: str, rank: int) -> threading.Thread | None:
+        """Return the thread that has called for a rank there, or the only thread of the rank. None if unknown."""
         known = self._threads[rank]
-        return self._callers.get((communicator, rank), next(iter(known)) if len(known) == 1 else 0)
+        return self._callers.get((communicator, rank), next(iter(known)) if len(known) == 1 else None)
 
 
 class InOrderTransport:

@@ -182,6 +182,7 @@ class ThreadServer:
         while self._client.state != "serving" or self.service.executor is executor:
             assert self._client.state != "down" and time.monotonic() < deadline_s, f"the engine is {self._client.state}"
             time.sleep(0.01)
+        self.complete(prompt=[5], max_tokens=1)  # its answer follows all reports of the loss
 
 
 @contextmanager

@@ -22,7 +22,7 @@ _MAX_VIEWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PagedKv:
-    """Keys and values of one layer, `[blocks, kv_heads, block_size, head_dim]`.
+    """Keys and values of one layer, `[blocks, kv_heads, block_size, head_dim]`, whose head_dim may differ.
 
     Slots that no query of a call sees may hold any bits, NaN included: no result depends on them.
     """

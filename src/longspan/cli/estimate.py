@@ -98,7 +98,7 @@ def estimate(
     from longspan.cost.forward import rooflines  # noqa: PLC0415
     from longspan.cost.topology import Devices  # noqa: PLC0415
     from longspan.sim.resolved import Fleet, ResolvedCluster  # noqa: PLC0415
-    from longspan.simulation import read_architecture  # noqa: PLC0415
+    from longspan.simulation import read_architecture, resolved_dtype  # noqa: PLC0415
 
     spec = parse_parallel(parallel)
     devices = Devices(
@@ -123,7 +123,7 @@ def estimate(
     token_bytes = cost.layer.kv_bytes * max(map(len, cost.stages))
     num_tokens = max(0, int(found.memory.kv_room // token_bytes))
     cluster = spec.on_hosts(gpus_per_host).with_blocks([num_tokens] * spec.num_instances)
-    fleet = Fleet.of(devices, dtype=hardware_spec.dtype, ffn_dtype=hardware_spec.ffn_dtype)
+    fleet = Fleet.of(devices, dtype=resolved_dtype(model, hardware_spec.dtype), ffn_dtype=hardware_spec.ffn_dtype)
     _print(found, ResolvedCluster(fleet=fleet, clusters=(cluster,), block_size=1), as_json=as_json)
 
 

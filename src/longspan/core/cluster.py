@@ -173,35 +173,6 @@ class Cluster:
         locations = (Location(host=rank // devices_per_host, device=rank) for rank in range(self.num_ranks))
         return replace(self, locations=tuple(locations))
 
-    def without(self, rank: int) -> Cluster:
-        """Returns the cluster that is left when a rank is lost, and with it its instance.
-
-        That is this one, if the rank has no part in any, or a spare one takes its place. Ranks behind it take their
-        numbers; there are no spare ones then.
-
-        Raises:
-            ParameterError: when too little is left, or the pools of hosts would not keep their numbers.
-        """
-        if self.num_spare or self.is_spare(rank):
-            return replace(self, num_spare=0, locations=self.locations[: self.num_ranks - self.num_spare])
-        instance, problem = self.at(rank).instance, None
-        if self.has_roles:
-            problem = f"{self} has instances that cannot do without each other"
-        elif self.num_instances == 1:
-            problem = f"{self} has no other instance"
-        elif self.host_blocks and len(set(self.hosts)) > 1:
-            problem = f"{self} has KV in the memory of several hosts"
-        if problem is not None:
-            raise ParameterError("parallel", f"{problem}: the workers of all must start anew", str(self.spec))
-        lost = self.ranks(instance)
-        return replace(
-            self,
-            spec=replace(self.spec, instances=self.num_instances - 1),
-            locations=self.locations[: lost.start] + self.locations[lost.stop :],
-            num_blocks=self.num_blocks[:instance] + self.num_blocks[instance + 1 :],
-            num_device_pools=self.host_pools.start,
-        )
-
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
         return replace(self, num_blocks=tuple(num_blocks))
 

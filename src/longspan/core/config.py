@@ -47,6 +47,11 @@ class EngineConfig:
         # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
         assert self.max_steps_in_flight in (1, 2)
 
+    @property
+    def fleet(self) -> tuple[Cluster, ...]:
+        """The cluster, or the clusters of both phases, see `core.fleets`."""
+        return self.turns or (self.cluster,)
+
     @classmethod
     def of(
         cls,

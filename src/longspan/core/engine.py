@@ -5,21 +5,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, product
 from typing import Protocol, get_args
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.exchange import shown_names
 from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
-from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
+from longspan.core.queues import Queues
+from longspan.core.regrouping import Change, Regrouping, bounded
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Reshard, Sampled
-from longspan.core.transitions import Transition, phase_of
+from longspan.core.steps import Completion, Content, Executor, Forward, Free, Link, MoveKV, Part, Sampled
+from longspan.core.transitions import Transition
 from longspan.core.view import ClusterView, Plan, ScheduledPart
 
 _NON_FINITE = "the model computed NaN or infinity for positions %d to %d: check its weights and its dtype"
@@ -51,26 +51,13 @@ class Load:
     busy_s: list[float]
 
 
-@dataclass(kw_only=True)
-class _Regrouping:
-    """A change of clusters under way; see `Transition`."""
-
-    cluster: Cluster
-    asked_s: float
-    policy: Policy | None = None
-    idle_s: float | None = None
-    begun_s: float = 0.0
-    number: int | None = None
-
-
 class Engine:
-    """Owns the requests. One thread drives it through `step`.
+    """Owns the requests and the KV account. One thread drives it through `step`.
 
     Attributes:
         num_preemptions: how often a request gave up its KV to others.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         num_external_queries: tokens that are looked up on hosts, too.
-        transitions: the changes of clusters so far.
         kv: all blocks of KV, and what is on its way.
 
     Args:
@@ -88,7 +75,9 @@ class Engine:
     ) -> None:
         self.config = config
         self._executor, self._clock = executor, clock
-        self._running = Running(config.cluster.num_instances)
+        self._queues = queues = Queues(config.cluster, config.max_steps_in_flight)
+        self._requests, self._waiting, self._running = queues.requests, queues.waiting, queues.running
+        self._steps, self._occupancy = queues.steps, queues.occupancy
         self._number = count(1).__next__  # numbers steps and moves
         self.kv = KvManager(
             config.cluster,
@@ -104,11 +93,7 @@ class Engine:
             self.kv.pool(pool).restore(contents)
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = self.num_external_queries = 0
-        self._requests: dict[int, Request] = {}
-        self.transitions: list[Transition] = []
-        self._regrouping: _Regrouping | None = None
-        self._waiting, self._steps = Waiting(), StepOrder()
-        self._occupancy = Occupancy(self._most_steps())
+        self._regrouping = Regrouping()
         self._request_ids, self._admissions = count(), count(1)
         self._seeds = random.Random(config.seed)
         self.set_policy(policy)
@@ -160,14 +145,10 @@ class Engine:
         self._policy.arrived(request)
         return request
 
-    def _most_steps(self) -> list[int]:
-        config, cluster = self.config, self.config.cluster
-        return [config.max_steps_in_flight - 1 + cluster.pp(instance) for instance in cluster.instances]
-
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request runs or waits, KV is still on its way, or clusters change."""
-        return bool(self._requests) or self._is_moving or self._regrouping is not None
+        """Whether a request runs or waits, KV is in flight, or clusters change."""
+        return bool(self._requests) or self._is_moving or self.is_regrouping
 
     @property
     def _is_moving(self) -> bool:
@@ -175,20 +156,22 @@ class Engine:
 
     @property
     def _is_settling(self) -> bool:
-        is_regrouping = self._regrouping is not None and self._regrouping.number is not None
-        return self.kv.is_copying or is_regrouping
+        return self.kv.is_copying or self._regrouping.state == "switching"
 
     @property
     def is_regrouping(self) -> bool:
-        """Whether a change of clusters was asked for that has not come about yet."""
-        return self._regrouping is not None
+        """Whether a change of clusters was asked for and is not complete."""
+        return not self._regrouping.is_running
+
+    @property
+    def transitions(self) -> list[Transition]:
+        """The changes of clusters so far."""
+        return self._regrouping.transitions
 
     @property
     def phase(self) -> str:
-        """Says what it does while clusters take turns: prefill, decode or transition; empty when one stays."""
-        if self._regrouping is not None and self._regrouping.idle_s is not None:
-            return "transition"
-        return phase_of(self.config.cluster, self.config.turns)
+        """The phase of an engine with phases: prefill, decode or transition. Empty without phases."""
+        return self._regrouping.phase(self.config)
 
     def load(self) -> Load:
         waiting, cluster = self._waiting.able(), self.config.cluster
@@ -211,7 +194,7 @@ class Engine:
         if request.finish_reason is None:
             request.metrics.finished_s = self._clock.now()
             self._policy.ended(request)
-            self._leave(request)
+            self._queues.leave(request)
             self.kv.end(request)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
@@ -221,7 +204,7 @@ class Engine:
     def set_policy(self, policy: Policy) -> None:
         """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's."""
         self._check_idle("the policy cannot change")
-        if self._regrouping is not None:
+        if self.is_regrouping:
             raise RuntimeError("the policy cannot change while clusters do: call step until they have")
         self._adopt(policy)
 
@@ -231,7 +214,7 @@ class Engine:
             if request.finish_reason is None:
                 policy.arrived(request)
         config = self.config
-        capacity = capacity_tokens(policy, config.turns or (config.cluster,), config.block_size)
+        capacity = capacity_tokens(policy, config.fleet, config.block_size)
         self._max_len = min(config.max_model_len, capacity)
 
     def reset_prefix_cache(self) -> None:
@@ -256,44 +239,34 @@ class Engine:
                 self._take(done)
         return not self._is_settling
 
-    def restart(self, executor: Executor, *, cluster: Cluster | None = None, policy: Policy | None = None) -> None:
-        """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had.
+    def restart(self, executor: Executor, change: Change | None = None) -> None:
+        """Replace lost workers. The new ones have the places of `change`, with a policy, or those before the loss.
 
-        What hosts and their disks have is kept. With another `cluster`, and a policy for it, requests that have no room
-        there end with an error.
+        Every request waits again and computes anew the KV that it had on devices. Contents of hosts and disks stay.
+        A request that exceeds the capacity of the new cluster ends with an error.
         """
-        self._executor = executor
-        asked, self._regrouping = self._regrouping, None
-        for forward in self._steps.clear():
-            self._end(forward)
-        for request in list(self._requests.values()):
-            if request.finish_reason is not None:
-                continue
+        self._executor, everyone = executor, list(self._requests.values())
+        lost = self._queues.lose_steps(self._clock.now())
+        for request in lost:
             if request.group:
                 self._policy.preempted(request)
-            self._leave(request)
-        self.kv.restart(self._requests.values())
-        for request in list(self._requests.values()):
-            if request.finish_reason is None:
-                self._waiting.add(request)
-            else:
-                del self._requests[request.id]
-        if cluster is not None:
-            self._take_places(cluster, policy)
-        elif asked is not None and asked.policy is not None:  # else the policy asks again
-            self.reshard(asked.cluster, asked.policy)
+            self._queues.leave(request)
+        self.kv.restart(everyone)
+        for request in lost:
+            self._waiting.add(request)
+        self._regrouping.restart(change, self._clock.now())
+        if change is not None:
+            self._resume(change)
 
-    def reshard(self, cluster: Cluster, policy: Policy) -> None:
-        """Moves all ranks to their places in another cluster, as soon as no step is in flight; requests go on there.
+    def reshard(self, change: Change) -> None:
+        """Move all ranks to their places in another cluster, once no step is in flight. Requests go on there.
 
-        KV that devices have lies on hosts meanwhile, as far as there is a pool; the rest is computed anew.
+        KV is offloaded from devices to hosts meanwhile, up to the size of their pools. The rest is computed anew.
 
         Raises:
-            RuntimeError: while another change is under way.
+            RuntimeError: another change is under way.
         """
-        if self._regrouping is not None:
-            raise RuntimeError("clusters change already: call step until they have")
-        self._regrouping = _Regrouping(cluster=cluster, asked_s=self._clock.now(), policy=policy)
+        self._regrouping.ask(change, self._clock.now())
 
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """Emits what the policy plans, takes the next completion, and returns the requests that got a token or failed.
@@ -312,64 +285,36 @@ class Engine:
     def emit(self) -> None:
         """Emits what the policy plans, until no instance can be given another step."""
         self._hand_over()
-        while self._regrouping is None:
+        while not self.is_regrouping:
             num_preemptions = self.num_preemptions
-            if self._can_emit and self._emit_plan(self._plan()):
+            if self._queues.can_emit and self._emit_plan(self._plan()):
                 continue
             # A plan that only preempted may have freed backends, or room for KV that waits.
             has_preempted = self.num_preemptions > num_preemptions
-            if self._regrouping is None and not ((has_preempted and self._hand_over()) or self._relents()):
+            if not self.is_regrouping and not ((has_preempted and self._hand_over()) or self._relents()):
                 return
-        self._regroup(self._regrouping)
+        if self._regrouping.state == "draining":
+            self._drain()
 
-    def _regroup(self, regrouping: _Regrouping) -> None:
-        """Takes KV off the devices as steps end, and sends a Reshard once nothing of it is under way there."""
-        if regrouping.number is not None:
-            return
-        for request in list(self._running):
-            if not request.in_flight:
-                self._retract(request)
-        if self._steps:
-            return
-        now_s = self._clock.now()
-        regrouping.idle_s = now_s if regrouping.idle_s is None else regrouping.idle_s
-        assert not self._running, "who is in no step has been parked"
-        if self.kv.can_regroup:
-            regrouping.number, regrouping.begun_s = self._number(), now_s
-            self._executor.submit(Reshard(number=regrouping.number, cluster=regrouping.cluster))
+    def _drain(self) -> None:
+        """Preempt requests as their steps complete. Send a Reshard once devices hold no KV in use."""
+        for request in self._queues.parkable:
+            self._retract(request)
+        computes, moves = bool(self._steps or self._running), not self.kv.can_regroup
+        reshard = self._regrouping.drain(self._number, self._clock.now(), computes=computes, moves=moves)
+        if reshard is not None:
+            self._executor.submit(reshard)
 
-    def _regrouped(self, regrouping: _Regrouping, done: Completion) -> None:
-        assert regrouping.idle_s is not None, "ranks regroup when nothing is computed"
-        self._regrouping = None
-        self._take_places(regrouping.cluster, regrouping.policy)
-        self.transitions.append(
-            Transition(
-                cluster=regrouping.cluster,
-                asked_s=regrouping.asked_s,
-                idle_s=regrouping.idle_s,
-                begun_s=regrouping.begun_s,
-                ended_s=self._clock.now(),
-                copied_bytes=sum(done.bytes_sent.values()),
-            )
-        )
-
-    def _take_places(self, cluster: Cluster, policy: Policy | None) -> None:
-        """Goes on with another cluster, on which nothing runs yet; with another policy, if one is given for it."""
-        self.config = replace(self.config, cluster=cluster)
-        self._running.replace(cluster.num_instances)
-        self._occupancy.replace(self._most_steps())
-        self.kv.regroup(cluster)
-        if policy is not None:
-            self._adopt(policy)
-            for request in list(self._requests.values()):
-                self._bound(request)
-
-    def _bound(self, request: Request) -> None:
-        """Ends a request that has grown too long for other devices; else its output has room there."""
-        if request.num_known >= self._max_len:
-            words = f"it has {request.num_known} tokens, and the devices that remain hold {self._max_len}"
-            self.finish(request, request.fail("capacity", words))
-        request.max_tokens = min(request.max_tokens, self._max_len - request.num_prompt)
+    def _resume(self, change: Change) -> None:
+        """Serve on the cluster of a change, whose ranks have their places."""
+        self.config = change.config(self.config)
+        self._queues.replace(self.config.cluster)
+        self.kv.regroup(self.config.cluster)
+        if change.policy is not None:
+            self._adopt(change.policy)
+            for request in bounded(self._queues.unfinished, self._max_len):
+                self.finish(request, "error")
+        self._regrouping.resumed(self._clock.now())
 
     def _relents(self) -> bool:
         """Frees hosts of what waiting requests gave up, if nothing else could happen; or else preempts a request that
@@ -426,8 +371,7 @@ class Engine:
             self._send_waiting()  # what is cached can go before the rest is computed
         for batch in plan.batches:
             forward = self._forward(batch)
-            self._steps.send(forward)
-            self._begin(forward)
+            self._queues.begin(forward, self._clock.now())
             self._executor.submit(forward)
         return bool(parts or plan.loads)
 
@@ -459,18 +403,12 @@ class Engine:
                 self._retract(self._requests[parked.id])
             if plan.reshard is not None:
                 assert not plan.batches, "nothing is planned beside a change of clusters"
-                self._regrouping = _Regrouping(cluster=plan.reshard, asked_s=self._clock.now())
+                self._regrouping.ask(Change(cluster=plan.reshard, turns=self.config.turns), self._clock.now())
                 return Plan()
             for preempted in plan.preempted:
                 self._preempt(self._requests[preempted.id])
             if not plan.preempted or (plan.batches and not self.kv.copies_on_devices):
                 return plan
-
-    @property
-    def _can_emit(self) -> bool:
-        if self._occupancy.all_full:
-            return False
-        return bool(self._waiting) or not self._occupancy.full.issuperset(self._running.occupied)
 
     @property
     def has_ready(self) -> bool:
@@ -481,12 +419,6 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that hold no KV and could run if there were room."""
         return len(self._waiting.able())
-
-    def _leave(self, request: Request) -> None:
-        if request.group:
-            self._running.leave(request)
-        else:
-            self._waiting.remove(request)
 
     def _view(self) -> ClusterView:
         waiting, admits = self._waiting, self._policy.admits(self.config.cluster)
@@ -511,7 +443,7 @@ class Engine:
         request, hit = self._requests[scheduled.request.id], scheduled.hit
         assert hit is not None and hit.num_tokens == scheduled.start, "an admitted request starts behind its prefix"
         is_resumed = request.was_admitted
-        self._leave(request)
+        self._queues.leave(request)
         self.kv.take(request, scheduled)
         self.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
         request.admission = next(self._admissions)
@@ -550,31 +482,11 @@ class Engine:
         if goes_on and self.config.rope_length(num_tokens) == request.rope_length:
             request.num_tokens = num_tokens
 
-    def _begin(self, forward: Forward) -> None:
-        self._occupancy.begin(forward.instances, self._clock.now())
-        self._count_step(forward, 1)
-
-    def _end(self, forward: Forward) -> None:
-        self._occupancy.end(forward.instances, self._clock.now())
-        self._count_step(forward, -1)
-
-    def _count_step(self, forward: Forward, change: int) -> None:
-        number, changed = forward.number, []
-        for part in forward.parts:
-            request = self._requests[part.request_id]
-            request.num_steps += change
-            request.last_step = max(request.last_step, number)
-            # A decode in the middle of a block leaves what the request still asks for as it is.
-            is_decode = part.start >= request.num_prompt and part.stop == part.start + 1
-            if not is_decode or part.rotation is not None or part.stop % request.block_size < 2:
-                changed.append(request.id)
-        self._running.changed(forward.instances, changed)
-
     def _take(self, done: Completion) -> None:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
-        if self._regrouping is not None and self._regrouping.number == done.number:
-            self._regrouped(self._regrouping, done)
+        if (change := self._regrouping.complete(done, self._clock.now())) is not None:
+            self._resume(change)
         elif (moves := self.kv.moved(done, self._requests)) is None:
             self._steps.complete(done)
         else:
@@ -583,7 +495,7 @@ class Engine:
             self._free()
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
-        self._end(forward)
+        self._queues.end(forward, self._clock.now())
         self.kv.computed(forward)
         for move in forward.rebalances:
             self._free(slots=self.kv.rebalanced(self._requests[move.request_id], move))
@@ -600,14 +512,9 @@ class Engine:
             if request.finish_reason is not None and not request.in_flight and request.id in self._requests:
                 self._drop(request)
         for scored in done.scored:
-            if self._is_live(scored.request_id):
-                self._requests[scored.request_id].take_scores(scored)
-        return [*failed, *(self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id))]
-
-    def _is_live(self, request_id: int) -> bool:
-        """Tells whether anybody wants its tokens; tokens sampled after its end are thrown away."""
-        request = self._requests.get(request_id)
-        return request is not None and request.finish_reason is None
+            if (live := self._queues.live(scored.request_id)) is not None:
+                live.take_scores(scored)
+        return [*failed, *(self._append(one) for one in done.sampled if self._queues.live(one.request_id) is not None)]
 
     def _append(self, sampled: Sampled) -> Request:
         request = self._requests[sampled.request_id]
@@ -630,7 +537,7 @@ class Engine:
         goes_on = request.finish_reason is None
         if goes_on:
             self._policy.preempted(request)
-            self._leave(request)
+            self._queues.leave(request)
         known = (request.id,) if request.is_known else ()
         moves, slots = self.kv.give_up(request)
         self._submit(moves)

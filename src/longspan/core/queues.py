@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from longspan.core.blocks import coupled_instances
+from longspan.core.cluster import Cluster
 from longspan.core.kv.residency import Loading
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Forward
@@ -306,3 +307,87 @@ class Occupancy:
         return [
             done + (now_s - self._busy_since_s[i] if i in self.busy else 0.0) for i, done in enumerate(self._busy_s)
         ]
+
+
+class Queues:
+    """Queues of all requests of an engine. A request waits or runs, and steps in flight name running requests.
+
+    Attributes:
+        requests: by id, until they have ended and no step names them.
+    """
+
+    def __init__(self, cluster: Cluster, max_steps_in_flight: int) -> None:
+        self.requests: dict[int, Request] = {}
+        self.waiting, self.running, self.steps = Waiting(), Running(cluster.num_instances), StepOrder()
+        self._max_steps_in_flight = max_steps_in_flight
+        self.occupancy = Occupancy(self._step_limits(cluster))
+
+    def _step_limits(self, cluster: Cluster) -> list[int]:
+        return [self._max_steps_in_flight - 1 + cluster.pp(instance) for instance in cluster.instances]
+
+    def replace(self, cluster: Cluster) -> None:
+        """Replace the instances by those of another cluster. No request runs, and no step is in flight."""
+        assert not (self.running or self.steps), "requests have left the instances"
+        self.running.replace(cluster.num_instances)
+        self.occupancy.replace(self._step_limits(cluster))
+
+    @property
+    def can_emit(self) -> bool:
+        """Whether an instance has capacity for a step, and a request might take part in it."""
+        if self.occupancy.all_full:
+            return False
+        return bool(self.waiting) or not self.occupancy.full.issuperset(self.running.occupied)
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Requests that have not ended."""
+        return [request for request in self.requests.values() if request.finish_reason is None]
+
+    @property
+    def parkable(self) -> list[Request]:
+        """Running requests that no step names."""
+        return [request for request in self.running if not request.in_flight]
+
+    def live(self, request_id: int) -> Request | None:
+        """Return a request that has not ended. Tokens sampled after its end are dropped."""
+        request = self.requests.get(request_id)
+        return request if request is not None and request.finish_reason is None else None
+
+    def leave(self, request: Request) -> None:
+        """Remove a request from the queue that it is in."""
+        if request.group:
+            self.running.leave(request)
+        else:
+            self.waiting.remove(request)
+
+    def begin(self, forward: Forward, now_s: float) -> None:
+        """Count an emitted step."""
+        self.steps.send(forward)
+        self.occupancy.begin(forward.instances, now_s)
+        self._count_step(forward, 1)
+
+    def end(self, forward: Forward, now_s: float) -> None:
+        """Count a completed or lost step."""
+        self.occupancy.end(forward.instances, now_s)
+        self._count_step(forward, -1)
+
+    def lose_steps(self, now_s: float) -> list[Request]:
+        """Forget the steps in flight and the requests that have ended. Return all other requests."""
+        for forward in self.steps.clear():
+            self.end(forward, now_s)
+        ended = [request.id for request in self.requests.values() if request.finish_reason is not None]
+        for request_id in ended:
+            del self.requests[request_id]
+        return list(self.requests.values())
+
+    def _count_step(self, forward: Forward, change: int) -> None:
+        number, changed = forward.number, []
+        for part in forward.parts:
+            request = self.requests[part.request_id]
+            request.num_steps += change
+            request.last_step = max(request.last_step, number)
+            # A decode in the middle of a block does not change what the request still needs.
+            is_decode = part.start >= request.num_prompt and part.stop == part.start + 1
+            if not is_decode or part.rotation is not None or part.stop % request.block_size < 2:
+                changed.append(request.id)
+        self.running.changed(forward.instances, changed)

@@ -1,13 +1,12 @@
 """Seconds per layer of attention and what is exchanged for it, by exchange, as each really overlaps.
 
 A channel is all that a step does in one group by one exchange. Each kind of exchange has an `ExchangeCost`. The time of
-a `chain`, whose layers run skewed, is in `forward.py`. Sparse forms are in `sparse_channels.py`. Bytes are as in
-docs/exchanges.md.
+a `chain`, whose layers run skewed, is in `forward.py`. Sparse forms take a share of the exact form, see `csa_price.py`.
+Bytes are as in docs/exchanges.md.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,8 @@ from typing import NamedTuple
 
 from longspan.core.exchange import (
     ALLTOALL,
-    ALLTOALL_SPARSE,
     CHAIN,
     GATHER_HIDDEN,
-    GATHER_HIDDEN_SPARSE,
     GATHER_KV,
     RING_KV,
     RING_Q,
@@ -167,11 +164,6 @@ class ExchangeCost:
 
 
 _COSTS: dict[str, ExchangeCost] = {}
-_LOADED_ON_USE = {
-    ALLTOALL_SPARSE.kind: "longspan.cost.sparse_channels",
-    GATHER_HIDDEN_SPARSE.kind: "longspan.cost.sparse_channels",
-}
-"""The modules that register costs of kinds that most users do not need."""
 
 
 def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
@@ -180,8 +172,6 @@ def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
 
 def cost_of(exchange: Exchange) -> ExchangeCost:
     """Returns the registered cost of a kind, or that of a plug-in."""
-    if exchange.kind in _LOADED_ON_USE and exchange.kind not in _COSTS:
-        importlib.import_module(_LOADED_ON_USE[exchange.kind])
     if exchange.kind not in _COSTS and (added := plugin_part(exchange.kind, "cost")) is not None:
         if not isinstance(added, ExchangeCost):
             raise PluginError(f"the cost of exchange {exchange.kind} is no longspan.cost.channels.ExchangeCost")
@@ -190,9 +180,7 @@ def cost_of(exchange: Exchange) -> ExchangeCost:
 
 
 def channel_time(layer: Layer, topology: Topology, channel: Channel, cost: ExchangeCost | None = None) -> ChannelTime:
-    """Predicts one layer of any channel that is not skewed, by the registered cost of its exchange unless one is
-    given.
-    """
+    """Predict one layer of a channel that is not skewed or sparse, by the registered cost unless one is given."""
     if len(channel.group) == 1:
         return ChannelTime(attention_s=attention_s(layer, channel.shares.of_member(0), keys=channel.keys))
     time = (cost or cost_of(channel.exchange)).time

@@ -14,7 +14,7 @@ import msgspec
 from longspan.core.exchange import ALLTOALL_SPARSE, LOCAL, Exchange
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import drops_in
-from longspan.cost.architecture import Hardware, ModelShape
+from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import LinkSpeed, MemberWork, Rates, layer_time, member_works
 from longspan.cost.profile import Profile
 
@@ -87,7 +87,7 @@ def time_share(exchange: Exchange, num_tokens: int, hosts: tuple[int, ...], shap
     return (messages_s + sparse_s) / (messages_s + exact_s) if messages_s + exact_s else 1.0
 
 
-def rates_of_profile(profile: Profile, shape: ModelShape, hardware: Hardware, members: int) -> Rates | None:
+def rates_of_profile(profile: Profile, shape: ModelShape, members: int) -> Rates | None:
     """Take the speeds of a member from a profile, which times prompts on one instance.
 
     Time that grows with the length is shared by the members. Time that grows with its square is attention. Links have
@@ -97,6 +97,6 @@ def rates_of_profile(profile: Profile, shape: ModelShape, hardware: Hardware, me
     if alone is None or not alone.pair_s:
         return None
     link = profile.link("point_to_point", 2)
-    speed = LinkSpeed(hardware.bytes_per_s, 0.0 if link is None else max(0.0, link.start_s))
+    speed = LinkSpeed(profile.speeds(shape).bytes_per_s, 0.0 if link is None else max(0.0, link.start_s))
     pairs_per_s = shape.num_heads * shape.num_layers / alone.pair_s
     return Rates(inside=speed, between=speed, pairs_per_s=pairs_per_s, rest_s=alone.token_s / members)

@@ -14,7 +14,7 @@ from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.flows import Flow, block_pairs, host_flows
 from longspan.cost.profile import LinkFit, Prefill, Profile, Times, TransferKind
-from longspan.cost.step_cost import ReshardCost, computed_tokens, wait_for_balances
+from longspan.cost.step_cost import ReshardCost, computed_tokens, sparse_share, wait_for_balances
 from longspan.errors import ParameterError
 
 
@@ -206,23 +206,13 @@ class FittedCost:
         return seconds if part.exchange.sparse is None else seconds * self._sparse_share(part)
 
     def _sparse_share(self, part: Part) -> float:
-        """Predict the time of a prompt with drops, relative to the exact exchange, which was measured.
+        """Predict the time of a prompt with drops, relative to the exact exchange, which was measured."""
+        from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few prompts are sparse
 
-        Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt
-        is known from its last chunk, and before that from its partitions.
-        """
-        from longspan.cost.csa_price import rates_of_profile, time_share  # noqa: PLC0415 - few prompts are sparse
-
-        cluster, members = self._cluster, len(part.group)
-        hosts = (0,) * members
-        if cluster is not None:
-            hosts = tuple([cluster.hosts[cluster.rank(instance)] for instance in part.group])
-        rates = rates_of_profile(self._profile, self._shape, self._profile.speeds(self._shape), members)
-        if rates is None:
-            return 1.0
-        assert part.exchange.sparse is not None, f"{part.exchange} has a setting"
-        num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * members
-        return time_share(part.exchange, num_tokens, hosts, self._shape, rates)
+        cluster = self._cluster
+        hosts = tuple([0 if cluster is None else cluster.hosts[cluster.rank(instance)] for instance in part.group])
+        rates = rates_of_profile(self._profile, self._shape, len(hosts))
+        return 1.0 if rates is None else sparse_share(part, hosts, self._shape, rates)
 
     def _measured_as(self, prefill: Prefill) -> int:
         """Counts the new tokens that a measured prefill stands for."""

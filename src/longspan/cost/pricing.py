@@ -29,12 +29,12 @@ class SwapPrice:
     Attributes:
         block_s: seconds of a block from the host to an instance.
         load_s: seconds of a block from a disk to its host.
-        prefill_s: seconds of `(new, cached)` tokens on one instance.
+        recompute_s: seconds of `(new, cached)` tokens on one instance.
     """
 
     block_s: float
     load_s: float
-    prefill_s: Callable[[int, int], float]
+    recompute_s: Callable[[int, int], float]
 
     @classmethod
     def of(cls, cost: StepCost, cluster: Cluster, slow: float = 1.0) -> SwapPrice:
@@ -55,7 +55,7 @@ class SwapPrice:
 
         prefill_s(1, 0)  # a cost that cannot price it says so here
         load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
-        return cls(block_s=_block_s(cost, host, 0, "in"), load_s=load_s, prefill_s=prefill_s)
+        return cls(block_s=_block_s(cost, host, 0, "in"), load_s=load_s, recompute_s=prefill_s)
 
     @classmethod
     def typical(cls, shape: ModelShape, speeds: Hardware, *, token_flops: float, block_bytes: float) -> SwapPrice:
@@ -70,10 +70,7 @@ class SwapPrice:
             return new * (token_flops + pair_flops * (cached + new / 2)) / speeds.flops_per_s
 
         load_s = block_bytes / DISK_BYTES_PER_S
-        return cls(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, prefill_s=prefill_s)
-
-    def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
-        return self.prefill_s(new_tokens, cached_tokens)
+        return cls(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, recompute_s=prefill_s)
 
 
 class PricedTurns:
@@ -160,25 +157,17 @@ def predicted_profile(
         for exchange in (exchanges if members > 1 else (LOCAL,))
         for new, cached in prompts
     ]
+    alone = [(1, LOCAL, batch) for batch in _BATCHES]
+    shared = [(members, RING_Q, 1) for members in sorted((wanted | {num_instances}) - {1})]
     decodes = [
         Decode(
-            members=1,
-            exchange=str(LOCAL),
+            members=members,
+            exchange=str(exchange),
             batch=batch,
             context_tokens=context,
-            seconds=(_whole_s(cost, _decodes(batch, context)),),
+            seconds=(_whole_s(cost, _decodes(batch, context, members)),),
         )
-        for batch in _BATCHES
-        for context in _CONTEXTS
-    ] + [
-        Decode(
-            members=members,
-            exchange=str(RING_Q),
-            batch=1,
-            context_tokens=context,
-            seconds=(_whole_s(cost, _decodes(1, context, members)),),
-        )
-        for members in sorted((wanted | {num_instances}) - {1})
+        for members, exchange, batch in (*alone, *shared)
         for context in _CONTEXTS
     ]
     return Profile(profile_key=profile_key, prefills=tuple(prefills), decodes=tuple(decodes))

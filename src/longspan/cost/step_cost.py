@@ -7,19 +7,25 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture
+from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.catalog import Kernels
-from longspan.cost.channels import Channel, Share, Shares, shares_of
+from longspan.cost.channels import Channel, Share, Shares, attention_s, shares_of
 from longspan.cost.flows import Flow, alone_s, block_pairs, host_flows
 from longspan.cost.forward import Breakdown, Roofline, rooflines
 from longspan.cost.topology import Devices
+
+if TYPE_CHECKING:
+    from longspan.cost.csa_pipeline import Rates
+
+_RATED_TOKENS = 16384
+"""Tokens of the prompt by whose speed sparse attention is priced. Shorter prompts fill devices less."""
 
 
 class StepCost(Protocol):
@@ -28,38 +34,31 @@ class StepCost(Protocol):
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        ...
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """Times each of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
         do not hide is in it, its `streams` are not. Passing a token on takes no time.
         """
-        ...
 
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
         """Says the same of each pipeline stage of its `instances`, one after the other: they add up to `seconds`."""
-        ...
 
     def exposed_s(self, forward: Forward) -> dict[int, float] | None:
         """Says which part of `seconds` each instance, or the member that it waits for, waits for messages.
 
         None when the cost does not tell them apart.
         """
-        ...
 
     def flows(self, move: MoveKV) -> Sequence[Flow]:
         """Says what a transfer sends over which links, from each of its sources to each of its targets, or what goes
         between them and the pools of their hosts.
         """
-        ...
 
     def resharded(self, cluster: Cluster) -> StepCost:
         """Returns the cost of the same model and devices in another cluster."""
-        ...
 
     def reshard(self, cluster: Cluster) -> ReshardCost:
         """Says what it takes to take places in another cluster."""
-        ...
 
 
 class ReshardCost(NamedTuple):
@@ -114,12 +113,26 @@ def wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCo
             layers_s[instance] += moved_s + (cost.num_layers - 1) * max(0.0, moved_s - layer_s)
 
 
+def sparse_share(part: Part, hosts: tuple[int, ...], shape: ModelShape, rates: Rates) -> float:
+    """Predict the time of a part with drops, relative to the same part by the exact exchange.
+
+    Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt is
+    known from its last chunk, and before that from its partitions.
+    """
+    from longspan.cost.csa_price import time_share  # noqa: PLC0415 - few prompts are sparse
+
+    assert part.exchange.sparse is not None, f"{part.exchange} has a setting"
+    num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * len(hosts)
+    return time_share(part.exchange, num_tokens, hosts, shape, rates)
+
+
 class RooflineCost:
     """Seconds of Forwards whose parts may differ in group and exchange, from the operators that `estimate` uses.
 
     Linear layers are computed over all tokens of an instance together, attention and messages by channel: the parts of
     one group and exchange. Keys of earlier steps count as spread evenly over the group, except that the members of a
-    chain have them all.
+    chain have them all. A prompt by the sparse form of an exchange takes a share of the time of the exact one, see
+    `csa_price`.
 
     Prefill and decode instances may be split differently; a Forward is of one kind of them.
 
@@ -142,6 +155,7 @@ class RooflineCost:
         self._cluster, self._bus, self._is_host = cluster, catalog.link(device.bus), device.is_host
         self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
+        self._rates = lru_cache(maxsize=2**8)(self.rates)
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """Returns flows of which each rank of a target gets its own heads, and the ranks of a source send equal parts.
@@ -209,6 +223,27 @@ class RooflineCost:
             for instance, head_s in heads_s.items()
         }
 
+    def rates(self, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
+        """Return the speeds of each member of a prefill group on these hosts, which takes `slow` times as long."""
+        from longspan.cost.csa_pipeline import LinkSpeed, Rates  # noqa: PLC0415 - few prompts are sparse
+
+        line, number = self.lines[0], _RATED_TOKENS
+        layer, topology, shape = line.layer, line.topology, self._model.attention
+        pairs = number * (number + 1) // 2
+        attended_s = attention_s(layer, Share(number, pairs, number**2, number), keys=number)
+        members, senders = len(hosts), max(Counter(hosts).values())
+        inside_s = slow * topology.inside.latency_s
+        between_s = slow * topology.between.collective_s * (len(set(hosts)) - 1).bit_length()
+        return Rates(
+            inside=LinkSpeed(layer.tp * topology.inside.bytes_per_s / slow, inside_s / max(1, senders - 1)),
+            between=LinkSpeed(
+                layer.tp * topology.between.flow(senders * min(layer.tp, topology.gpus_per_host)) / slow,
+                between_s / max(1, members - senders),
+            ),
+            pairs_per_s=shape.num_heads * pairs / attended_s / slow,
+            rest_s=slow * line.times([], {0: number}, {})[0].total_s / number / members,
+        )
+
     def _layers_and_heads_s(self, forward: Forward) -> tuple[dict[int, float], dict[int, float]]:
         """Returns the time of all layers of each instance, and that of its output head."""
         times, channels = self._times(forward)
@@ -249,8 +284,9 @@ class RooflineCost:
                     found = decodes[group, exchange] = _Decodes(group)
                 tokens[found.add(part)] += 1
                 continue
-            # Each chain has pieces of its own.
-            prompts.setdefault((group, exchange, part.request_id if exchange.traits.skewed else -1), []).append(part)
+            # Each chain has pieces of its own, and each prompt with drops its own share.
+            is_alone = exchange.sparse is not None or exchange.traits.skewed
+            prompts.setdefault((group, exchange, part.request_id if is_alone else -1), []).append(part)
         channels = [found.channel(exchange) for (_, exchange), found in decodes.items()]
         for parts in prompts.values():
             channel = _channel(parts)
@@ -258,8 +294,21 @@ class RooflineCost:
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
+        for parts, channel in zip(prompts.values(), channels[len(decodes) :], strict=True):
+            if parts[0].exchange.sparse is not None:
+                self._take_share(parts[0], channel, times)
         self._wait_for_hosts(forward, times)
         return times, channels
+
+    def _take_share(self, part: Part, channel: Channel, times: dict[int, Breakdown]) -> None:
+        """Reduce the times of an exact channel to the share that its sparse form takes."""
+        line = self._line(part.group[0])
+        hosts = tuple([line.topology.hosts[instance] for instance in part.group])
+        share = sparse_share(part, hosts, self._model.attention, self._rates(hosts))
+        tokens = dict(zip(channel.group, channel.shares.queries, strict=True))
+        for instance, alone in line.times([channel], tokens, {}).items():
+            saved = {name: (share - 1) * seconds for name, seconds in alone.as_dict().items()}
+            times[instance] += Breakdown(**saved)
 
     def _wait_for_hosts(self, forward: Forward, times: dict[int, Breakdown]) -> None:
         """Adds what keys on hosts take: each rank of an instance gets those of its heads over its own bus.
@@ -306,7 +355,7 @@ class _Decodes:
         keys = sum(seen)
         held = (keys / len(seen),) * len(seen)
         shares = Shares(tuple(self._queries.values()), seen, seen, held)
-        exchange = RING_Q if exchange.traits.skewed else exchange
+        exchange = RING_Q if exchange.traits.skewed else exchange.exact_form
         return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
 
 
@@ -349,9 +398,9 @@ def _coupled(channels: Sequence[Channel]) -> Iterable[Collection[int]]:
 
 
 def _channel(parts: Sequence[Part]) -> Channel:
-    first, keys = parts[0], sum(part.stop for part in parts)
-    shares = shares_of(first.exchange, first.runs, first.start, first.stop)
+    first, keys, exchange = parts[0], sum(part.stop for part in parts), parts[0].exchange.exact_form
+    shares = shares_of(exchange, first.runs, first.start, first.stop)
     for part in parts[1:]:
-        more = shares_of(first.exchange, part.runs, part.start, part.stop)
+        more = shares_of(exchange, part.runs, part.start, part.stop)
         shares = [Share(*map(add, *both)) for both in zip(shares, more, strict=True)]
-    return Channel(exchange=first.exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)
+    return Channel(exchange=exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)

@@ -37,6 +37,13 @@ class ModelFiles:
     tokenizer_hash: str | None = None
 
 
+def config_dtype(config: dict[str, Any]) -> str | None:
+    """Return the dtype that a config.json states, such as float16. None if it states none."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    values = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+    return next((one.removeprefix("torch.") for one in values if isinstance(one, str) and one != "auto"), None)
+
+
 def one_line(error: BaseException) -> str:
     """Returns the kind and the beginning of the message of someone else's error, for use within a line of ours."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

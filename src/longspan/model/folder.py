@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from longspan.model.files import ModelError, check_whole, one_line, read_json
+from longspan.model.files import ModelError, check_whole, config_dtype, one_line, read_json
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _ADAPTER = "adapter_config.json"
@@ -96,17 +96,11 @@ def _shards(index: Path) -> list[str]:
 def stated_dtype(folder: Path, *, with_weights: bool) -> str | None:
     """Return the dtype of a checkpoint, such as float16: from config.json, else the type of most tensors.
 
-    None if config.json has no dtype and safetensors files have no floating-point tensors, or are not to be read.
-
-    Raises:
-        ModelError: for a config.json or a file of weights that cannot be read.
+    None if config.json has no dtype and safetensors files have no floating-point tensors, or are not to be read. Raises
+    ModelError for a config.json or a file of weights that cannot be read.
     """
-    config = read_json(folder / CONFIG)
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(value := part.get(key), str) and value != "auto":
-                return value.removeprefix("torch.")
+    if (stated := config_dtype(read_json(folder / CONFIG))) is not None:
+        return stated
     types = Counter(stored_types(weight_files(folder)).values() if with_weights else ())
     return next((_DTYPES_OF_TYPES[kind] for kind, _ in types.most_common() if kind in _DTYPES_OF_TYPES), None)
 
@@ -114,8 +108,7 @@ def stated_dtype(folder: Path, *, with_weights: bool) -> str | None:
 def stored_types(files: dict[str, Path]) -> dict[str, str]:
     """Return the type of each tensor of safetensors files, by names; files in PyTorch's own format state none.
 
-    Raises:
-        ModelError: for a file that is empty, cut, damaged or a git-lfs pointer.
+    Raises ModelError for a file that is empty, cut, damaged or a git-lfs pointer.
     """
     types: dict[str, str] = {}
     for name, path in files.items():

@@ -17,7 +17,6 @@ from longspan.core.sparse import DropMode
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_models import TimeTable
 from longspan.cost.csa_pipeline import Rates
-from longspan.cost.csa_price import rates_of_profile
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group
 from longspan.cost.csa_tuned import NO_LOSS, Tuned
 from longspan.errors import ParameterError
@@ -83,14 +82,15 @@ class CsaChooser:
 
     def tables(self, members: int) -> list[tuple[Group, TimeTable]]:
         """Returns groups of so many members, by mode of drops, with their times."""
-        hosts, rates = self._hosts[:members], rates_of(self._tuned, self._facts, members)
+        hosts = self._hosts[:members]
+        rates = rates_of(self._tuned, self._facts, hosts)
         return [_enumerated(self._shape, hosts, rates, mode) for mode in self._tuned.modes()]
 
     def hint(self, objective: Objective) -> str:
         """Says whose speeds are gone by, and up to which length of prompts a target is expected to be met."""
         members = len(self._hosts)
         words = f"csa goes by speeds of {self._tuned.machine}, where its file was tuned: run longspan profile"
-        if self._facts.profile is not None and _of_profile(self._facts, members) is not None:
+        if self._facts.profile is not None and _of_facts(self._facts, self._hosts) is not None:
             words = f"csa goes by the profile of {self._facts.profile.profile_key.machine}"
         if objective.target_s is None or members == 1:
             return words
@@ -142,19 +142,17 @@ def bucket(num_tokens: int) -> int:
     return min(max(int(math.exp2(steps / _PER_DOUBLING)), _LENGTHS[0]), _LENGTHS[-1])
 
 
-def rates_of(tuned: Tuned, facts: Facts, members: int) -> Rates:
-    """Returns the speeds of a member: by the profile, if there is one, or else as the machine had them that tuned.
+def rates_of(tuned: Tuned, facts: Facts, hosts: tuple[int, ...]) -> Rates:
+    """Return the speeds of a member: those of the facts if there are some, or else of the machine that tuned.
 
     What is not attention is shared by the members: by more than tuned it, each has less.
     """
-    rest_s = tuned.rates.rest_s * len(tuned.hosts) / members
-    return _of_profile(facts, members) or msgspec.structs.replace(tuned.rates, rest_s=rest_s)
+    rest_s = tuned.rates.rest_s * len(tuned.hosts) / len(hosts)
+    return _of_facts(facts, hosts) or msgspec.structs.replace(tuned.rates, rest_s=rest_s)
 
 
-def _of_profile(facts: Facts, members: int) -> Rates | None:
-    if facts.profile is None or facts.hardware is None or facts.shape is None:
-        return None
-    return rates_of_profile(facts.profile, facts.shape, facts.hardware, members)
+def _of_facts(facts: Facts, hosts: tuple[int, ...]) -> Rates | None:
+    return None if facts.rates is None else facts.rates(hosts)
 
 
 @lru_cache(maxsize=64)

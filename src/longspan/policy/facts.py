@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from longspan.core.cluster import Cluster, Location
 from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 
 if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost model
+    from longspan.cost.csa_pipeline import Rates
     from longspan.cost.fitted_cost import FittedCost
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.partitions import ModelledPartitions
@@ -44,6 +46,7 @@ class Facts:
         cluster: None when nothing is known of it: then all instances do everything and are near each other.
         turns: the clusters that prefill and decode by turns on the same devices, if they do.
         turn_cost: what these take; None when that is not known.
+        rates: returns the speeds of each member of a group on some hosts, by which sparse attention is priced.
     """
 
     shape: ModelShape | None = None
@@ -54,6 +57,7 @@ class Facts:
     cluster: Cluster | None = None
     turns: tuple[Cluster, ...] = ()
     turn_cost: TurnCost | None = None
+    rates: Callable[[tuple[int, ...]], Rates | None] | None = None
 
     @property
     def tp(self) -> int | None:
@@ -76,17 +80,6 @@ class Facts:
         return Location(device=instance) if self.cluster is None else self.cluster.location(instance)
 
 
-def early_facts(
-    cluster: Cluster,
-    turns: Sequence[Cluster] = (),
-    *,
-    model: str = "",
-    partitions: PartitionTable | ModelledPartitions | None = None,
-) -> Facts:
-    """Return the facts before pools and speeds are known, by which options are checked."""
-    return Facts(model=model, partitions=partitions, cluster=cluster, turns=tuple(turns))
-
-
 def known_facts(
     key: ProfileKey,
     shape: ModelShape,
@@ -97,6 +90,7 @@ def known_facts(
     hardware: Hardware | None = None,
     turns: Sequence[Cluster] = (),
     turn_cost: TurnCost | None = None,
+    rates: Callable[[tuple[int, ...]], Rates] | None = None,
 ) -> Facts:
     """Return the facts of a cluster whose instances the key describes.
 
@@ -112,16 +106,20 @@ def known_facts(
         cluster=cluster,
         turns=tuple(turns),
         turn_cost=turn_cost,
+        rates=rates or (None if profile is None else partial(_measured_rates, profile, shape)),
     )
+
+
+def _measured_rates(profile: Profile, shape: ModelShape, hosts: tuple[int, ...]) -> Rates | None:
+    from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
+
+    return rates_of_profile(profile, shape, len(hosts))
 
 
 def measured_turns(
     cost: FittedCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0
 ) -> PricedTurns | None:
-    """Price clusters that take turns by profiles. None on CUDA, where profiles lack the cost of a change.
-
-    Args:
-        slow: the factor by which instances take longer than their cost.
+    """Price clusters that take turns by profiles, times `slow`. None on CUDA: profiles lack the cost of a change there.
 
     Raises:
         ParameterError: for a profile that lacks instances of one cluster, or links.

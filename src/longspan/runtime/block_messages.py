@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Transport
-from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster, split_heads
 from longspan.core.steps import Link, MoveKV
 from longspan.runtime.pool import KvPool
@@ -71,7 +69,7 @@ class BlockSlice:
     Attributes:
         number: of the move.
         blocks, heads: `[blocks]` int64 and the heads in this rank's own pool, where they are from or go to.
-        block_bytes: of each block, keys and values.
+        block_bytes: of these heads of each block.
         chunk: the index of the message among those between these ranks in this layer.
         is_last: whether it is the last of them.
         is_final: whether no later layer of the move goes between these ranks.
@@ -109,13 +107,21 @@ class RankMove(NamedTuple):
 
 
 class BlockMessages:
-    """Makes the messages of one rank. `specs` are those of the whole model."""
+    """Makes the messages of one rank."""
 
-    def __init__(self, pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int) -> None:
-        self._pool, self._specs, self._cluster, self.rank = pool, specs, cluster, rank
+    def __init__(self, pool: KvPool, cluster: Cluster, rank: int) -> None:
+        self._pool, self._cluster, self.rank = pool, cluster, rank
         self._instance, self._stage, self._shard = cluster.at(rank)
         self.layers = pool.layers
-        self.device = pool.layer(self.layers[0]).keys.device
+        self.device = pool.device
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Marks the moment at which a CUDA device is done with what it has been given up to now."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def of_rank(self, move: MoveKV) -> RankMove:
         """Picks the blocks of a move that this rank sends or receives."""
@@ -152,25 +158,25 @@ class BlockMessages:
 
     def filled(self, leaving: BlockSlice) -> Message:
         made = self.room(leaving)
-        self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, *made.tensors)
+        self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, made.tensors)
         return made
 
     def room(self, blocks: BlockSlice) -> Message:
-        """Allocates a message for keys and values `[blocks, heads, block_size, head_dim]`."""
-        keys = self._pool.layer(blocks.layer).keys
-        shape = (len(blocks.blocks), len(blocks.heads), *keys.shape[2:])
-        return Message([(shape, keys.dtype)] * 2, keys.device)
+        """Allocate a message with a tensor `[blocks, heads, words]` for each field of the layer."""
+        records, shape = self._pool.records, (len(blocks.blocks), len(blocks.heads))
+        fields = records.layers[blocks.layer].values()
+        return Message([((*shape, field.shape[2]), records.word) for field in fields], self.device)
 
     def store(self, blocks: BlockSlice, arrived: Message) -> None:
         if arrived.buffer.is_cuda:
             arrived.buffer.record_stream(torch.cuda.current_stream())
-        self._pool.write_blocks(blocks.layer, blocks.blocks, blocks.heads, *arrived.tensors)
+        self._pool.write_blocks(blocks.layer, blocks.blocks, blocks.heads, arrived.tensors)
 
     def group(
         self, transport: Transport, name: str, number: int, layer: int, chunk: int, sent: Counter[tuple[str, Link]]
     ) -> Group:
         """Connects all ranks for one message of a layer of a move, whose only hop is 0. Counts as `name` in `sent`."""
-        per_move = len(self._specs) * _CHUNKS
+        per_move = len(self._pool.record.layers) * _CHUNKS
         within = layer * _CHUNKS + chunk % _CHUNKS
         tag = FIRST_TAG + number % (_NUM_TAGS // per_move) * per_move + within
         hosts = self._cluster.hosts
@@ -182,19 +188,19 @@ class BlockMessages:
         return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}
 
     def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
-        spec, tp = self._specs[layer], self._cluster.tp
-        return head_routes(spec.num_heads, spec.num_kv_heads, tp(source), tp(target))
+        record, tp = self._pool.record.layers[layer], self._cluster.tp
+        return head_routes(record.num_heads, record.num_kv_heads, tp(source), tp(target))
 
     def _slice(self, move: RankMove, layer: int, end: tuple[int, int], blocks: Tensor, heads: range) -> BlockSlice:
         """Makes the slice whose other `end` is a shard of an instance, at the stage that has the layer."""
         instance, shard = end
-        keys, stage = self._pool.layer(layer).keys, self._cluster.stage_of(instance, layer)
+        stage = self._cluster.stage_of(instance, layer)
         return BlockSlice(
             number=move.number,
             peer=self._cluster.rank(instance, stage, shard),
             layer=layer,
             blocks=blocks,
             heads=heads,
-            block_bytes=2 * len(heads) * math.prod(keys.shape[2:]) * keys.itemsize,
+            block_bytes=len(heads) * self._pool.record.layers[layer].head_bytes,
             is_final=layer + 1 == min(self.layers[-1] + 1, self._cluster.layers(instance, stage).stop),
         )

@@ -11,6 +11,7 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster, cut_evenly
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import LOCAL
+from longspan.core.kv_record import KvRecord
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.cost.memory import USED_MEMORY
@@ -18,7 +19,7 @@ from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import move_bytes
 
 _COPIES_ALONE, _COPIES_EXCHANGED = 1, 3
-"""Copies of a layer's KV: it is gathered from its blocks, and where instances exchange, some comes and some leaves."""
+"""Copies of the largest layer's KV: one is gathered from its blocks. Exchanges receive one, and send one."""
 _LARGEST = Sampling(seed=0, temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=0, prompt_logprobs=0)
 """The sampling that takes most memory; the answer does not matter."""
 
@@ -79,9 +80,14 @@ def measured(probe: MemoryProbe, *, pool_bytes: int, weight_bytes: int) -> RankM
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """The memory that the ranks of a cluster found, in their order; spare ones too."""
+    """The memory that the ranks of a cluster found, in their order; spare ones too.
+
+    Attributes:
+        record: of a KV block of the whole model.
+    """
 
     cluster: Cluster
+    record: KvRecord
     ranks: tuple[RankMemory, ...]
 
     def kv_bytes(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
@@ -92,9 +98,11 @@ class DeviceMemory:
         with the largest shares, or more if their own are larger.
         """
         left = self._left(cluster, instance, weight_bytes) - move_bytes(cluster)
-        layers = max(len(cluster.layers(instance, stage)) for stage in range(cluster.pp(instance)))
         copies = _COPIES_ALONE if cluster.num_instances == 1 else _COPIES_EXCHANGED
-        return left * layers // (layers + copies)
+        stages = (self.record.of_layers(cluster.layers(instance, stage)) for stage in range(cluster.pp(instance)))
+        fullest = max(stages, key=lambda record: record.block_bytes)
+        copied = copies * max(layer.block_bytes for layer in fullest.layers)
+        return left * fullest.block_bytes // (fullest.block_bytes + copied)
 
     def _left(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
         before, rooms = self.cluster, [self._room(rank, cluster.num_ranks) for rank in range(len(self.ranks))]

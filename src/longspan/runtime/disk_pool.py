@@ -1,7 +1,7 @@
 """The KV pool on the disk of a host: a file per block, of all layers and heads, which later servers find.
 
-A file holds a magic number, a checksum of all behind it, the length of a header, the header, and then the block's keys
-and values of each layer `[kv_head, token, head_dim]`, as they lie in the memory of the host.
+A file holds a magic number, a checksum of all behind it, the length of a header, the header, and then the record of the
+block, see `core/kv_record.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import IO
 import msgspec
 import torch
 
-from longspan.attn.paged import PagedKv
 from longspan.core.steps import Content, MoveKV
 from longspan.errors import ParameterError
+from longspan.runtime.block_records import BlockRecords
 from longspan.runtime.messages import Stored
 
 _MAGIC = b"longspan-kv-1\n\0\0"
@@ -61,10 +61,11 @@ class DiskPool:
         ParameterError: when the folder cannot be used, with its reason.
     """
 
-    def __init__(self, folder: Path, model: str, *, num_blocks: int, host: Sequence[PagedKv]) -> None:
+    def __init__(self, folder: Path, model: str, *, num_blocks: int, host: BlockRecords) -> None:
         self._folder, self._model, self._num_blocks = folder, model, num_blocks
-        # bytes of all blocks, [block, byte], of each layer's keys and values
-        self._parts = [part.flatten(1).view(torch.uint8).numpy() for kv in host for part in (kv.keys, kv.values)]
+        # bytes of all blocks, [block, byte], of each field of each layer
+        fields = [field for layer in host.layers.values() for field in layer.values()]
+        self._parts = [field.flatten(1).view(torch.uint8).numpy() for field in fields]
         self._block_bytes = sum(part.shape[1] for part in self._parts)
         self._is_writable = True
         with ExitStack() as acquired:
@@ -96,7 +97,7 @@ class DiskPool:
     def contents(self) -> list[tuple[int, Content]]:
         """Lists what earlier servers have saved, the least recently used first; what cannot be is logged, and ignored.
 
-        Keys and values are checked when they are loaded.
+        Records are checked when they are loaded.
         """
         found, ignored = [], []
         for path, block in self._files():

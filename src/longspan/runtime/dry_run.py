@@ -30,6 +30,7 @@ from longspan.model.files import ModelError, ModelFiles, one_line
 from longspan.model.info import ModelInfo
 from longspan.model.shrunken import FAILURES, NoCopyError, ShrunkenModel, shrink
 from longspan.model.store import DTYPES
+from longspan.runtime.block_records import kv_record
 from longspan.runtime.executor.threads import memory_transports
 from longspan.runtime.messages import Done
 from longspan.runtime.pool import KvPool
@@ -231,11 +232,13 @@ def _worker(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, rank: int
     skeleton = small.skeleton(SERVE)
     model = Model(files, _CPU, tp_index=shard, tp=cluster.tp(instance), layers=layers, stored=small, skeleton=skeleton)
     pool = KvPool(
-        model.specs,
+        kv_record(model.info.specs, _BLOCK_SIZE, model.module.dtype),
         num_blocks=_NUM_BLOCKS,
         block_size=_BLOCK_SIZE,
         dtype=model.module.dtype,
         device=_CPU,
+        shard=shard,
+        tp=cluster.tp(instance),
         layers=[layer for layer in small.layers if layer in layers],
         backend=backend,
     )

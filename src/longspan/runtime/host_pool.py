@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -19,10 +19,11 @@ from torch import Tensor
 from longspan.attn.backends import AttentionBackend
 from longspan.attn.hosted import HostStaging, PinnedStaging, Staging
 from longspan.attn.paged import PagedKv
-from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Cluster, split_heads
+from longspan.core.cluster import Cluster
+from longspan.core.kv_record import KvRecord
 from longspan.core.steps import MoveKV
 from longspan.errors import ParameterError
+from longspan.runtime.block_records import BlockRecords
 from longspan.runtime.pool import KvPool
 
 
@@ -52,31 +53,22 @@ class HostMemory:
         self._file.close()
 
 
-def map_blocks(
-    memory: Path, specs: Sequence[AttnSpec], *, num_blocks: int, block_size: int, dtype: torch.dtype
-) -> list[PagedKv]:
-    """Maps the pool of a host: per layer keys and values of all heads, `[block, kv_head, token, head_dim]` each.
-
-    Args:
-        specs: of the whole model, per layer.
-    """
+def map_blocks(memory: Path, record: KvRecord, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> BlockRecords:
+    """Maps the pool of a host, with all layers and heads of the model."""
     with memory.open("r+b") as file:
         try:
-            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype)
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         except OSError as error:
             raise MemoryError(f"the KV pool of the host cannot be mapped ({error.strerror})") from error
-    shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in specs for _ in range(2)]
-    parts = mapped.split([torch.Size(shape).numel() for shape in shapes])
-    both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    return [PagedKv(keys=k, values=v) for k, v in zip(both[::2], both[1::2], strict=True)]
+    layers = range(len(record.layers))
+    return BlockRecords(mapped, record, num_blocks=num_blocks, block_size=block_size, dtype=dtype, layers=layers)
 
 
 class HostPool:
     """The pool of its host as one rank sees it, whose own pool is `pool`.
 
     Args:
-        layers: of the host, see `map_blocks`.
-        specs: of the whole model.
+        records: of the host, see `map_blocks`.
         backend: of the host's processor.
 
     Attributes:
@@ -86,32 +78,29 @@ class HostPool:
 
     def __init__(
         self,
-        layers: Sequence[PagedKv],
+        records: BlockRecords,
         pool: KvPool,
-        specs: Sequence[AttnSpec],
         cluster: Cluster,
         rank: int,
         backend: AttentionBackend,
     ) -> None:
         self.backend = backend
-        self._layers, self._own, self._specs = layers, pool, specs
+        self._shared, self._own = records, pool
         self._instance, _, self._shard = cluster.at(rank)
         self._tp = cluster.tp(self._instance)
-        device = pool.kv[0].keys.device
         self.number = cluster.host_pool(self._instance)
-        self.staging: Staging = HostStaging() if device.type == "cpu" else PinnedStaging(device)
+        self.staging: Staging = HostStaging() if pool.device.type == "cpu" else PinnedStaging(pool.device)
 
     def layer(self, layer: int) -> PagedKv:
         """Returns a layer of the host with the KV heads of this rank."""
-        return self._layers[layer].heads(self._heads(layer)[self._shard])
+        return self._shared.kv[layer].heads(self._heads(layer)[self._shard])
 
     def _heads(self, layer: int) -> list[range]:
         """Returns the KV heads of each shard."""
-        spec = self._specs[layer]
-        return [share.kv_heads for share in split_heads(spec.num_heads, spec.num_kv_heads, self._tp)]
+        return self._own.record.layers[layer].kv_heads(self._tp)
 
     def copies(self, move: MoveKV, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields what this rank copies of a layer, each `[kv_heads, token, head_dim]`: to where, and from where.
+        """Yields what this rank copies of a layer, each `[kv_heads, words]`: to where, and from where.
 
         Of ranks with the same heads only the first writes them out.
         """
@@ -119,10 +108,13 @@ class HostPool:
         heads = shares[self._shard]
         if is_out and heads in shares[: self._shard]:
             return
-        own, shared = self._own.layer(layer), self._layers[layer].heads(heads)
+        fields = [
+            (own, self._shared.layers[layer][field][:, heads.start : heads.stop])
+            for field, own in self._own.records.layers[layer].items()
+        ]
         for source, target in move.copies:
             here, there = (source, target) if is_out else (target, source)
             if here.instance == self._instance:
-                for mine, ours in ((own.keys, shared.keys), (own.values, shared.values)):
-                    ends = mine[here.block], ours[there.block]
+                for own, shared in fields:
+                    ends = own[here.block], shared[there.block]
                     yield ends[::-1] if is_out else ends

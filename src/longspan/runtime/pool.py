@@ -1,8 +1,7 @@
-"""The KV pool of one rank, `[block, kv_head, token, head_dim]` (HND) per layer, and the memory that it may take."""
+"""The KV pool of one rank, and the memory that it may take."""
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Sequence
 
@@ -12,9 +11,10 @@ from torch import Tensor
 from longspan import limits
 from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.paged import PagedKv
-from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
+from longspan.core.kv_record import KvRecord
 from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE
+from longspan.runtime.block_records import BlockRecords
 
 WINDOW_BYTES = 64 * 2**20
 """Messages that are under way from one rank to another at once, and so the memory for them at each end."""
@@ -53,86 +53,94 @@ class KvMemory:
 
 
 class KvPool:
-    """Keys and values of `num_blocks` blocks in some layers.
+    """The records of `num_blocks` blocks in some layers and heads, those of one rank.
 
     Attributes:
-        kv: of each of its layers, in order; the same object as long as the pool is.
+        kv: keys and values of each layer that has both, in order. The object is the same during the pool's lifetime.
 
     Args:
-        specs: of all layers of the model.
+        record: of a block of the whole model.
+        dtype: of keys and values.
+        shard, tp: the rank stores the KV heads of this one of `tp` shards.
         layers: those of this rank; None for all.
-        memory: what it lies in; None for memory of its own.
+        memory: where the records are stored; None for new memory.
         backend: writes new tokens; None for PyTorch's.
     """
 
     def __init__(
         self,
-        specs: Sequence[AttnSpec],
+        record: KvRecord,
         *,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        shard: int = 0,
+        tp: int = 1,
         layers: Sequence[int] | None = None,
         memory: KvMemory | None = None,
         backend: AttentionBackend | None = None,
     ) -> None:
         self._backend = backend_of(device, compiled=False) if backend is None else backend
-        self.block_size = block_size
-        self.layers = range(len(specs)) if layers is None else layers
+        self.record, self.block_size, self.dtype, self.device = record, block_size, dtype, device
+        self.layers = range(len(record.layers)) if layers is None else layers
         self._next: dict[int, int | None] = dict(zip(self.layers, (*self.layers[1:], None), strict=True))
-        own = [specs[layer] for layer in self.layers]
-        shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in own]
-        sizes = [math.prod(shape) for shape in shapes for _ in range(2)]
-        parts = (memory or KvMemory(device)).take(sum(sizes) * dtype.itemsize).view(dtype).split(sizes)
-        self._layers = {
-            layer: PagedKv(keys=keys.view(shape), values=values.view(shape))
-            for layer, shape, keys, values in zip(self.layers, shapes, parts[::2], parts[1::2], strict=True)
-        }
-        self.kv = tuple(self._layers.values())
+        own = record.of_layers(self.layers).of_shard(shard, tp)
+        self.records = BlockRecords(
+            (memory or KvMemory(device)).take(num_blocks * own.block_bytes),
+            own,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            layers=self.layers,
+        )
+        self.kv = tuple(self.records.kv.values())
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores `k, v [kv_heads, tokens, head_dim]`: token t goes to slot `offsets[t]` of block `blocks[t]`."""
-        self._backend.store(self._layers[layer], blocks, offsets, k, v)
+        self._backend.store(self.records.kv[layer], blocks, offsets, k, v)
 
-    def read_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
-        """Copies some heads of whole blocks to `k, v [blocks, heads, block_size, head_dim]`."""
-        for own, copy in zip(self._heads(layer, heads), (k, v), strict=True):
-            torch.index_select(own, 0, blocks, out=copy)
+    def read_blocks(self, layer: int, blocks: Tensor, heads: range, copies: Sequence[Tensor]) -> None:
+        """Copy some heads of whole blocks to a tensor `[blocks, heads, words]` per field of the layer."""
+        for field, copy in zip(self.records.layers[layer].values(), copies, strict=True):
+            torch.index_select(field[:, heads.start : heads.stop], 0, blocks, out=copy)
 
-    def write_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
-        """Copies `k, v [blocks, heads, block_size, head_dim]` to some heads of whole blocks."""
-        for own, copy in zip(self._heads(layer, heads), (k, v), strict=True):
-            own.index_copy_(0, blocks, copy)
+    def write_blocks(self, layer: int, blocks: Tensor, heads: range, copies: Sequence[Tensor]) -> None:
+        """Copy a tensor `[blocks, heads, words]` per field of the layer to some heads of whole blocks."""
+        for field, copy in zip(self.records.layers[layer].values(), copies, strict=True):
+            field[:, heads.start : heads.stop].index_copy_(0, blocks, copy)
 
     def clear(self, slots: Sequence[tuple[int, int]]) -> None:
         """Sets slots to zero in all layers: of each block, those from a first slot on; returns when that is done.
 
-        Messages for other blocks may be written meanwhile, by other threads or streams.
+        A state behind the block depends on these slots, so it is cleared, too. Messages for other blocks may be written
+        meanwhile, by other threads or streams.
         """
-        for kv in self.kv:
+        for layer, fields in self.records.layers.items():
             for block, first in slots:
-                kv.keys[block, :, first:] = 0.0
-                kv.values[block, :, first:] = 0.0
-        if slots and kv.keys.device.type == "cuda":
-            torch.cuda.current_stream(kv.keys.device).synchronize()
+                for own in self.records.slots[layer]:
+                    own[block, :, first:] = 0.0
+                if (states := fields.get("state")) is not None:
+                    states[block] = 0
+        if slots and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def copy_block(self, source: int, target: int, num_slots: int) -> None:
-        """Copies the first slots of a block. Its other slots may hold tokens of another request, finite or not."""
-        for layer in self.kv:
-            for own in (layer.keys, layer.values):
+        """Copies the first slots of a block. Its other slots may hold tokens of another request, finite or not.
+
+        No state is copied: that of the source is behind tokens that the target does not have.
+        """
+        for slots in self.records.slots.values():
+            for own in slots:
                 own[target, :, :num_slots] = own[source, :, :num_slots]
 
     def layer(self, layer: int) -> PagedKv:
-        return self._layers[layer]
+        """Return the keys and values of a layer that has both."""
+        return self.records.kv[layer]
 
     def after(self, layer: int) -> int | None:
         """Returns the pool's next layer; None after its last one."""
         return self._next[layer]
-
-    def _heads(self, layer: int, heads: range) -> tuple[Tensor, Tensor]:
-        kv = self._layers[layer]
-        return kv.keys[:, heads.start : heads.stop], kv.values[:, heads.start : heads.stop]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
@@ -144,10 +152,6 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes for KV cannot be allocated ({error.strerror})") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dtype) -> int:
-    return sum(2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize for spec in specs)
 
 
 def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int, available: int | None = None) -> int:

@@ -14,12 +14,12 @@ import torch
 import zmq
 
 from longspan.attn.backends import AttentionBackend, backend_of
-from longspan.attn.paged import PagedKv
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent
 from longspan.model.adapter import Model
-from longspan.model.store import DTYPES, StoredTensors, read_info
+from longspan.model.store import DTYPES, StoredTensors
 from longspan.runtime import messages
+from longspan.runtime.block_records import BlockRecords, kv_record
 from longspan.runtime.pool import KvMemory, KvPool
 from longspan.runtime.sampling import Vocabulary
 from longspan.runtime.timing import Stopwatch
@@ -60,7 +60,7 @@ class Rank:
         # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
         self._stored = StoredTensors(config.files.weights, device) if device.type == "cpu" else None
         self._models: dict[tuple[range, int, int], Model] = {}
-        self._host_blocks: list[PagedKv] | None = None
+        self._host_blocks: BlockRecords | None = None
         self._worker: Worker | None = None
         if rank < config.cluster.num_ranks:
             self._worker, _ = self._take_place(config.cluster)
@@ -119,14 +119,17 @@ class Rank:
         self._transports.meet(cluster.shard_groups)
         if cluster.is_spare(rank):
             return None, 0
-        instance, stage, _ = cluster.at(rank)
+        instance, stage, shard = cluster.at(rank)
         model, copied_bytes = self._share(cluster)
+        dtype = DTYPES[config.files.dtype]
         pool = KvPool(
-            model.specs,
+            kv_record(model.info.specs, config.block_size, dtype),
             num_blocks=cluster.num_blocks[instance],
             block_size=config.block_size,
-            dtype=DTYPES[config.files.dtype],
+            dtype=dtype,
             device=self._device,
+            shard=shard,
+            tp=cluster.tp(instance),
             layers=cluster.layers(instance, stage),
             memory=self._kv_memory,
             backend=self._backend,
@@ -135,7 +138,7 @@ class Rank:
         if config.host_memory:
             from longspan.runtime.host_pool import HostPool  # noqa: PLC0415 - an engine with a host tier alone
 
-            host = HostPool(self._map_host_blocks(cluster), pool, model.info.specs, cluster, rank, self._host_backend)
+            host = HostPool(self._map_host_blocks(cluster, pool), pool, cluster, rank, self._host_backend)
         worker = Worker(
             rank,
             cluster,
@@ -149,7 +152,7 @@ class Rank:
         )
         return worker, copied_bytes
 
-    def _map_host_blocks(self, cluster: Cluster) -> list[PagedKv]:
+    def _map_host_blocks(self, cluster: Cluster, pool: KvPool) -> BlockRecords:
         """Maps the pool of its host, once: it stays while clusters change."""
         if self._host_blocks is None:
             from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415 - an engine with a host tier alone
@@ -157,10 +160,10 @@ class Rank:
             config, number = self._config, cluster.hosts[self._rank]
             self._host_blocks = map_blocks(
                 config.host_memory[number],
-                read_info(config.files.weights).specs,
+                pool.record,
                 num_blocks=cluster.host_blocks[number],
-                block_size=config.block_size,
-                dtype=DTYPES[config.files.dtype],
+                block_size=pool.block_size,
+                dtype=pool.dtype,
             )
         return self._host_blocks
 

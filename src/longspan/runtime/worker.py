@@ -98,7 +98,7 @@ class Worker:
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
         self._hidden = TimedTransport(transports.hidden, self._watch)
         self._samples = TimedTransport(transports.samples, self._watch)
-        self._messages = BlockMessages(pool, model.info.specs, cluster, rank)
+        self._messages = BlockMessages(pool, cluster, rank)
         self._host, self._moves = host, Moves(self._messages, transports.moves, host)
 
     @property

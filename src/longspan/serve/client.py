@@ -68,8 +68,7 @@ class EngineClient:
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = False
         self._supervisor: asyncio.Task[None] | None = None
-        self._num_starts = 0
-        self._closing = False
+        self._num_starts, self._closing, self._end_reason = 0, False, ""
         self._reports: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 
     async def start(self) -> messages.Started:
@@ -257,13 +256,14 @@ class EngineClient:
             self.state = "restarting"
             context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
+            lost = f"the engine core was lost{self._end_reason}"
             for answer in self._answers.values():
                 if not answer.done():
-                    _end_with(answer, EngineLostError("the engine core was lost"))
+                    _end_with(answer, EngineLostError(lost))
             if was_connected:
                 for queue in self._queues():  # what can be repeated waits for the next one
                     if self._closing or not queue.repeat():
-                        self._fail(queue, EngineLostError("the engine core was lost"))
+                        self._fail(queue, EngineLostError(lost))
                 self.stats = None
                 self.on_loss()
 
@@ -312,6 +312,8 @@ class EngineClient:
                     self._take_answer(number, parallel)
             case messages.Started() | messages.NotStarted():
                 self._take_start(report)
+            case messages.Ended(reason):
+                self._end_reason = f": {reason}"
             case messages.Restarting(reason):
                 _log.error("%s; new workers are being started", reason)
                 self.state = "restarting"
@@ -320,7 +322,7 @@ class EngineClient:
 
     def _take_start(self, report: messages.Started | messages.NotStarted) -> None:
         if isinstance(report, messages.Started):
-            self.started, self.state, self._connected = report, "serving", True
+            self.started, self.state, self._connected, self._end_reason = report, "serving", True, ""
             self.policy, self.parallel = report.policy, report.parallel
             self._replay()
             if not self._first.done():
@@ -353,10 +355,8 @@ class EngineClient:
             _log.warning("%s: %s", words, failed.reason)
         elif failed.id in self._waiting:
             reason, queue = failed.reason, self._waiting[failed.id][0]
-            self._fail(
-                queue,
-                QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param, failed.code),
-            )
+            error = QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param, failed.code)
+            self._fail(queue, error)
         elif failed.id in self._answers and not self._answers[failed.id].done():
             _end_with(self._answers[failed.id], ValueError(failed.reason))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from longspan.core.fleets import fleet_text
 from longspan.core.request import FinishReason, Request
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.serve import messages
@@ -65,7 +66,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             vocab_size=service.input_processor.vocab_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            parallel=str(config.cluster),
+            parallel=fleet_text(config.fleet),
             num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
@@ -76,6 +77,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             EngineLoop(service, setup, socket).run()
         except (WorkerLostError, OSError) as error:
             _log.error("workers do not come back: %s", error)
+            socket.send(msgspec.msgpack.encode(messages.Ended(str(error))))
             return 1
     return 0
 
@@ -268,8 +270,8 @@ class EngineLoop:
         self._resharding = None
         for served in self._outgrown(()):
             self._drop(served, "error")
-        cluster = str(self._engine.config.cluster)
-        self._send(messages.ParallelSet(cluster, self._service.policy_settings, number))
+        parallel = fleet_text(self._engine.config.fleet)
+        self._send(messages.ParallelSet(parallel, self._service.policy_settings, number))
 
     def _restart(self, error: WorkerLostError) -> None:
         most = self._setup.max_worker_restarts
@@ -296,7 +298,7 @@ class EngineLoop:
         self._send(messages.Restarted())
         if does_without:
             if self._resharding is not None:
-                problem = f"a worker was lost meanwhile: the others serve on as {self._engine.config.cluster}"
+                problem = f"a worker was lost meanwhile: the others serve on as {fleet_text(self._engine.config.fleet)}"
                 self._send(messages.Failed(self._resharding.id, problem))
             self._resharded(None)
         self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
@@ -314,7 +316,12 @@ class EngineLoop:
                 self._service.shrink(*lost)
                 break
             except ValueError as problem:
-                raise WorkerLostError(error.rank, f"{error.reason}; the others cannot go on: {problem}") from error
+                most = self._setup.max_worker_restarts
+                reason = (
+                    f"{error.reason}; --max-worker-restarts {most} allows no further replacement, and the others "
+                    f"cannot go on ({problem}): allow more restarts, or start anew with more instances"
+                )
+                raise WorkerLostError(error.rank, reason) from error
             except WorkerLostError as again:
                 _log.warning("%s; going on without its instance, too", again)
                 error = again
@@ -326,7 +333,7 @@ class EngineLoop:
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
         self._service.executor.wakeup = self._socket
-        _log.warning("going on as %s", self._engine.config.cluster)
+        _log.warning("going on as %s", fleet_text(self._engine.config.fleet))
 
     def _outgrown(self, told: Sequence[_Served]) -> list[_Served]:
         """Tells of requests that have ended since the devices that are left have no room for them, unless that is

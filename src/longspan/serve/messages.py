@@ -148,6 +148,12 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     parameter: str | None = None
 
 
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The engine core ends although it has served: its workers cannot be replaced."""
+
+    reason: str
+
+
 class PolicySet(msgspec.Struct, frozen=True, tag=True):
     """The policy's settings from now on are these."""
 
@@ -268,7 +274,9 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
     """New workers have started, and requests go on."""
 
 
-Report = Started | NotStarted | PolicySet | ParallelSet | Accepted | Failed | StepOutputs | Restarting | Restarted
+Report = (
+    Started | NotStarted | Ended | PolicySet | ParallelSet | Accepted | Failed | StepOutputs | Restarting | Restarted
+)
 
 
 def address(folder: str) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import CHAIN, of_any_layout
+from longspan.core.kv_record import KvRecord, LayerRecord
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
@@ -23,7 +24,7 @@ from longspan.cost.estimate import (
 )
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
-from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY
+from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY, rank_block_bytes, with_pools
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions_by, modelled_ttft
 from longspan.cost.pricing import PricedTurns, predicted_profile
@@ -32,7 +33,7 @@ from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
-from longspan.policy.facts import Facts, early_facts, known_facts, measured_turns
+from longspan.policy.facts import Facts, known_facts, measured_turns
 from longspan.policy.registry import make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.sim.experiment import Experiment
@@ -57,12 +58,9 @@ def computed_experiment(
         raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
     clusters = _clusters(spec, model, scheduling)
     cluster, hardware = clusters[0], spec.hardware
+    speed, per_host = spec.link_gbytes_per_s, spec.devices_per_host(cluster)
     devices = Devices(
-        hardware=hardware,
-        gpus_per_host=spec.devices_per_host(cluster),
-        hosts=spec.hosts,
-        link=spec.link,
-        link_gbytes_per_s=spec.link_gbytes_per_s,
+        hardware=hardware, gpus_per_host=per_host, hosts=spec.hosts, link=spec.link, link_gbytes_per_s=speed
     )
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
@@ -71,9 +69,10 @@ def computed_experiment(
     estimate = None if scheduling.policy == "runahead" else partial(levelled_fractions, line)  # runahead searches
     partitions = ModelledPartitions(search, estimate)
     turns = clusters if len(clusters) > 1 else ()
-    early = early_facts(cluster, turns, model=model.name, partitions=partitions)
+    early = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))
-    clusters = tuple(_with_pools(one, cost.resharded(one), model, scheduling) for one in clusters)
+    record = kv_record(model, scheduling.block_size)
+    clusters = tuple([_with_pools(one, cost.resharded(one).lines, record, scheduling) for one in clusters])
     cluster, turns = clusters[0], clusters if turns else ()
     profile_key = ProfileKey(
         model=model.name,
@@ -106,6 +105,7 @@ def computed_experiment(
         hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         turns=turns,
         turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
+        rates=partial(cost.rates, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
     return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
@@ -116,11 +116,12 @@ def measured_experiment(
 ) -> Experiment:
     """Makes an experiment on a cluster of instances that cost what was measured of one."""
     key = profile.profile_key
-    num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
-    clusters = tuple(
-        _with_tiers(one.with_blocks([num_blocks] * one.num_instances), model, scheduling)
-        for one in _clusters(spec, model, scheduling)
-    )
+    record, num_blocks = kv_record(model, scheduling.block_size), math.ceil(_PROFILED_TOKENS / scheduling.block_size)
+
+    def memory(one: Cluster, instance: int) -> float:
+        return num_blocks * rank_block_bytes(record, one, instance)
+
+    clusters = tuple([with_pools(one, record, scheduling, memory, "") for one in _clusters(spec, model, scheduling)])
     cluster, turns = clusters[0], clusters if len(clusters) > 1 else ()
     if {one.tp(instance) for one in clusters for instance in one.instances} != {key.tp}:
         given = " and ".join(map(str, clusters))
@@ -202,21 +203,15 @@ def _measured_tokens(
     )
 
 
-def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the blocks that fit beside weights and the activations of a full step; of several stages, each computes
-    its part of that at once.
-    """
+def _with_pools(cluster: Cluster, lines: Sequence[Roofline], record: KvRecord, scheduling: SchedulingArgs) -> Cluster:
+    """Return the cluster with device pools in the memory beside weights and a full step, shared by its stages."""
     assert scheduling.max_num_batched_tokens is not None, "the size of steps was found before"
-    tokens, layer = -(-scheduling.max_num_batched_tokens // len(line.stages)), line.layer
-    full = full_step(line, tokens)
-    block = scheduling.block_size * layer.kv_bytes * max(map(len, line.stages))
-    found = int(full.kv_room // block)
-    if found < 1:
-        raise ValueError(
-            f"no KV block fits into {USED_MEMORY:.0%} of a device's memory beside a step of {tokens} tokens: "
-            f"{full.arithmetic}: use a larger tp, or fewer max_num_batched_tokens"
-        )
-    return found
+    tokens = [-(-scheduling.max_num_batched_tokens // len(line.stages)) for line in lines]
+    full = [full_step(*both) for both in zip(lines, tokens, strict=True)]
+    tightest = min(range(len(full)), key=lambda role: full[role].kv_room)
+    words = f"beside a step of {tokens[tightest]} tokens {USED_MEMORY:.0%} of a device hold {full[tightest].arithmetic}"
+    advice = f"{words}: use a larger tp, or fewer max_num_batched_tokens"
+    return with_pools(cluster, record, scheduling, lambda one, i: full[-1 if i in one.decode else 0].kv_room, advice)
 
 
 def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs) -> tuple[Cluster, ...]:
@@ -225,14 +220,10 @@ def _clusters(spec: ClusterSpec, model: Architecture, scheduling: SchedulingArgs
     return tuple(one.with_layers(model.attention.num_layers, model.head_layers) for one in found)
 
 
-def _with_pools(cluster: Cluster, cost: RooflineCost, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
-    """Gives the devices of a cluster, and the tiers below them, as many blocks as they have room for."""
-    blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
-    numbers = [blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances]
-    return _with_tiers(cluster.with_blocks(numbers), model, scheduling)
-
-
-def _with_tiers(cluster: Cluster, model: Architecture, scheduling: SchedulingArgs) -> Cluster:
-    """Gives hosts and their disks pools of blocks with all layers and heads."""
-    block_bytes = model.attention.block_bytes(scheduling.block_size)
-    return cluster.with_tiers(block_bytes, host_kv_gib=scheduling.host_kv_gib, disk_kv_gib=scheduling.disk_kv_gib)
+def kv_record(model: Architecture, block_size: int) -> KvRecord:
+    """Return the record of a KV block of a model of which all layers are alike."""
+    shape = model.attention
+    num_bytes = int(block_size * shape.head_dim * shape.bytes_per_element)
+    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads}
+    layer = LayerRecord(**heads, key_bytes=num_bytes, value_bytes=num_bytes)
+    return KvRecord(layers=(layer,) * shape.num_layers)

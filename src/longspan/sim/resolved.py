@@ -35,7 +35,7 @@ class Fleet:
 
     @classmethod
     def of(cls, devices: Devices, *, dtype: str, ffn_dtype: str | None) -> Fleet:
-        """Describes devices by their data sheets; their precision is 16 bits if nothing else is said."""
+        """Describes devices by their data sheets; the precision auto is 16 bits."""
         speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
         slowest, is_one = f"{devices.slowest_link}{speed}", devices.hosts == 1
         return cls(

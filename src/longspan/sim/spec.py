@@ -43,6 +43,7 @@ class ComparedScheduling(SchedulingArgs):
 _GPUS_PER_HOST = 8
 _RESTART_S = 10.0
 _cluster = partial(Option, group="Cluster")
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 _faults = partial(Option, group="What goes wrong")
 _level = partial(Option, group="Results", metavar="S")
 
@@ -68,8 +69,7 @@ class HardwareSpec:
         _cluster("Instead: its nominal speed, one way, in 10^9 bytes per second.", metavar="X", default="the link's"),
     ] = None
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        _cluster("Precision of weights and KV; auto: 16 bits."),
+        Dtype, _cluster("Precision of weights and KV; auto: that of the model's config.json, or 16 bits.")
     ] = "auto"
     ffn_dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "fp8"] | None,

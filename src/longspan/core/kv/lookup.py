@@ -78,9 +78,7 @@ class Lookup:
                 )
         return hit
 
-    def _find(
-        self, request: RequestView, group: Sequence[int], hosts: Sequence[int], disks: Sequence[int]
-    ) -> _Found:
+    def _find(self, request: RequestView, group: Sequence[int], hosts: Sequence[int], disks: Sequence[int]) -> _Found:
         """Follows the prefix keys of a request through devices of a group, hosts and disks."""
         account, coming, size, found = self._account, self._copies.coming, request.block_size, _Found(refs=[])
         limit, index = request.num_tokens - 1, 0

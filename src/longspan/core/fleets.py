@@ -1,0 +1,106 @@
+"""The fleet of an engine: its text, and the smaller fleets that can replace it.
+
+A fleet is one cluster, or two clusters on the same ranks: one prefills and the other decodes, in alternating phases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, product
+from operator import mul
+from typing import NoReturn
+
+from longspan.core.cluster import Cluster
+from longspan.errors import ParameterError
+
+Fleet = tuple[Cluster, ...]
+"""One cluster, or the clusters of the prefill phase and the decode phase."""
+_ROLES = re.compile(r"\s*(\S+)\s+prefill\s*\+\s*(\S+)\s+decode\s*")
+
+
+def parse_fleet(text: str) -> Cluster:
+    """Read a parallel spec, or the two specs of roles or phases: `2 prefill + tp2 decode`.
+
+    Raises:
+        ValueError: the text has neither form.
+    """
+    roles = _ROLES.fullmatch(text)
+    return Cluster.of(text) if roles is None else Cluster.of(*roles.groups())
+
+
+def fleet_text(fleet: Fleet) -> str:
+    """Write a fleet as `parse_fleet` reads it."""
+    return str(replace(fleet[0], decode_spec=fleet[1].spec, locations=(), num_blocks=()) if fleet[1:] else fleet[0])
+
+
+def parts(fleet: Fleet) -> Iterator[Fleet]:
+    """Yield a fleet without its spare ranks, and then its parts, by falling size.
+
+    A part lacks the last instances of some roles or phases. Each role and each phase keeps at least one instance.
+    """
+    groups = [(one, group) for one in fleet for group in (one.prefill, one.decode) if group]
+    sizes = [len(one.ranks(group.start)) for one, group in groups]
+    choices = product(*([group[:count] for count in range(len(group), 0, -1)] for _, group in groups))
+    largest_first = sorted(choices, key=lambda kept: -sum(map(mul, map(len, kept), sizes)))
+    for kept in largest_first[:1] if _spans_host_pools(fleet) else largest_first:
+        if not fleet[1:]:
+            yield (_only(fleet[0], chain.from_iterable(kept)),)
+            continue
+        clusters = tuple(map(_only, fleet, kept))
+        if clusters[0].spec != clusters[1].spec:
+            num_ranks = max(one.num_ranks for one in clusters)
+            locations = fleet[0].locations[:num_ranks]
+            yield tuple(replace(one, num_spare=num_ranks - one.num_ranks, locations=locations) for one in clusters)
+
+
+def without(fleet: Fleet, rank: int) -> Fleet:
+    """Return the fleet that remains after the loss of a rank, and with it of its instance.
+
+    A spare rank takes the place of a lost one. With phases, the largest part remains that has fewer ranks. Ranks
+    behind the lost ones take their numbers.
+
+    Raises:
+        ParameterError: a role or phase has no other instance, or pools of hosts would not keep their numbers.
+    """
+    first = fleet[0]
+    whole = next(parts(fleet))
+    if whole[0].num_ranks < first.num_ranks:
+        return whole
+    if _spans_host_pools(fleet):
+        _refuse(fleet, "has KV in the memory of several hosts")
+    if fleet[1:]:
+        smaller = next((part for part in parts(fleet) if part[0].num_ranks < first.num_ranks), None)
+        return smaller or _refuse(fleet, f"needs all of its {first.num_ranks} ranks in one of its phases")
+    lost = first.at(rank).instance
+    peers = first.decode if lost in first.decode else first.prefill
+    if len(peers) == 1:
+        role = "" if not first.has_roles else "decode " if lost in first.decode else "prefill "
+        _refuse(fleet, f"has no other {role}instance")
+    return (_only(first, [instance for instance in first.instances if instance != lost]),)
+
+
+def _spans_host_pools(fleet: Fleet) -> bool:
+    return bool(fleet[0].host_blocks) and len(set(fleet[0].hosts)) > 1
+
+
+def _refuse(fleet: Fleet, problem: str) -> NoReturn:
+    text = fleet_text(fleet)
+    raise ParameterError("parallel", f"{text} {problem}: the workers of all must start anew", text)
+
+
+def _only(cluster: Cluster, instances: Iterable[int]) -> Cluster:
+    """Return a cluster with some of its instances, in their order, and without spare ranks."""
+    kept = list(instances)
+    num_decode, decode = sum(instance in cluster.decode for instance in kept), cluster.decode_spec
+    ranks = [rank for instance in kept for rank in cluster.ranks(instance)]
+    return replace(
+        cluster,
+        spec=replace(cluster.spec, instances=len(kept) - num_decode),
+        decode_spec=None if decode is None else replace(decode, instances=num_decode),
+        locations=tuple([cluster.locations[rank] for rank in ranks]) if cluster.locations else (),
+        num_blocks=tuple([cluster.num_blocks[instance] for instance in kept]) if cluster.num_blocks else (),
+        num_spare=0,
+        num_device_pools=cluster.host_pools.start,
+    )

@@ -1,0 +1,156 @@
+"""Changes of the clusters of an engine: re-shard, shrink, grow, and restart after a loss of workers.
+
+The engine is in one of four states. Each event below moves it to the next one.
+
+- `running`: steps are planned. `ask` begins a change.
+- `draining`: no step is planned. Requests are preempted as their steps complete, and KV leaves the devices. `drain`
+  returns the `Reshard` once that is done.
+- `switching`: all ranks take their places in the new cluster. `complete` takes the completion of the `Reshard`.
+- `resuming`: the engine replaces what depends on the cluster. `resumed` ends the change.
+
+Lost workers end a change in any state: `restart`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from longspan.core.cluster import Cluster
+from longspan.core.config import EngineConfig
+from longspan.core.policy import Policy
+from longspan.core.request import Request
+from longspan.core.steps import Completion, Reshard
+from longspan.core.transitions import Transition, phase_of
+
+State = Literal["running", "draining", "switching", "resuming"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Another cluster for an engine.
+
+    Attributes:
+        policy: the policy for another fleet. None if the present policy asked for the change and stays.
+        turns: the clusters of both phases. Empty without phases.
+    """
+
+    cluster: Cluster
+    policy: Policy | None = None
+    turns: tuple[Cluster, ...] = ()
+
+    @classmethod
+    def to(cls, config: EngineConfig, policy: Policy) -> Change:
+        """Return the change to the fleet of a configuration."""
+        return cls(cluster=config.cluster, policy=policy, turns=config.turns)
+
+    def config(self, before: EngineConfig) -> EngineConfig:
+        """Return the configuration of an engine after the change."""
+        return replace(before, cluster=self.cluster, turns=self.turns)
+
+
+class Regrouping:
+    """The state of an engine between two clusters, and the changes so far.
+
+    Attributes:
+        transitions: the completed changes. A restart is none.
+    """
+
+    def __init__(self) -> None:
+        self.transitions: list[Transition] = []
+        self._state: State = "running"
+        self._change: Change | None = None
+        self._next: Change | None = None
+        self._number = 0  # of the Reshard
+        self._asked_s = self._begun_s = 0.0
+        self._idle_s: float | None = None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps are planned."""
+        return self._state == "running"
+
+    def phase(self, config: EngineConfig) -> str:
+        """Return prefill, decode or transition for an engine with phases. Empty without phases."""
+        return "transition" if self._idle_s is not None else phase_of(config.cluster, config.turns)
+
+    def ask(self, change: Change, now_s: float) -> None:
+        """Begin a change. It follows a change of the policy that is under way.
+
+        Raises:
+            RuntimeError: a change with another policy is under way.
+        """
+        if self._change is None:
+            self._state, self._change, self._asked_s = "draining", change, now_s
+            return
+        if self._change.policy is not None or self._next is not None:
+            raise RuntimeError("clusters change already: call step until they have")
+        self._next = change
+
+    def drain(self, number: Callable[[], int], now_s: float, *, computes: bool, moves: bool) -> Reshard | None:
+        """Return the step that switches clusters, with the next number. None while steps or KV are in flight."""
+        assert self._state == "draining" and self._change is not None
+        if not computes and self._idle_s is None:
+            self._idle_s = now_s
+        if computes or moves:
+            return None
+        self._state, self._number, self._begun_s = "switching", number(), now_s
+        return Reshard(number=self._number, cluster=self._change.cluster)
+
+    def complete(self, done: Completion, now_s: float) -> Change | None:
+        """Return the change to resume with, if this completes its Reshard. None for all other completions."""
+        if self._state != "switching" or done.number != self._number:
+            return None
+        assert self._change is not None and self._idle_s is not None, "ranks switch when no step is in flight"
+        self._state = "resuming"
+        self.transitions.append(
+            Transition(
+                cluster=self._change.cluster,
+                asked_s=self._asked_s,
+                idle_s=self._idle_s,
+                begun_s=self._begun_s,
+                ended_s=now_s,
+                copied_bytes=sum(done.bytes_sent.values()),
+            )
+        )
+        return self._change
+
+    def resumed(self, now_s: float) -> None:
+        """Run on the new cluster, or begin the change that was asked for meanwhile."""
+        assert self._state == "resuming"
+        following = self._next
+        self._clear()
+        if following is not None:
+            self.ask(following, now_s)
+
+    def restart(self, change: Change | None, now_s: float) -> None:
+        """Forget the state of the lost workers. The new ones have the places of `change`, or those before the loss.
+
+        Without `change`, a change under way begins again, unless the policy asked for it. The policy asks again.
+        """
+        asked = [one for one in (self._change, self._next) if one is not None and one.policy is not None]
+        self._clear()
+        if change is not None:
+            self._state, self._change = "resuming", change
+        elif asked:
+            self.ask(asked[0], now_s)
+
+    def _clear(self) -> None:
+        self._state, self._change, self._next, self._idle_s = "running", None, None, None
+
+
+def bounded(requests: Iterable[Request], max_len: int) -> list[Request]:
+    """Bound the outputs of requests to the capacity of a new cluster. Return the failed requests, which exceed it."""
+    outgrown = []
+    for request in requests:
+        if request.num_known >= max_len:
+            problem = f"it has {request.num_known} tokens, and the devices that remain hold {max_len}"
+            request.fail("capacity", problem)
+            outgrown.append(request)
+        request.max_tokens = min(request.max_tokens, max_len - request.num_prompt)
+    return outgrown
