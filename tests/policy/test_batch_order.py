@@ -16,6 +16,7 @@ from workloads import RANDOM_RUNS, assert_lawful, finishes_lawfully, repeats, se
 
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.kv.account import KvAccount
+from longspan.core.kv.residency import RESIDENT
 from longspan.core.policy import NoOptions
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
@@ -140,7 +141,8 @@ test_no_step_mixes_prompts_and_decodes = holds(never_mixed, EITHER)
 def unfinished_prompts_go_on() -> Law:
     def law(view: ClusterView, plan: Plan) -> None:
         unfinished = [request for request in view.running if request.num_scheduled < request.num_prompt]
-        prefilling = {request.group[0] for request in unfinished if request not in plan.preempted}
+        able = [request for request in unfinished if request.residency.can_compute]
+        prefilling = {request.group[0] for request in able if request not in plan.preempted}
         assert prefilling.isdisjoint(decode_instances(plan))
 
     return law
@@ -304,6 +306,7 @@ def computed(account: KvAccount, instance: int, request_id: int, *, upto: int, *
         max_tokens=99,
         metrics=RequestMetrics(arrival_s=0.0),
         group=(instance,),
+        residency=RESIDENT,
         **{**known, **counters},  # type: ignore[arg-type]
     )
     account.extend(request, (instance,) * request.blocks_for(upto))

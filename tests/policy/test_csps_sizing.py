@@ -13,7 +13,6 @@ from workloads import finishes_lawfully, setups_of
 from longspan.core.cluster import Location
 from longspan.core.request import Request
 from longspan.errors import ParameterError
-from longspan.policy.context import Context
 from longspan.policy.registry import make_policy
 
 CSA = json.dumps({"levels": 3, "drop": 0.2})
@@ -106,23 +105,6 @@ def test_a_prompt_waits_for_room_for_its_partitions() -> None:
     last = served.parts_of(short)[-1]
     order = [part for forward in served.forwards for part in forward.parts]
     assert order.index(part) > order.index(last)
-
-
-def test_a_prompt_that_returns_to_a_busy_instance_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is prefilled in chunks on instances 0 and 1; another one, which gave up its KV, goes on on 1 and 2."""
-    served = cluster(4, "128", max_num_batched_tokens=32)
-    first = served.add(tokens(200), max_tokens=2)
-    served.step()
-    assert group(served, first) == (0, 1)
-    second = served.add(tokens(220, 3), max_tokens=2)
-    returning = Context._returning
-    monkeypatch.setattr(
-        Context,
-        "_returning",
-        lambda policy, request, view: (1, 2) if request.id == second.id else returning(policy, request, view),
-    )
-    served.run()
-    assert len(first.output) == len(second.output) == 2 and group(served, second) == (1, 2)
 
 
 def test_memory_is_half_of_a_pool() -> None:

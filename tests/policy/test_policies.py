@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.kv.account import KvAccount
+from longspan.core.kv.residency import RESIDENT
 from longspan.core.policy import Policy
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
@@ -373,6 +374,7 @@ def running(account: KvAccount, instance: int, *, num_tokens: int) -> Request:
         num_computed=num_tokens,
         num_scheduled=num_tokens,
         group=(instance,),
+        residency=RESIDENT,
     )
     account.extend(request, (instance,) * request.blocks_for(num_tokens))
     return request

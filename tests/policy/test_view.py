@@ -16,7 +16,7 @@ from test_roles import setups
 from workloads import RANDOM_RUNS, Job, jobs, play, setups_of
 
 from longspan.core.engine import Engine
-from longspan.core.kv.account import KvAccount
+from longspan.core.kv.manager import KvManager
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.view import ClusterView, KvView, RequestView, RunningView
@@ -24,7 +24,7 @@ from longspan.core.view import ClusterView, KvView, RequestView, RunningView
 MAX_LINES = 1500
 POLICIES = ("chunked", "context", "runahead", "loongserve", "prefill-first", "decode-first")
 ALIKE = st.sampled_from(POLICIES).flatmap(lambda policy: setups_of(policy, 3, {}))
-VIEWS: dict[type, type] = {Request: RequestView, Running: RunningView, KvAccount: KvView}
+VIEWS: dict[type, type] = {Request: RequestView, Running: RunningView, KvManager: KvView}
 FrozenView = make_dataclass(
     "FrozenView",
     [(one.name, one.type) for one in fields(ClusterView)],

@@ -28,8 +28,9 @@ from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.errors import ParameterError
-from longspan.policy.batching import Batch, Budget, held_near, is_decode, single_part
+from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.facts import Facts
+from longspan.policy.loading import held_near
 from longspan.policy.routing import Router, goes_on, joined, plan_alone, shares_by
 from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
 

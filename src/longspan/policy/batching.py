@@ -20,8 +20,7 @@ from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
-from longspan.core.blocks import BlockRef, PrefixHit, Target, coupled_instances
-from longspan.core.cluster import Cluster
+from longspan.core.blocks import BlockRef, PrefixHit, coupled_instances
 from longspan.core.exchange import LOCAL
 from longspan.core.runs import Run, chunk_tokens
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
@@ -357,46 +356,6 @@ def _step_tokens(view: ClusterView, instance: int) -> int:
     return min(most, chunk_tokens(due, pp))
 
 
-def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
-    """Counts the blocks of a hit that each instance has, or can load from its host or the disk of that."""
-    held = Counter[int]()
-    for pool, number in Counter([ref.pool for ref in hit.refs]).items():
-        is_on_device = cluster.tier(pool) == "device"
-        near = (pool,) if is_on_device else (i for i in cluster.instances if _is_near(i, pool, cluster))
-        held.update(dict.fromkeys(near, number))
-    return held
-
-
-def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
-    host = cluster.host_pool(instance)
-    return pool in (host, cluster.disk_pool(host))
-
-
-def load_part(
-    request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit, targets: tuple[Target, ...] = ()
-) -> ScheduledPart:
-    """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it."""
-    cluster, left = budget.view.cluster, {i: budget.blocks[i] - budget.reserved[i] for i in group}
-    owners = []
-    for ref in hit.refs if hit.num_loaded else ():
-        tier = cluster.tier(ref.pool)
-        if tier != "device":
-            near = [i for i in group if _is_near(i, ref.pool, cluster)]
-            owners.append(max(near, key=left.__getitem__))
-            left[owners[-1]] -= 1
-    return ScheduledPart(
-        request=request,
-        group=group,
-        start=hit.num_tokens,
-        stop=hit.num_tokens,
-        runs=((),) * len(group),
-        block_owners=tuple(owners),
-        exchange=LOCAL,
-        hit=hit,
-        targets=targets,
-    )
-
-
 def single_part(
     request: RequestView,
     instance: int,
@@ -412,6 +371,8 @@ def single_part(
     Returns None when there are none. An admission names its `hit`; it has no tokens if that must be loaded first.
     """
     if hit is not None and hit.waits:
+        from longspan.policy.loading import load_part  # noqa: PLC0415 - without other tiers nothing is loaded
+
         return load_part(request, (instance,), budget, hit)
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)

@@ -19,10 +19,11 @@ from longspan.core.blocks import PrefixHit
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
-from longspan.policy.batching import Batch, Budget, held_near
+from longspan.policy.batching import Batch, Budget
 from longspan.policy.chunked import admit_alone
 from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, Partitions, SharingOptions, expected_answer, is_too_large
+from longspan.policy.loading import held_near
 
 _UNMEASURED_THRESHOLD = 1024
 

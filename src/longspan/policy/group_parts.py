@@ -20,9 +20,10 @@ from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.cost.partition_table import PartitionTable, parse_fractions
 from longspan.errors import ParameterError
-from longspan.policy.batching import Budget, load_part, single_part
+from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser
 from longspan.policy.facts import Facts
+from longspan.policy.loading import load_part
 
 _ANSWER_TOKENS = 200
 """Upper bound for the output tokens that a prefill is planned for. `max_tokens` is often much larger than an answer.

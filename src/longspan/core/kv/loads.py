@@ -15,7 +15,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies, Copy, Pair
 from longspan.core.request import Request
-from longspan.core.steps import MoveKV, MoveWay
+from longspan.core.steps import Content, MoveKV, MoveWay
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,8 @@ class Loads:
     def begin(self, request: Request, num_tokens: int, owners: Sequence[int]) -> list[MoveKV]:
         """Makes moves of what a request's table names on hosts and disks, to new blocks of `owners`, in order.
 
-        Where a host has no room for what comes from its disk, the table ends.
+        Where a host has no room for what comes from its disk, the table ends. Of the last block a request may use only
+        the beginning, behind which it writes on.
 
         Args:
             num_tokens: that the table holds when all is there.
@@ -71,18 +72,20 @@ class Loads:
                 self._cut(load, index)
                 break
             content, instance = self._copies.content(ref) or account.pool(ref.pool).content(ref.block), next(owner)
-            target = table[index] = BlockRef(instance, account.pool(instance).place(content))
-            self.num_hits += len(content.tokens)
+            num_used = min(request.block_size, num_tokens - index * request.block_size)
+            used = content if num_used == len(content.tokens) else Content(content.parent, content.tokens[:num_used])
+            target = table[index] = BlockRef(instance, account.pool(instance).place(used))
+            self.num_hits += num_used
             if tier == "host" and (number := self._copies.filling(ref)) is not None:
-                self._copies.follow(number, [(ref, target, content)])
+                self._copies.follow(number, [(ref, target, used)])
                 load.numbers.add(number)
             elif tier == "host":
-                pairs["in", ref.pool].append((ref, target, content))
+                pairs["in", ref.pool].append((ref, target, used))
             else:
                 host = self._host_of(ref.pool)
                 above = BlockRef(host, account.pool(host).place(content))
                 pairs["load", ref.pool].append((ref, above, content))
-                behind[ref.pool].append((above, target, content))
+                behind[ref.pool].append((above, target, used))
         moves = []
         for (way, pool), same in pairs.items():
             if way == "in":

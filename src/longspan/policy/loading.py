@@ -1,0 +1,51 @@
+"""Requests whose beginning lies on hosts or disks: where that is loaded to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from longspan.core.blocks import PrefixHit, Target
+from longspan.core.cluster import Cluster
+from longspan.core.exchange import LOCAL
+from longspan.core.view import RequestView, ScheduledPart
+from longspan.policy.batching import Budget
+
+
+def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
+    """Counts the blocks of a hit that each instance has, or can load from its host or the disk of that."""
+    held = Counter[int]()
+    for pool, number in Counter([ref.pool for ref in hit.refs]).items():
+        is_on_device = cluster.tier(pool) == "device"
+        near = (pool,) if is_on_device else (i for i in cluster.instances if _is_near(i, pool, cluster))
+        held.update(dict.fromkeys(near, number))
+    return held
+
+
+def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
+    host = cluster.host_pool(instance)
+    return pool in (host, cluster.disk_pool(host))
+
+
+def load_part(
+    request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit, targets: tuple[Target, ...] = ()
+) -> ScheduledPart:
+    """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it."""
+    cluster, left = budget.view.cluster, {i: budget.blocks[i] - budget.reserved[i] for i in group}
+    owners = []
+    for ref in hit.refs if hit.num_loaded else ():
+        tier = cluster.tier(ref.pool)
+        if tier != "device":
+            near = [i for i in group if _is_near(i, ref.pool, cluster)]
+            owners.append(max(near, key=left.__getitem__))
+            left[owners[-1]] -= 1
+    return ScheduledPart(
+        request=request,
+        group=group,
+        start=hit.num_tokens,
+        stop=hit.num_tokens,
+        runs=((),) * len(group),
+        block_owners=tuple(owners),
+        exchange=LOCAL,
+        hit=hit,
+        targets=targets,
+    )
