@@ -14,7 +14,7 @@ Sarathi-Serve do, but for several instances at once).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
@@ -85,40 +85,9 @@ class Batch:
         self._spare = deque[RequestView]()
         """Those of the next turn who could take the place of somebody that waits for room."""
         if self._view.cluster.has_stages:
-            self._take_turns()
+            from longspan.policy.stage_turns import take_turns  # noqa: PLC0415 - most instances have one stage
 
-    def _take_turns(self) -> None:
-        """Leaves decodes of instances with several stages to later steps, so that every stage has some to compute.
-
-        A step gets 1/pp of each group's, and none that the latest pp - 1 steps sample for: it would wait for the last
-        stage. Unless there is nothing else: then a step that waits is ready a moment earlier.
-        """
-        decoding, steps = Counter[tuple[int, ...]](), defaultdict[tuple[int, ...], set[int]](set)
-        for request in self._view.running.within(self.instances):
-            decoding[request.group] += request.residency.can_compute and is_decode(request, request.num_scheduled)
-            if request.num_steps:
-                steps[request.group].add(request.last_step)
-        num_stages = {group: self._view.cluster.pp(group[0]) for group in decoding}
-        latest = {group: sorted(steps[group])[1 - pp :] if pp > 1 else [] for group, pp in num_stages.items()}
-        left = {group: -(-number // num_stages[group]) for group, number in decoding.items()}
-        now = [r for r in self._later if not is_decode(r, r.num_scheduled)]
-        idle = decoding.keys() - {r.group for r in now} if not self._view.startable else set()
-        for request in sorted(self._later, key=lambda r: (r.last_step, r.admission)):
-            group = request.group
-            if not is_decode(request, request.num_scheduled):
-                continue
-            is_known = request.num_scheduled < request.num_known or request.num_steps < self._view.max_steps_in_flight
-            is_able = is_known and (group in idle or request.last_step not in latest[group])
-            if is_able and left[group]:
-                left[group] -= 1
-                if request.last_step not in latest[group]:
-                    idle.discard(group)
-                now.append(request)
-            else:
-                self._next_turn.append(request)
-                if is_able:
-                    self._spare.append(request)
-        self._later = deque(sorted(now, key=lambda r: r.admission))
+            self._later, self._next_turn, self._spare = take_turns(self._view, self.instances, runnable)
 
     def running(self) -> Iterator[RequestView]:
         """Yields requests that hold KV and have something to compute, first admitted first.
@@ -304,8 +273,10 @@ class Budget:
         """
         if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):
             return False
-        if hit.num_loaded and self._is_loaded_by_others(hit):
-            return False  # the next plan finds it on its way
+        if hit.num_loaded and any(
+            pool in self.view.cluster.host_pools for pool, _ in self.claimed.intersection(hit.refs)
+        ):
+            return False  # another admission of this plan loads some of the same: the next plan finds it on its way
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
         owners = self._growing.groups.get(request.id, part.group) if part.kv_owner is None else (part.kv_owner,)
@@ -326,11 +297,6 @@ class Budget:
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
         return True
-
-    def _is_loaded_by_others(self, hit: PrefixHit) -> bool:
-        """Tells whether an admission of this plan loads some of the same."""
-        tier = self.view.cluster.tier
-        return any(tier(ref.pool) != "device" for ref in self.claimed.intersection(hit.refs))
 
 
 def is_decode(request: RequestView, start: int) -> bool:

@@ -30,7 +30,8 @@ def load_part(
     request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit, targets: tuple[Target, ...] = ()
 ) -> ScheduledPart:
     """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it."""
-    cluster, left = budget.view.cluster, {i: budget.blocks[i] - budget.reserved[i] for i in group}
+    cluster, cost = budget.view.cluster, budget.view.kv.hit_cost(hit, budget.claimed)
+    left = {i: budget.blocks[i] - budget.reserved[i] - cost[i] for i in group}
     owners = []
     for ref in hit.refs if hit.num_loaded else ():
         tier = cluster.tier(ref.pool)
