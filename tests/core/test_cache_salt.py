@@ -49,7 +49,7 @@ def test_hosts_share_within_a_salt_only(first: str, second: str) -> None:
     assert ask(cluster, first) == 0
     overwrite_device(cluster)
     assert ask(cluster, second) == (39 if first == second else 0)
-    assert (cluster.engine.kv.num_host_hits > 0) == (first == second)
+    assert (cluster.engine.kv.counts.num_hits > 0) == (first == second)
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
@@ -58,7 +58,7 @@ def test_disks_share_within_a_salt_only(first: str, second: str) -> None:
     assert ask(before, first) == 0
     after = Cluster(before.setup, before=before)
     assert ask(after, second) == (39 if first == second else 0)
-    assert (after.engine.kv.num_disk_hits > 0) == (first == second)
+    assert (after.engine.kv.counts.num_disk_hits > 0) == (first == second)
 
 
 def test_no_salt_is_stored_with_kv() -> None:

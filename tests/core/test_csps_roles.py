@@ -121,7 +121,7 @@ def test_shares_go_by_free_blocks() -> None:
     while len(before.output) < 90:
         cluster.step()
     [busy] = {ref.instance for ref in before.table}
-    free = {i: cluster.engine.kv.num_free(i) for i in (2, 3)}
+    free = {i: cluster.engine.kv.account.num_free(i) for i in (2, 3)}
     long = cluster.add(tokens(400, 5), max_tokens=8)
     while not (shares := cluster.transfers_of(long.id)):
         cluster.step()

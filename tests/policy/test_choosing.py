@@ -276,7 +276,7 @@ def test_a_long_line_is_looked_through_quickly() -> None:
     cluster.run()
     for number in range(50):
         cluster.add([*range(2000), number], max_tokens=1)
-    account, calls = cluster.engine.kv, 0
+    account, calls = cluster.engine.kv.account, 0
     match = account.match
 
     def counted(*arguments: object) -> PrefixHit:

@@ -440,7 +440,7 @@ def test_requests_that_come_alone_use_the_caches_of_all_instances(policy: str, o
     for number in range(8):
         cluster.add([number] * 100, max_tokens=2)
         cluster.run()
-    kv = cluster.engine.kv
+    kv = cluster.engine.kv.account
     used = [kv.num_allocated(instance) for instance in range(4)]
     assert max(used) < 1.5 * min(used)
 

@@ -16,7 +16,8 @@ from test_roles import setups
 from workloads import RANDOM_RUNS, Job, jobs, play, setups_of
 
 from longspan.core.engine import Engine
-from longspan.core.kv.manager import KvManager
+from longspan.core.kv.account import KvAccount
+from longspan.core.kv.lookup import Lookup
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.view import ClusterView, KvView, RequestView, RunningView
@@ -24,7 +25,7 @@ from longspan.core.view import ClusterView, KvView, RequestView, RunningView
 MAX_LINES = 1500
 POLICIES = ("chunked", "context", "runahead", "loongserve", "prefill-first", "decode-first")
 ALIKE = st.sampled_from(POLICIES).flatmap(lambda policy: setups_of(policy, 3, {}))
-VIEWS: dict[type, type] = {Request: RequestView, Running: RunningView, KvManager: KvView}
+VIEWS: dict[type, type] = {Request: RequestView, Running: RunningView, KvAccount: KvView, Lookup: KvView}
 FrozenView = make_dataclass(
     "FrozenView",
     [(one.name, one.type) for one in fields(ClusterView)],
@@ -72,7 +73,7 @@ def test_policies_only_read_and_only_what_is_declared(setup: Setup, work: list[J
     expected, guards, unguarded = play(setup, work).executor.steps, dict[int, Guard](), Engine._view
 
     def guarded(engine: Engine) -> object:
-        view, root = unguarded(engine), Guard(engine.kv, guards)
+        view, root = unguarded(engine), Guard(engine.kv.view, guards)
         return FrozenView(**{one.name: root.guard(getattr(view, one.name)) for one in fields(view)})
 
     with patch.object(Engine, "_view", guarded):

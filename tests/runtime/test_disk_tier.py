@@ -70,7 +70,7 @@ def test_each_tier_finds_the_kv_of_the_same_cache_salt_only(tiny: Path, oracle: 
     with running(tiny, tmp_path, parallel="2") as llm:
         assert cached(llm, cache_salt="c") == [0]
         assert cached(llm, cache_salt="b") == cached(llm) == [107]
-        assert llm.engine.kv.num_disk_hits == 2 * 112, "seven blocks each"
+        assert llm.engine.kv.counts.num_disk_hits == 2 * 112, "seven blocks each"
         [output] = llm.generate({"prompt_token_ids": PROMPTS[1], "cache_salt": "a"}, use_tqdm=False)
         assert output.prompt_token_ids == PROMPTS[1], "a dict is one prompt"
 

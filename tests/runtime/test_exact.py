@@ -205,7 +205,7 @@ def test_chats_share_a_system_prompt(engines: Engines, tiny: Path, oracle: Oracl
     for turn in turns:
         [output] = assert_all_exact(llm, oracle, [turn])
         assert output.metrics.num_cached_tokens >= len(system)
-    assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+    assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
 
 
 def test_several_outputs_of_a_prompt_are_drawn_alike(engines: Engines, tiny: Path) -> None:

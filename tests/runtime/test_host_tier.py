@@ -36,7 +36,7 @@ def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monke
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
         num_computed = sum(output.metrics.num_computed_tokens for output in outputs)
         assert num_computed == sum(length + 40 - 1 for length in LENGTHS)
-        assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+        assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
         host = llm.engine.kv.pool(llm.engine.config.cluster.host_pool(0))
         assert host.num_free == host.num_blocks
 

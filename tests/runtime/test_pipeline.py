@@ -28,7 +28,7 @@ def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str
     turn = [*prompts[3], *outputs[3].outputs[0].token_ids, *prompts[2]]
     [output] = assert_all_exact(llm, odd_oracle, [turn])
     assert output.metrics.num_cached_tokens >= 300
-    assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+    assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
 
 
 @pytest.mark.parametrize("policy", ["prefill-first", "decode-first"])
@@ -39,12 +39,12 @@ def test_steps_of_prompts_or_of_decodes(
     """There is little KV, so that requests give way, and come back from the host."""
     llm = engines(odd, parallel=spec, num_gpu_blocks_override=14, max_model_len=220, host_kv_gib=0.02)
     llm.set_policy(policy, {})
-    num_host_hits = llm.engine.kv.num_host_hits
+    num_host_hits = llm.engine.kv.counts.num_hits
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, output_logits=True)
     outputs = assert_all_exact(llm, odd_oracle, prompts_of(30, 17, 40, 190, 60, 31, 33, 60, 12), params)
-    assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+    assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert llm.engine.kv.num_host_hits > num_host_hits
+    assert llm.engine.kv.counts.num_hits > num_host_hits
 
 
 @pytest.mark.full

@@ -70,7 +70,7 @@ def test_another_spec_in_mid_stream(
             assert request.output == oracle.complete(request.prompt, 30).token_ids
             if host:
                 assert request.metrics.num_computed_tokens == len(request.prompt) + 29
-        account, cluster = service.engine.kv, service.engine.config.cluster
+        account, cluster = service.engine.kv.account, service.engine.config.cluster
         assert all(
             account.num_free(pool) == account.num_blocks(pool) for pool in (*cluster.instances, *cluster.host_pools)
         )
@@ -98,7 +98,7 @@ def test_an_engine_of_python_takes_another_spec(tiny: Path, oracle: Oracle) -> N
             [output] = llm.generate([prompt], LONG, use_tqdm=False)
             assert output.outputs[0].token_ids == oracle.complete(prompt, 30).token_ids
             assert str(llm.engine.config.cluster.spec) == spec
-        assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+        assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
 
 
 @pytest.mark.parametrize("policy", ["chunked", "context"])
@@ -200,7 +200,7 @@ def assert_exact(service: Service, requests: list[Request], oracle: Oracle) -> N
     """Every output is that of one rank, and all blocks are free."""
     for request in requests:
         assert request.output == oracle.complete(request.prompt, 30).token_ids
-    account, cluster = service.engine.kv, service.engine.config.cluster
+    account, cluster = service.engine.kv.account, service.engine.config.cluster
     pools = (*cluster.instances, *cluster.host_pools)
     assert all(account.num_free(pool) == account.num_blocks(pool) for pool in pools)
 

@@ -33,7 +33,7 @@ def turning(engines: Engines, model: Path, spec: str, **given: Any) -> ThreadLLM
 
 
 def assert_all_free(llm: ThreadLLM) -> None:
-    assert all(free == llm.engine.kv.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+    assert all(free == llm.engine.kv.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
     for number in llm.engine.config.cluster.host_pools:
         pool = llm.engine.kv.pool(number)
         assert pool.num_free == pool.num_blocks
@@ -51,9 +51,9 @@ def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str
     clusters = [one.cluster.spec for one in llm.engine.transitions]
     assert all(one != other for one, other in pairwise(clusters))
     assert all(one.asked_s <= one.idle_s <= one.begun_s <= one.ended_s for one in llm.engine.transitions)
-    assert 10 < llm.engine.kv.peak_host_blocks <= 15, "a turn fills the host"
+    assert 10 < llm.engine.kv.counts.peak_host_blocks <= 15, "a turn fills the host"
     num_moved = sum(-(-length // 16) for length in LENGTHS)
-    assert llm.engine.kv.num_swapped_blocks >= 2 * num_moved, "each leaves once, at least, and comes back"
+    assert llm.engine.kv.counts.num_swapped_blocks >= 2 * num_moved, "each leaves once, at least, and comes back"
     assert_all_free(llm)
 
 

@@ -70,7 +70,8 @@ class Cluster:
 
     def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
         """Of a request whose KV is on its way, to all of its targets."""
-        return self.engine.kv._transfers._transfers.get(request_id, ())
+        transfers = self.engine.kv._transfers
+        return () if transfers is None else transfers._transfers.get(request_id, ())
 
     def restart(self, policy: Policy | None = None) -> None:
         """Lose the workers and start others. Another policy decides from then on, if one is given, on the first cluster

@@ -201,9 +201,9 @@ def run_stats(llm: LLM, progress: _Progress, *, ended_s: float) -> dict[str, obj
         "num_transitions": len(transitions),
         "transition_s": [one.exposed_s for one in transitions],
         "weight_bytes_copied": sum(one.copied_bytes for one in transitions),
-        "swap_bytes": engine.kv.num_swapped_blocks * llm.service.block_bytes,
+        "swap_bytes": engine.kv.counts.num_swapped_blocks * llm.service.block_bytes,
         "phase_s": phase_seconds(transitions, engine.config.turns, begun_s, ended_s),
-        "host_kv_peak_bytes": engine.kv.peak_host_blocks * llm.service.block_bytes,
+        "host_kv_peak_bytes": engine.kv.counts.peak_host_blocks * llm.service.block_bytes,
     }
 
 
@@ -272,7 +272,7 @@ def occupancy(engine: Engine) -> list[str]:
     cluster = engine.config.cluster
     parts = {"KV": (sum(engine.load().used_blocks), sum(cluster.num_blocks))}
     if cluster.host_blocks:
-        parts["host"] = (engine.kv.used_host_blocks, sum(cluster.host_blocks))
+        parts["host"] = (engine.kv.account.num_used(cluster.host_pools), sum(cluster.host_blocks))
     phase = [engine.phase] if engine.phase else []
     return phase + [f"{name} {used / total:.0%}" for name, (used, total) in parts.items()]
 

@@ -79,16 +79,7 @@ class Engine:
         self._requests, self._waiting, self._running = queues.requests, queues.waiting, queues.running
         self._steps, self._occupancy = queues.steps, queues.occupancy
         self._number = count(1).__next__  # numbers steps and moves
-        self.kv = KvManager(
-            config.cluster,
-            self._running,
-            self._number,
-            block_size=config.block_size,
-            prefix_caching=config.prefix_caching,
-            step_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            swap=config.swap,
-        )
+        self.kv = KvManager(config, self._running, self._number)
         for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
             self.kv.pool(pool).restore(contents)
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
@@ -429,12 +420,12 @@ class Engine:
             waiting=waiting.able(),
             startable=self.kv.startable(waiting.able(admits)),
             running=self._running,
-            kv=self.kv,
+            kv=self.kv.view,
             busy=frozenset(self._occupancy.busy),
             full=frozenset(self._occupancy.full),
             now_s=self._clock.now(),
             expected=self.kv.expected,
-            queue_changes=waiting.changes + self.kv.num_offloaded,
+            queue_changes=waiting.changes + self.kv.counts.num_offloaded,
             max_steps_in_flight=self.config.max_steps_in_flight,
             reads_hosts=self._policy.reads_hosts and bool(self.config.cluster.host_blocks),
         )
@@ -498,17 +489,17 @@ class Engine:
         self._queues.end(forward, self._clock.now())
         self.kv.computed(forward)
         for move in forward.rebalances:
-            self._free(slots=self.kv.rebalanced(self._requests[move.request_id], move))
+            self._free(slots=self.kv.account.complete_copies(self._requests[move.request_id], move.copies))
         failed: list[Request] = []
         for part in forward.parts:
             request = self._requests[part.request_id]
             request.take_part(part)
             if request.id in done.non_finite and request.non_finite_from is None:
-                self.kv.withdraw(request, part.start)
+                self.kv.account.withdraw(request, part.start)
                 if request.finish_reason is None:
                     self.finish(request, request.fail("non_finite", _NON_FINITE % (part.start, part.stop - 1)))
                     failed.append(request)
-            self.kv.publish(request, part.start)
+            self.kv.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight and request.id in self._requests:
                 self._drop(request)
         for scored in done.scored:

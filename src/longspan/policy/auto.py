@@ -281,7 +281,7 @@ class Auto(Policy, name="auto"):
         for request in batch.running():
             batch.add(self._next(request, batch.budget, known))
         router = Router(view, self._only_decode) if self._only_decode else None
-        assigned = [self._line.seen[one].request for one in self._line.groups]
+        assigned = [self._line.seen[one].request for one in self._line.groups] if view.startable else []
         for one in assigned:  # a request that cannot be admitted holds up no other
             for request in batch.waiting([one] if batch.instances.issuperset(self._line.groups[one.id]) else ()):
                 batch.add(self._first(request, batch.budget, known, router))

@@ -273,9 +273,8 @@ class Budget:
         """
         if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):
             return False
-        if hit.num_loaded and any(
-            pool in self.view.cluster.host_pools for pool, _ in self.claimed.intersection(hit.refs)
-        ):
+        shared = self.claimed.intersection(hit.refs) if hit.num_loaded else ()
+        if any(self.view.cluster.tier(pool) != "device" for pool, _ in shared):
             return False  # another admission of this plan loads some of the same: the next plan finds it on its way
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)

@@ -273,9 +273,9 @@ class _Simulation:
             busy_s=tuple(engine.load().busy_s),
             max_queue=max_queue,
             num_preemptions=engine.num_preemptions,
-            num_host_hits=engine.kv.num_host_hits,
-            num_disk_hits=engine.kv.num_disk_hits,
-            num_swapped_blocks=engine.kv.num_swapped_blocks,
+            num_host_hits=engine.kv.counts.num_hits,
+            num_disk_hits=engine.kv.counts.num_disk_hits,
+            num_swapped_blocks=engine.kv.counts.num_swapped_blocks,
             transitions=tuple(engine.transitions),
             phase_s=phase_seconds(engine.transitions, engine.config.turns, 0.0, makespan_s),
         )

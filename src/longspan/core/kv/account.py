@@ -47,6 +47,9 @@ class KvAccount:
     def num_free(self, instance: int) -> int:
         return self._pools[instance].num_free
 
+    def num_used(self, pools: Iterable[int]) -> int:
+        return sum([self._pools[pool].num_blocks - self._pools[pool].num_free for pool in pools])
+
     def num_leaving(self, instance: int) -> int:
         return self._pools[instance].num_leaving
 
@@ -106,12 +109,16 @@ class KvAccount:
         if length:
             adopts = pool.is_adoptable(block, length, num_lost=0)
             has_room = pool.num_free > request.blocks_for(request.num_tokens)  # beside the block that is copied
-            copies = not adopts and has_room and length >= min(_LEAST_COPIED, self.block_size // 2)
+            copies = not adopts and has_room and self.is_worth_a_copy(length)
             adopts = adopts or (not copies and pool.is_adoptable(block, length, num_lost=length))
         if not (adopts or copies):
             return PrefixHit(refs=tuple(refs), num_tokens=start)
         refs.append(BlockRef(instance, block))
         return PrefixHit(refs=tuple(refs), num_tokens=start + length, adopts_last=adopts, copies_last=copies)
+
+    def is_worth_a_copy(self, num_tokens: int) -> bool:
+        """Tells whether so many tokens at the beginning of a block that holds others are worth a copy."""
+        return num_tokens >= min(_LEAST_COPIED, self.block_size // 2)
 
     def find(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
         """Finds a full block by its name, in the first of some pools that has it."""

@@ -14,6 +14,7 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies, Copy, Pair
+from longspan.core.kv.counts import TierCounts
 from longspan.core.request import Request
 from longspan.core.steps import Content, MoveKV, MoveWay
 
@@ -35,14 +36,14 @@ class _Load:
 class Loads:
     """Begins the tables of requests with blocks that are filled by moves from hosts and disks.
 
-    Attributes:
-        num_hits: tokens that were found on hosts or disks.
+    Args:
+        counts: to be kept up.
     """
 
-    def __init__(self, account: KvAccount, cluster: Cluster, copies: Copies) -> None:
-        self._account, self._cluster, self._copies = account, cluster, copies
+    def __init__(self, account: KvAccount, cluster: Cluster, copies: Copies, counts: TierCounts) -> None:
+        self._copies, self._counts = copies, counts
         self._loads: dict[int, _Load] = {}
-        self.num_hits = 0
+        self.restart(account, cluster)
 
     def restart(self, account: KvAccount, cluster: Cluster) -> None:
         """Goes on with another account and cluster; requests that wait have lost their blocks."""
@@ -75,7 +76,7 @@ class Loads:
             num_used = min(request.block_size, num_tokens - index * request.block_size)
             used = content if num_used == len(content.tokens) else Content(content.parent, content.tokens[:num_used])
             target = table[index] = BlockRef(instance, account.pool(instance).place(used))
-            self.num_hits += num_used
+            self._counts.num_hits += num_used
             if tier == "host" and (number := self._copies.filling(ref)) is not None:
                 self._copies.follow(number, [(ref, target, used)])
                 load.numbers.add(number)

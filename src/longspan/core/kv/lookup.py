@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from longspan.core.blocks import BlockRef, PrefixHit
@@ -45,25 +47,22 @@ class _Found:
     num_saved: int = 0
 
 
-class Lookup:
-    """Finds the beginnings of requests in all pools of a cluster.
+class Lookup(KvAccount):
+    """All pools of a cluster. What it finds of a request may lie on hosts and disks, too.
 
     Args:
         copies: under way. A block that one of them fills is found like one that is filled.
         swap: prices; None when a copy always pays.
-        has_tiers: whether hosts are looked at.
     """
 
-    def __init__(
-        self, account: KvAccount, cluster: Cluster, copies: Copies, *, swap: SwapCost | None, has_tiers: bool
-    ) -> None:
-        self._account, self._cluster, self._copies, self._swap = account, cluster, copies, swap
-        self._has_tiers = has_tiers
+    def __init__(self, cluster: Cluster, copies: Copies, *, block_size: int, swap: SwapCost | None) -> None:
+        super().__init__(cluster.pool_blocks, block_size=block_size)
+        self._cluster, self._copies, self._swap = cluster, copies, swap
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """Finds the longest beginning of a request on `group`, or on its hosts and disks if it pays to load that."""
-        hit = self._account.match(request, group)
-        if not self._has_tiers or request.scores_prompt or hit.num_tokens >= request.num_tokens - 1:
+        hit = super().match(request, group)
+        if request.scores_prompt or hit.num_tokens >= request.num_tokens - 1:
             return hit
         hosts = sorted({self._cluster.host_pool(instance) for instance in group})
         all_disks = [disk for host in hosts if (disk := self._cluster.disk_pool(host)) is not None]
@@ -78,21 +77,26 @@ class Lookup:
                 )
         return hit
 
+    def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
+        if hit.num_loaded:  # what is loaded costs new blocks
+            hit = replace(hit, refs=tuple([ref for ref in hit.refs if self._cluster.tier(ref.pool) == "device"]))
+        return super().hit_cost(hit, claimed)
+
     def _find(self, request: RequestView, group: Sequence[int], hosts: Sequence[int], disks: Sequence[int]) -> _Found:
         """Follows the prefix keys of a request through devices of a group, hosts and disks."""
-        account, coming, size, found = self._account, self._copies.coming, request.block_size, _Found(refs=[])
+        coming, size, found = self._copies.coming, request.block_size, _Found(refs=[])
         limit, index = request.num_tokens - 1, 0
         while (index + 1) * size <= limit:
             key = request.parent_key(index + 1)
-            ref = account.find(key, group) or coming(key, group) or account.find(key, hosts) or coming(key, hosts)
-            ref = ref or account.find(key, disks)
+            ref = self.find(key, group) or coming(key, group) or self.find(key, hosts) or coming(key, hosts)
+            ref = ref or self.find(key, disks)
             if ref is None:
                 break
             self._add(found, ref, size)
             index += 1
         rest = tuple(request.tokens(index * size, min(limit, (index + 1) * size)))
-        ref, length = account.find_begun(request.parent_key(index), rest, (*hosts, *disks))
-        if length:
+        ref, length = self.find_begun(request.parent_key(index), rest, (*hosts, *disks))
+        if length and (length == len(self.pool(ref.pool).content(ref.block).tokens) or self.is_worth_a_copy(length)):
             self._add(found, ref, length)
         return found
 

@@ -15,13 +15,14 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies, Copy
+from longspan.core.kv.counts import TierCounts
 from longspan.core.queues import Running
 from longspan.core.request import Request
 from longspan.core.steps import Content, MoveKV
 
 
 class Offload:
-    """Copies KV from devices to hosts, and from these to their disks. Without pools on hosts it does nothing.
+    """Copies KV from devices to hosts, and from these to their disks.
 
     What a request gives up while it goes on stays on hosts until it is admitted again or ends. That of ended requests
     is a cache, which is evicted when others need the room. A host that is full of the former takes no more: what finds
@@ -30,9 +31,7 @@ class Offload:
     Args:
         running: what it still needs of instances is left to it.
         step_tokens, max_num_seqs: the bounds of a step on one instance.
-
-    Attributes:
-        peak_host_blocks: the most blocks of all hosts that were in use at once.
+        counts: to be kept up.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class Offload:
         *,
         step_tokens: int,
         max_num_seqs: int,
+        counts: TierCounts,
     ) -> None:
-        self._copies, self._running = copies, running
+        self._copies, self._running, self._counts = copies, running, counts
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
-        self.peak_host_blocks = 0
         self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
         self._still_read: dict[int, list[BlockRef]] = {}  # by step, what it reads of blocks that were spilled meanwhile
         self.regroup(account, cluster)
@@ -55,7 +54,6 @@ class Offload:
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
         """Goes on with another cluster and its account, which has the same pools on hosts and disks."""
         self._account, self._cluster = account, cluster
-        self._is_active = bool(cluster.host_blocks) and account.prefix_caching
 
     def restart(self, lost: Sequence[Copy]) -> None:
         """Forgets what was under way to hosts. What requests gave up before stays theirs."""
@@ -93,8 +91,6 @@ class Offload:
 
     def leave(self, request: Request) -> list[MoveKV]:
         """Makes moves of what a request is about to give up and its hosts do not have, as far as they have room."""
-        if not self._is_active:
-            return []
         if request.finish_reason is None:
             self._given_up.setdefault(request.id, [])
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
@@ -125,15 +121,10 @@ class Offload:
         self.note_peak()
         return moves
 
-    @property
-    def used_host_blocks(self) -> int:
-        """Counts the blocks of all hosts that are in use."""
-        pools = map(self._account.pool, self._cluster.host_pools)
-        return sum([one.num_blocks - one.num_free for one in pools])
-
     def note_peak(self) -> None:
         """Takes the blocks of hosts that are in use for the most, if they are."""
-        self.peak_host_blocks = max(self.peak_host_blocks, self.used_host_blocks)
+        counts = self._counts
+        counts.peak_host_blocks = max(counts.peak_host_blocks, self._account.num_used(self._cluster.host_pools))
 
     def _on_host(self, number: int, content: Content) -> int | None:
         """Finds the block of a host that has a content, or is about to."""
@@ -187,8 +178,6 @@ class Offload:
 
         These are what the next step of an instance takes, and the first that waits where that is all it lacks.
         """
-        if not self._is_active:
-            return []
         due, most, asked = self._running.due_blocks, dict[int, int](), 0
         room = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
         for i in room:

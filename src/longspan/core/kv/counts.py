@@ -1,0 +1,23 @@
+"""What has come from hosts and disks so far, and gone there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class TierCounts:
+    """Counts of an engine, over all its clusters.
+
+    Attributes:
+        num_hits: tokens that were found on hosts or disks. `num_disk_hits`: those that came from disks.
+        num_offloaded: how often all that a waiting request gave up had come to hosts, so that it could start.
+        num_swapped_blocks: blocks that were copied from devices to hosts and back.
+        peak_host_blocks: the most blocks of all hosts that were in use at once.
+    """
+
+    num_hits: int = 0
+    num_disk_hits: int = 0
+    num_offloaded: int = 0
+    num_swapped_blocks: int = 0
+    peak_host_blocks: int = 0

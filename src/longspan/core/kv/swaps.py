@@ -1,0 +1,137 @@
+"""KV between devices, hosts and disks: one object for copies, offloads and loads of a cluster that has such tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from longspan.core.blocks import BlockRef, Target
+from longspan.core.cluster import Cluster
+from longspan.core.kv.account import KvAccount
+from longspan.core.kv.copies import Copies
+from longspan.core.kv.counts import TierCounts
+from longspan.core.kv.loads import Loads
+from longspan.core.kv.lookup import Lookup, SwapPrices
+from longspan.core.kv.offload import Offload
+from longspan.core.queues import Running
+from longspan.core.request import Request
+from longspan.core.steps import Completion, MoveKV
+
+
+class Swaps:
+    """Makes moves between tiers, and takes their completions.
+
+    Args:
+        number: gives the next step's number.
+        step_tokens, max_num_seqs: the bounds of a step on one instance.
+        swap: prices of copies on a cluster; None when a copy always pays.
+
+    Attributes:
+        account: the pools of all tiers.
+        copies: under way.
+        offload: what leaves devices.
+        loads: what comes to them.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        running: Running,
+        number: Callable[[], int],
+        *,
+        block_size: int,
+        step_tokens: int,
+        max_num_seqs: int,
+        counts: TierCounts,
+        swap: SwapPrices | None,
+    ) -> None:
+        self._block_size, self._swap, self._counts = block_size, swap, counts
+        self.copies = Copies(number)
+        self._targets: dict[int, tuple[Target, ...]] = {}  # of requests that load
+        account = self._pools(cluster)
+        self.loads = Loads(account, cluster, self.copies, counts)
+        bounds = {"step_tokens": step_tokens, "max_num_seqs": max_num_seqs}
+        self.offload = Offload(account, cluster, self.copies, running, counts=counts, **bounds)
+
+    def _pools(self, cluster: Cluster) -> Lookup:
+        prices = None if self._swap is None else self._swap(cluster)
+        self.account: KvAccount = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
+        return self.account
+
+    def regroup(self, cluster: Cluster, before: KvAccount | None) -> None:
+        """Goes on with a cluster; with the pools `before` on hosts and disks, or empty ones."""
+        account = self._pools(cluster)
+        if before is not None:
+            account.keep_pools(before, cluster.host_pools.start)
+        self._targets.clear()
+        self.loads.restart(account, cluster)
+        self.offload.regroup(account, cluster)
+
+    def lose(self) -> None:
+        """Forgets what is under way, since the workers are lost. What hosts and disks had before stays."""
+        lost = self.copies.clear()
+        for copy in lost:
+            self.account.let_go(copy.held)
+            self.account.give_back(reversed(copy.kept))
+            self.account.give_back(reversed([above for above, _, _ in copy.behind]))
+        self.offload.restart(lost)
+
+    def load(self, request: Request, num_tokens: int, owners: Sequence[int], targets: Sequence[Target]) -> list[MoveKV]:
+        """Makes moves of what a request's table names on hosts and disks, see `Loads.begin`.
+
+        Args:
+            targets: where it is to be decoded, once it has been loaded and prefilled.
+        """
+        moves = self.loads.begin(request, num_tokens, owners)
+        self._targets[request.id] = tuple(targets)
+        self.offload.note_peak()
+        return moves
+
+    def loaded(self) -> list[tuple[Request, tuple[Target, ...]]]:
+        """Returns the requests that have waited for their KV, and have it now."""
+        found = []
+        for request, num_tokens in self.loads.arrived():
+            request.num_computed = request.num_scheduled = num_tokens
+            self.account.publish(request, 0)
+            found.append((request, self._targets.pop(request.id)))
+        return found
+
+    def moved(self, done: Completion) -> tuple[int, list[MoveKV]] | None:
+        """Takes the completion of a move between tiers; returns None for any other step.
+
+        What a disk could not give is offered no more.
+
+        Returns:
+            The request whose KV was moved, and moves to submit.
+        """
+        if (copy := self.copies.end(done.number)) is None:
+            return None
+        move, account, counts = copy.move, self.account, self._counts
+        counts.num_swapped_blocks += len(move.copies) if move.way in ("out", "in") else 0
+        for index, ((source, target), content) in enumerate(zip(move.copies, copy.contents, strict=True)):
+            if index not in done.failed:
+                account.pool(target.pool).publish(target.block, content)
+                counts.num_disk_hits += len(content.tokens) if move.way == "load" else 0
+            elif move.way == "load":
+                account.pool(source.pool).forget(source.block)
+        moves = self.offload.moved(copy) if move.way == "out" else []
+        moves += self.loads.moved(copy, done.failed)
+        if move.way != "out":
+            account.let_go(reversed(copy.held))
+            account.give_back(reversed(copy.kept))
+        return move.request_id, moves
+
+    def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
+        """Returns those that can start, first come: up to the first whose KV is still on its way to hosts."""
+        if not self.copies:
+            return waiting
+        first = next((place for place, one in enumerate(waiting) if not one.residency.can_start), None)
+        return waiting if first is None else waiting[:first]
+
+    def give_back_hosted(self, requests: Iterable[Request], hosts: range) -> None:
+        """Gives back the blocks of requests on hosts, which have lost those on devices."""
+        for request in requests:
+            self.account.give_back([ref for ref in reversed(request.table) if _is_on(ref, hosts)])
+
+
+def _is_on(ref: BlockRef, pools: range) -> bool:
+    return ref.pool in pools
