@@ -36,6 +36,12 @@ HEAD = 1e-3
 LAID_OUT = ("parallel", "prefill_parallel", "decode_parallel")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles of the model are for no other test."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+
+
 def both(model: Path, policy: str) -> tuple[ResolvedEngine, Experiment]:
     """Resolve an engine, and a simulation with the same options and the profile that the engine finds."""
     options = {"policy": policy, **SIZES, **NEEDED.get(policy, {})}
