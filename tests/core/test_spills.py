@@ -159,7 +159,7 @@ def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.
         submit(step)
         if (
             isinstance(step, MoveKV)
-            and (copy := cluster.engine.kv._swaps.copies._copies[step.number]).spilled is not None
+            and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).spilled is not None
         ):
             pool = cluster.engine.kv.pool(0)
             assert all(pool.references(ref.block) == 1 for ref in copy.held), "what others read stays"

@@ -10,6 +10,7 @@ from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_request
 
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
+from longspan.core.kv.check import violations
 from longspan.core.kv.pool import BlockPool
 from longspan.core.kv.transfer import Transfer
 from longspan.core.policy import Policy
@@ -131,8 +132,10 @@ class Cluster:
         return request
 
     def step(self, timeout_s: float | None = None) -> list[Request]:
-        """One turn of the engine's loop."""
-        return self.engine.step(timeout_s)
+        """One turn of the engine's loop, after which every block is accounted for."""
+        found = self.engine.step(timeout_s)
+        assert not (wrong := violations(self.engine.kv, self.engine._requests.values())), wrong
+        return found
 
     def run(self, max_steps: int = 20_000) -> None:
         """Until all requests are finished."""

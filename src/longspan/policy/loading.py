@@ -10,6 +10,9 @@ from longspan.core.exchange import LOCAL
 from longspan.core.view import RequestView, ScheduledPart
 from longspan.policy.batching import Budget
 
+_STEPS_AHEAD = 4
+"""A load may begin so many steps before its request can compute."""
+
 
 def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
     """Counts the blocks of a hit that each instance has, or can load from its host or the disk of that."""
@@ -28,8 +31,14 @@ def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
 
 def load_part(
     request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit, targets: tuple[Target, ...] = ()
-) -> ScheduledPart:
-    """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it."""
+) -> ScheduledPart | None:
+    """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it.
+
+    Returns None while a member has tokens to compute for more steps than a load takes: others may need the room.
+    """
+    most = _STEPS_AHEAD * budget.view.max_num_batched_tokens
+    if any(budget.load[instance] > most for instance in group):
+        return None
     cluster, cost = budget.view.cluster, budget.view.kv.hit_cost(hit, budget.claimed)
     left = {i: budget.blocks[i] - budget.reserved[i] - cost[i] for i in group}
     owners = []

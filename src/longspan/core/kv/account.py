@@ -38,6 +38,10 @@ class KvAccount:
         """Goes on with the pools from number `first` on of an account before this one, and with their contents."""
         self._pools[first:] = before._pools[first:]
 
+    @property
+    def num_pools(self) -> int:
+        return len(self._pools)
+
     def pool(self, number: int) -> BlockPool:
         return self._pools[number]
 

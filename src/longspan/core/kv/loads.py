@@ -145,6 +145,11 @@ class Loads:
             del self._loads[load.request.id]
         return [(load.request, load.num_tokens) for load in ready]
 
+    @property
+    def waiting(self) -> list[Request]:
+        """The requests that wait for moves."""
+        return [load.request for load in self._loads.values()]
+
     def num_tokens(self, request: Request) -> int | None:
         """Returns the tokens that a request will have when all is there; None for one that waits for nothing."""
         load = self._loads.get(request.id)

@@ -36,6 +36,7 @@ from longspan.core.view import KvView, ScheduledPart
 if TYPE_CHECKING:  # those who need them import them
     from longspan.core.config import EngineConfig
     from longspan.core.kv.swaps import Swaps
+    from longspan.core.kv.transfer import Transfer
     from longspan.core.kv.transfers import Transfers
 
 
@@ -48,27 +49,28 @@ class KvManager:
 
     Attributes:
         counts: what has moved between tiers so far.
+        swaps: what is on its way between tiers; None without pools on hosts.
     """
 
     def __init__(self, config: EngineConfig, running: Running, number: Callable[[], int]) -> None:
         self._cluster, self._config, self._running, self._number = config.cluster, config, running, number
         self.counts = TierCounts()
-        self._swaps: Swaps | None = None
+        self.swaps: Swaps | None = None
         self._transfers: Transfers | None = None
         if config.cluster.host_blocks and config.prefix_caching:
             from longspan.core.kv.swaps import Swaps  # noqa: PLC0415 - most engines have one tier
 
             bounds = {"step_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
             sizes = {"block_size": config.block_size, **bounds}
-            self._swaps = Swaps(config.cluster, running, number, counts=self.counts, swap=config.swap, **sizes)
+            self.swaps = Swaps(config.cluster, running, number, counts=self.counts, swap=config.swap, **sizes)
         self._use_pools(config.cluster, None)
 
     def _use_pools(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Makes empty pools of a cluster, on devices only if there are others `before` to go on with."""
         self._cluster, self._transfers = cluster, None
-        if self._swaps is not None:
-            self._swaps.regroup(cluster, before)
-            self.account = self._swaps.account
+        if self.swaps is not None:
+            self.swaps.regroup(cluster, before)
+            self.account = self.swaps.account
             return
         size, caching = self._config.block_size, self._config.prefix_caching
         self.account = KvAccount(cluster.pool_blocks, block_size=size, prefix_caching=caching)
@@ -91,12 +93,12 @@ class KvManager:
     @property
     def is_copying(self) -> bool:
         """Whether any KV is on its way between tiers."""
-        return self._swaps is not None and bool(self._swaps.copies)
+        return self.swaps is not None and bool(self.swaps.copies)
 
     @property
     def copies_on_devices(self) -> bool:
         """Whether any KV is on its way from devices to hosts, or back."""
-        return self._swaps is not None and self._swaps.copies.on_devices
+        return self.swaps is not None and self.swaps.copies.on_devices
 
     @property
     def can_regroup(self) -> bool:
@@ -110,14 +112,15 @@ class KvManager:
 
     def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
         """Returns those that can start, first come: up to the first whose KV is still on its way to hosts."""
-        return waiting if self._swaps is None else self._swaps.startable(waiting)
+        return waiting if self.swaps is None else self.swaps.startable(waiting)
 
     def _update(self, request: Request) -> None:
         """Sets where the KV of a request is."""
-        request.residency = self._residency(request)
+        request.residency = self.residency(request)
 
-    def _residency(self, request: Request) -> Residency:
-        swaps = self._swaps
+    def residency(self, request: Request) -> Residency:
+        """Tells where the KV of a request is, by who has its blocks."""
+        swaps = self.swaps
         if request.group:
             if swaps is not None and (num_tokens := swaps.loads.num_tokens(request)) is not None:
                 return Loading(num_tokens=num_tokens)
@@ -125,6 +128,16 @@ class KvManager:
         if swaps is None or not swaps.offload.has_given_up(request):
             return WAITING
         return OFFLOADING if swaps.offload.is_leaving(request) else OFFLOADED
+
+    @property
+    def transfers_in_progress(self) -> list[Transfer]:
+        """Requests' KV on its way to instances that decode them."""
+        return [] if self._transfers is None else self._transfers.in_progress
+
+    @property
+    def blocks_of_transfers(self) -> list[BlockRef]:
+        """The blocks, at both ends, of moves to instances that decode."""
+        return [] if self._transfers is None else self._transfers.moving_blocks
 
     # ---------------------------------------------------------------- requests come
 
@@ -140,22 +153,22 @@ class KvManager:
         request.num_scheduled, request.group = hit.num_tokens, scheduled.group
         if not hit.waits:
             request.num_computed = hit.num_tokens
-        if self._swaps is not None:
-            self._swaps.offload.release(request)
+        if self.swaps is not None:
+            self.swaps.offload.release(request)
             if not hit.waits:
                 request.num_hosted = sum(ref.pool in self._cluster.host_pools for ref in hit.refs)
 
     def load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
         """Makes moves to devices of what a request has taken on hosts and disks."""
         hit = scheduled.hit
-        assert hit is not None and self._swaps is not None, "a hit says what to load"
-        moves = self._swaps.load(request, hit.num_tokens, scheduled.block_owners, scheduled.targets)
+        assert hit is not None and self.swaps is not None, "a hit says what to load"
+        moves = self.swaps.load(request, hit.num_tokens, scheduled.block_owners, scheduled.targets)
         self._update(request)
         return moves
 
     def loaded(self) -> list[Request]:
         """Returns the requests that have waited for their KV, and compute from now on."""
-        found = [] if self._swaps is None else self._swaps.loaded()
+        found = [] if self.swaps is None else self.swaps.loaded()
         for request, targets in found:
             self._open(request, targets)
         return [request for request, _ in found]
@@ -192,14 +205,14 @@ class KvManager:
 
     def spill(self, waiting: Sequence[Request]) -> list[MoveKV]:
         """Makes moves to hosts of the oldest blocks of requests that outgrow their device, which stay in use there."""
-        return [] if self._swaps is None else self._swaps.offload.spill(waiting)
+        return [] if self.swaps is None else self.swaps.offload.spill(waiting)
 
     def computed(self, forward: Forward) -> None:
         """Takes the completion of a step."""
         if self._transfers is not None:
             self._transfers.computed(forward)
-        if self._swaps is not None:
-            self._swaps.offload.computed(forward.number)
+        if self.swaps is not None:
+            self.swaps.offload.computed(forward.number)
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Makes moves, to the instances that decode, of what a step computes."""
@@ -246,7 +259,7 @@ class KvManager:
         Returns moves to submit, and slots with KV that is not finite.
         """
         self._give_up_transfer(request)
-        moves = [] if self._swaps is None else self._swaps.offload.leave(request)
+        moves = [] if self.swaps is None else self.swaps.offload.leave(request)
         slots = request.non_finite_slots()
         self.account.release(request)
         request.lose_kv()
@@ -256,8 +269,8 @@ class KvManager:
     def end(self, request: Request) -> None:
         """Stops what is on its way for a request that ends, and leaves what it gave up to the cache."""
         self._give_up_transfer(request)
-        if self._swaps is not None:
-            self._swaps.offload.release(request)
+        if self.swaps is not None:
+            self.swaps.offload.release(request)
         self._update(request)
 
     def _give_up_transfer(self, request: Request) -> None:
@@ -269,7 +282,7 @@ class KvManager:
 
         Returns whether there was any.
         """
-        return self._swaps is not None and self._swaps.offload.relent()
+        return self.swaps is not None and self.swaps.offload.relent()
 
     # ---------------------------------------------------------------- moves are done
 
@@ -277,8 +290,10 @@ class KvManager:
         """Takes the completion of a move between pools; returns moves to submit, None for any other step."""
         if self._transfers is not None and self._transfers.moved(done.number):
             return []
-        if self._swaps is None or (moved := self._swaps.moved(done)) is None:
+        if self.swaps is None or (moved := self.swaps.moved(done)) is None:
             return None
+        for loading in self.swaps.loads.waiting:
+            self._update(loading)  # what a disk could not give is not loaded
         request = requests.get(moved[0])
         if request is not None and not request.group:
             could_start = request.residency.can_start
@@ -295,9 +310,9 @@ class KvManager:
 
         The requests have lost what devices had of them.
         """
-        if self._swaps is not None:
-            self._swaps.lose()
-            self._swaps.give_back_hosted(requests, self._cluster.host_pools)
+        if self.swaps is not None:
+            self.swaps.lose()
+            self.swaps.give_back_hosted(requests, self._cluster.host_pools)
         self._use_pools(self._cluster, self.account if keep else None)
         for request in requests:
             request.lose_kv()

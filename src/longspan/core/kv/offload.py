@@ -83,6 +83,16 @@ class Offload:
         """Tells whether what a request gave up is still on its way to hosts."""
         return any(copy.move.request_id == request.id and copy.move.way == "out" for copy in self._copies)
 
+    @property
+    def kept_blocks(self) -> list[BlockRef]:
+        """Blocks on hosts of requests that have given them up and go on."""
+        return [ref for blocks in self._given_up.values() for ref in blocks]
+
+    @property
+    def read_blocks(self) -> list[BlockRef]:
+        """Blocks on devices that steps in flight still read."""
+        return [ref for blocks in self._still_read.values() for ref in blocks]
+
     def release(self, request: Request) -> None:
         """Leaves to the cache what a request gave up that has been admitted or has ended."""
         self._account.give_back(reversed(self._given_up.pop(request.id, [])))

@@ -53,6 +53,10 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
+    def num_held(self, block: int) -> int:
+        """Counts the references that copies under way have."""
+        return self._held.get(block, 0)
+
     def allocate(self, number: int) -> list[int]:
         """Returns blank blocks with one reference each; the caller has checked `num_free`."""
         blank = self._blank

@@ -52,6 +52,15 @@ class Transfers:
     def in_flight(self) -> bool:
         return bool(self._moves)
 
+    @property
+    def in_progress(self) -> list[Transfer]:
+        return [transfer for shares in self._transfers.values() for transfer in shares]
+
+    @property
+    def moving_blocks(self) -> list[BlockRef]:
+        """The sources and targets of all moves."""
+        return [ref for move, _ in self._moves.values() for pair in move.copies for ref in pair]
+
     def open(self, request: Request, targets: Sequence[Target]) -> None:
         """Opens transfers when the first chunk is about to be sent; cached blocks can move at once."""
         num_tokens, num_computed = request.num_tokens, request.num_scheduled
