@@ -54,7 +54,7 @@ class PrefixHit:
 
     @property
     def num_held(self) -> int:
-        """How many of the blocks are there: on devices, or on a host and read there."""
+        """The number of blocks that need no load: they are on devices, or on a host and read there."""
         return len(self.refs) - self.num_loaded
 
     @property

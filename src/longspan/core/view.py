@@ -31,8 +31,7 @@ class RequestView(Protocol):
         id: ascends in the order of arrival.
         num_known: prompt and output tokens known so far.
         num_tokens: tokens that can be scheduled: the known ones, and one that a step in flight will sample.
-        num_scheduled, num_computed: emitted steps and moves compute or load, and completed ones have, the tokens up to
-            here.
+        num_scheduled, num_computed: emitted steps and loads fill, and completed ones have filled, the KV up to here.
         max_tokens: the output ends with this many tokens at the latest.
         was_admitted: it has held KV before, though it may have lost that since.
         admission: counts admissions; the last admitted gives way first.
@@ -157,9 +156,7 @@ class KvView(Protocol):
         """Counts the blocks that only copies under way hold: they become free when these are done."""
 
     def num_allocated(self, instance: int) -> int:
-        """Counts the blocks handed out so far. Of instances that are alike otherwise, the one with the fewest gets the
-        next request: its pool is the emptiest, or what it caches the oldest.
-        """
+        """Counts the blocks handed out so far. A pool with few is the emptiest, or what it caches is the oldest."""
 
     def outgrows(self, request: RequestView, instance: int) -> bool:
         """Tells whether a request has more tokens than the pool of an instance holds."""
@@ -168,9 +165,7 @@ class KvView(Protocol):
         """Counts how often anything has changed in these pools."""
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
-        """Finds the longest beginning of a request whose KV lies on members of `group`, or on their hosts and disks if
-        it is quicker to load it than to compute it.
-        """
+        """Finds the longest beginning of a request on `group`, or on its hosts and disks if it pays to load that."""
 
     def match_beside(self, request: RequestView, instance: int, host: int, most: int) -> PrefixHit:
         """Finds the longest beginning of a request whose KV lies on an instance or in the pool of its `host`.

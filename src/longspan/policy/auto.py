@@ -30,7 +30,6 @@ from longspan.cost.profile import DecodeFit, PrefillTime
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch, Budget, is_decode, single_part
 from longspan.policy.facts import Facts
-from longspan.policy.loading import held_near
 from longspan.policy.routing import Router, goes_on, joined, plan_alone, shares_by
 from longspan.policy.tetris import GroupOptions, expected_times, measured_times, sp_times
 
@@ -430,11 +429,8 @@ class Auto(Policy, name="auto"):
         if min(waits) > self._ahead_s:
             return
         wait_s = np.array(waits)
-        waiting = [
-            one
-            for key, one in self._line.seen.items()
-            if key not in self._line.groups and one.request.residency.can_start
-        ]
+        able = (one for one in self._line.seen.values() if one.request.residency.can_start)
+        waiting = [one for one in able if one.request.id not in self._line.groups]
         waiting.sort(key=lambda one: ((one.request.arrival_s - view.now_s) / math.sqrt(one.quick_s), one.quick_s))
         strain = np.array([self._strain(i, one) if one.active else 0.0 for i, one in known.items()])
         room = np.array([float(max(0, one.room)) if one.seats > 0 else -math.inf for one in known.values()])
@@ -470,10 +466,10 @@ class Auto(Policy, name="auto"):
         for members, hit in sorted([*hits, (tuple(holders), shared)], key=lambda one: one[1].num_tokens):
             if not hit.num_tokens:
                 continue
-            holds = np.zeros(len(self.instances))
-            holds[[self._place[i] for i in members]] = 1
-            have = choice.sums(holds) == len(members)
+            have = choice.sums(np.array([i in members for i in self._place], float)) == len(members)
             if hit.num_loaded:
+                from longspan.policy.loading import held_near  # noqa: PLC0415 - without other tiers nothing is loaded
+
                 near = held_near(hit, view.cluster)
                 have &= choice.sums(np.array([i not in near for i in self._place], float)) == 0
             left = request.num_tokens - hit.num_tokens

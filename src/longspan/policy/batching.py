@@ -321,6 +321,13 @@ def _step_tokens(view: ClusterView, instance: int) -> int:
     return min(most, chunk_tokens(due, pp))
 
 
+def loaded_first(request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit) -> ScheduledPart | None:
+    """Admits a request whose beginning must be loaded, see `loading.load_part`."""
+    from longspan.policy.loading import load_part  # noqa: PLC0415 - without other tiers nothing is loaded
+
+    return load_part(request, group, budget, hit)
+
+
 def single_part(
     request: RequestView,
     instance: int,
@@ -336,9 +343,7 @@ def single_part(
     Returns None when there are none. An admission names its `hit`; it has no tokens if that must be loaded first.
     """
     if hit is not None and hit.waits:
-        from longspan.policy.loading import load_part  # noqa: PLC0415 - without other tiers nothing is loaded
-
-        return load_part(request, (instance,), budget, hit)
+        return loaded_first(request, (instance,), budget, hit)
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)
     num_held = len(hit.refs) if hit is not None else len(request.table)

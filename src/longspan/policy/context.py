@@ -23,7 +23,6 @@ from longspan.policy.batching import Batch, Budget
 from longspan.policy.chunked import admit_alone
 from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, Partitions, SharingOptions, expected_answer, is_too_large
-from longspan.policy.loading import held_near
 
 _UNMEASURED_THRESHOLD = 1024
 
@@ -206,7 +205,12 @@ class Context(Policy, name="context"):
         """Returns up to `members` instances that can take it now, in order of proximity."""
         taken = self._taken(budget.view)
         able = [i for i in self.instances if i in budget.tokens and budget.seqs[i] > 0 and i not in taken]
-        held = held_near(budget.view.kv.match(request, self.instances), budget.view.cluster)
+        hit = budget.view.kv.match(request, self.instances)
+        held = Counter(ref.pool for ref in hit.refs)
+        if hit.num_loaded:
+            from longspan.policy.loading import held_near  # noqa: PLC0415 - without other tiers nothing is loaded
+
+            held = held_near(hit, budget.view.cluster)
         chosen = set(self._best(able, held, request, budget, members)[:members])
         return tuple(i for i in able if i in chosen)
 

@@ -1,6 +1,4 @@
-"""Sharding over groups: what each member computes and holds of a chunk, and the rebalancing of KV over a group that
-has grown (Tetris §4.1).
-"""
+"""Sharding over groups: the share of each member of a chunk, and moves of KV over a group that grows (Tetris §4.1)."""
 
 from __future__ import annotations
 
@@ -20,10 +18,9 @@ from longspan.core.runs import Layout, Run, SpanShards
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.cost.partition_table import PartitionTable, parse_fractions
 from longspan.errors import ParameterError
-from longspan.policy.batching import Budget, single_part
+from longspan.policy.batching import Budget, loaded_first, single_part
 from longspan.policy.choosing import Chooser
 from longspan.policy.facts import Facts
-from longspan.policy.loading import load_part
 
 _ANSWER_TOKENS = 200
 """Upper bound for the output tokens that a prefill is planned for. `max_tokens` is often much larger than an answer.
@@ -283,11 +280,10 @@ class GroupParts:
         """Shards tokens of a request up to `end` over a group of several; those of an admission behind its `hit`.
 
         When the group has grown, what the request holds is spread over it first, if there is room for that. Each member
-        has a `partition` of a whole prompt, if one is given, and the last one what is left. While a hit is loaded the
-        part is empty.
+        has a `partition` of a whole prompt, if one is given, and the last one what is left.
         """
         if hit is not None and hit.waits:
-            return load_part(request, group, budget, hit)
+            return loaded_first(request, group, budget, hit)
         if hit is None and (moves := self._even_moves(request, budget, group)):
             part = self._chunk(request, budget, group, None, most=most, end=end, moves=moves)
             if part is not None and budget.fits(part.new_blocks):

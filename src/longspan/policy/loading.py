@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from longspan.core.blocks import PrefixHit, Target
-from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL
 from longspan.core.view import RequestView, ScheduledPart
-from longspan.policy.batching import Budget
+
+if TYPE_CHECKING:  # types alone
+    from longspan.core.blocks import PrefixHit
+    from longspan.core.cluster import Cluster
+    from longspan.policy.batching import Budget
 
 _STEPS_AHEAD = 4
 """A load may begin so many steps before its request can compute."""
@@ -29,9 +32,7 @@ def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
     return pool in (host, cluster.disk_pool(host))
 
 
-def load_part(
-    request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit, targets: tuple[Target, ...] = ()
-) -> ScheduledPart | None:
+def load_part(request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit) -> ScheduledPart | None:
     """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it.
 
     Returns None while a member has tokens to compute for more steps than a load takes: others may need the room.
@@ -57,5 +58,4 @@ def load_part(
         block_owners=tuple(owners),
         exchange=LOCAL,
         hit=hit,
-        targets=targets,
     )

@@ -1,4 +1,4 @@
-"""Which decodes of instances with several pipeline stages take part in the next step."""
+"""Decodes of instances with several pipeline stages: which of them take part in the next step."""
 
 from __future__ import annotations
 

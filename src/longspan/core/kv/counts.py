@@ -1,4 +1,4 @@
-"""What has come from hosts and disks so far, and gone there."""
+"""Counts of what has moved between devices, hosts and disks."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class _Found:
 
 
 class Lookup(KvAccount):
-    """All pools of a cluster. What it finds of a request may lie on hosts and disks, too.
+    """An account that finds the beginnings of requests on hosts and disks, too.
 
     Args:
         copies: under way. A block that one of them fills is found like one that is filled.

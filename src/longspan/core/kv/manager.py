@@ -77,7 +77,7 @@ class KvManager:
 
     @property
     def view(self) -> KvView:
-        """What policies see."""
+        """The pools as policies see them."""
         return self.account
 
     def pool(self, number: int) -> BlockPool:
@@ -107,7 +107,7 @@ class KvManager:
 
     @property
     def expected(self) -> Mapping[int, int]:
-        """See `ClusterView`."""
+        """Blocks that transfers will need, by target; see `ClusterView`."""
         return {} if self._transfers is None else self._transfers.expected
 
     def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:

@@ -1,4 +1,4 @@
-"""Where the KV of a request is: one value per request, which the manager alone changes.
+"""The place of a request's KV: one value per request, which the manager alone changes.
 
     WAITING --admit--> RESIDENT or Loading --all loaded--> RESIDENT
     RESIDENT --offload--> Offloading --copied--> OFFLOADED --admit--> Loading
