@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from longspan.core.cluster import Cluster
-from longspan.core.kv.lookup import SwapPrices
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
 from longspan.errors import ParameterError
+
+if TYPE_CHECKING:  # types alone
+    from longspan.core.kv.lookup import SwapPrices
 
 
 @dataclass(frozen=True, kw_only=True)
