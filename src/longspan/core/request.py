@@ -83,7 +83,7 @@ class Request:
         spilling: blocks of its table on hosts that moves under way fill, and those on devices that are read meanwhile.
         num_hosted: how many blocks ranks read from the pools of hosts.
         targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
-        is_known: ranks have been sent a part of it since it was admitted.
+        is_known: ranks have been sent a part of it, or a move to where it is decoded, since it was admitted.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.

@@ -227,6 +227,7 @@ class Transfers:
             self._account.hold(chain(*zip(*copies, strict=True)))
             self._moves[move.number] = move, transfer
             transfer.begin(move.number, source, there)
+            transfer.request.is_known = True
             found.append(move)
         return found
 

@@ -1,0 +1,104 @@
+"""Every block is accounted for: mistakes that are planted are found. And the residencies that follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from cluster import Cluster, Setup
+from cluster_setup import Roles
+
+from longspan.core.kv.check import violations
+from longspan.core.kv.residency import WAITING
+from longspan.core.request import Request
+
+SETUP = Setup(
+    num_instances=2,
+    num_blocks=24,
+    block_size=4,
+    policy="chunked",
+    max_model_len=90,
+    max_num_batched_tokens=64,
+    host_blocks=(200,),
+    disk_blocks=(200,),
+)
+
+
+def crowded(setup: Setup = SETUP) -> Cluster:
+    """A cluster on which requests run, and others have given up their KV."""
+    cluster = Cluster(setup)
+    for index in range(24):
+        cluster.add([index] * (5 + 3 * index % 11), max_tokens=35 + index % 4)
+    return cluster
+
+
+def running(cluster: Cluster) -> Request:
+    return next(request for request in cluster.requests if request.table)
+
+
+def shares_a_block(cluster: Cluster) -> None:
+    ref = running(cluster).table[0]
+    cluster.engine.kv.pool(ref.pool).share(ref.block)
+
+
+def forgets_a_block(cluster: Cluster) -> None:
+    running(cluster).table.pop()
+
+
+def holds_a_block(cluster: Cluster) -> None:
+    cluster.engine.kv.account.hold([running(cluster).table[0]])
+
+
+def forgets_a_copy(cluster: Cluster) -> None:
+    swaps = cluster.engine.kv.swaps
+    assert swaps is not None
+    swaps.copies.clear()
+
+
+def mistakes_a_residency(cluster: Cluster) -> None:
+    running(cluster).residency = WAITING
+
+
+@pytest.mark.parametrize(
+    "mistake", [shares_a_block, forgets_a_block, holds_a_block, forgets_a_copy, mistakes_a_residency]
+)
+def test_a_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
+    cluster = crowded()
+    engine = cluster.engine
+    while not (engine.kv.is_copying and any(request.table for request in cluster.requests)):
+        cluster.step()
+    assert violations(engine.kv, engine._requests.values()) == []
+    mistake(cluster)
+    assert violations(engine.kv, engine._requests.values())
+
+
+ALLOWED = {
+    "Waiting": {"Resident", "Loading", "Transferring"},
+    "Loading": {"Resident", "Transferring", "Waiting"},
+    "Resident": {"Waiting", "Offloading", "Offloaded", "Transferring"},
+    "Transferring": {"Resident", "Waiting", "Offloading", "Offloaded"},
+    "Offloading": {"Offloaded", "Loading", "Resident", "Transferring"},
+    "Offloaded": {"Loading", "Resident", "Transferring", "Waiting"},
+}
+
+
+@pytest.mark.parametrize("policy", ["chunked", "context", "tetris", "auto"])
+@pytest.mark.parametrize("roles", [None, Roles(num_prefill=1, num_decode=1, backends=2)], ids=["alike", "roles"])
+def test_residencies_follow_each_other(policy: str, roles: Roles | None) -> None:
+    """Between two turns of the loop, in which more may happen than one change; all kinds occur."""
+    if roles is not None and policy in ("chunked", "context"):
+        pytest.skip("knows no roles")
+    cluster = crowded(replace(SETUP, policy=policy, roles=roles))
+    before = {request.id: "Waiting" for request in cluster.requests}
+    seen = set[str]()
+    while cluster.engine.has_unfinished:
+        cluster.step()
+        for request in cluster.requests:
+            now = type(request.residency).__name__
+            assert now == before[request.id] or now in ALLOWED[before[request.id]], (before[request.id], now)
+            before[request.id] = now
+            seen.add(now)
+    wanted = {"Waiting", "Resident", "Loading"} if roles is None else {"Waiting", "Transferring", "Resident"}
+    assert wanted <= seen, seen
+    assert set(before.values()) == {"Waiting"}
