@@ -28,6 +28,7 @@ POLICIES: list[tuple[str, int, dict[str, str]]] = [
     ("context", 2, {"threshold": "20", "rotate": "token"}),
     ("runahead", 2, {}),
     ("tetris", 4, {"improvement_rate": "0.1"}),
+    ("auto", 3, {}),
     ("loongserve", 4, {}),
 ]
 

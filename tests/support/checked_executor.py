@@ -436,7 +436,8 @@ class CheckedExecutor:
         assert source != target and target in request.targets
         assert not cluster.has_roles or (source in cluster.prefill and target in cluster.decode)
         self._check_held(move)
-        to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
+        across = [moving for moving in self.moving.values() if moving.move.way == "across"]
+        to_target = [moving for moving in across if moving.move.targets == (target,)]
         busy = {(id(moving.live), moving.move.sources) for moving in to_target}
         assert len(busy | {(id(live), (source,))}) <= cluster.backends
         reservation = self.reservation(move.request_id, target)
