@@ -13,10 +13,10 @@ from longspan.core.request import Request
 
 
 def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
-    """Lists what is wrong, in words; nothing if all is right.
+    """Return one sentence per violation of the laws below; an empty list if they hold.
 
-    Each block has as many references as tables, copies, transfers and offloaded requests name it. Blocks without are
-    cached or blank, and each is counted once. A request waits for a load exactly if it is loading.
+    The reference count of each block equals the number of its uses by tables, copies, transfers and offloaded requests.
+    Blocks in use and free blocks add up to the size of their pool. Each residency follows from who has the blocks.
 
     Args:
         requests: all that have not been dropped.

@@ -24,8 +24,8 @@ class _Load:
     """The KV of one request on its way.
 
     Attributes:
-        num_tokens: that it will have.
-        numbers: of the moves that it waits for, those that others began included.
+        num_tokens: the number of tokens of the table when the load is complete.
+        numbers: the moves that the request waits for, including moves that other requests started.
     """
 
     request: Request
@@ -37,7 +37,7 @@ class Loads:
     """Begins the tables of requests with blocks that are filled by moves from hosts and disks.
 
     Args:
-        counts: to be kept up.
+        counts: updated by this object.
     """
 
     def __init__(self, account: KvAccount, cluster: Cluster, copies: Copies, counts: TierCounts) -> None:
@@ -57,7 +57,7 @@ class Loads:
         the beginning, behind which it writes on.
 
         Args:
-            num_tokens: that the table holds when all is there.
+            num_tokens: the number of tokens of the table when the load is complete.
         """
         account, table, owner = self._account, request.table, iter(owners)
         load = _Load(request=request, num_tokens=num_tokens)

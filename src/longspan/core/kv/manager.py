@@ -48,8 +48,8 @@ class KvManager:
         number: gives the next step's number.
 
     Attributes:
-        counts: what has moved between tiers so far.
-        swaps: what is on its way between tiers; None without pools on hosts.
+        counts: the moves between tiers so far.
+        swaps: the moves between tiers that are in flight; None without pools on hosts.
     """
 
     def __init__(self, config: EngineConfig, running: Running, number: Callable[[], int]) -> None:
@@ -83,7 +83,7 @@ class KvManager:
     def pool(self, number: int) -> BlockPool:
         return self.account.pool(number)
 
-    # ---------------------------------------------------------------- what is on its way
+    # ---------------------------------------------------------------- KV in flight
 
     @property
     def is_moving(self) -> bool:
@@ -115,11 +115,11 @@ class KvManager:
         return waiting if self.swaps is None else self.swaps.startable(waiting)
 
     def _update(self, request: Request) -> None:
-        """Sets where the KV of a request is."""
+        """Update the residency of a request."""
         request.residency = self.residency(request)
 
     def residency(self, request: Request) -> Residency:
-        """Tells where the KV of a request is, by who has its blocks."""
+        """Derive the residency of a request from the owners of its blocks."""
         swaps = self.swaps
         if request.group:
             if swaps is not None and (num_tokens := swaps.loads.num_tokens(request)) is not None:

@@ -31,7 +31,7 @@ class Offload:
     Args:
         running: what it still needs of instances is left to it.
         step_tokens, max_num_seqs: the bounds of a step on one instance.
-        counts: to be kept up.
+        counts: updated by this object.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Offload:
         self._copies, self._running, self._counts = copies, running, counts
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
         self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
-        self._still_read: dict[int, list[BlockRef]] = {}  # by step, what it reads of blocks that were spilled meanwhile
+        self._still_read: dict[int, list[BlockRef]] = {}  # by step, spilled blocks that the step still reads
         self.regroup(account, cluster)
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
@@ -132,7 +132,7 @@ class Offload:
         return moves
 
     def note_peak(self) -> None:
-        """Takes the blocks of hosts that are in use for the most, if they are."""
+        """Update the peak of host blocks in use."""
         counts = self._counts
         counts.peak_host_blocks = max(counts.peak_host_blocks, self._account.num_used(self._cluster.host_pools))
 

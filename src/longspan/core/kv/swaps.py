@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from longspan.core.blocks import BlockRef, Target
+from longspan.core.blocks import Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies
@@ -130,8 +130,4 @@ class Swaps:
     def give_back_hosted(self, requests: Iterable[Request], hosts: range) -> None:
         """Gives back the blocks of requests on hosts, which have lost those on devices."""
         for request in requests:
-            self.account.give_back([ref for ref in reversed(request.table) if _is_on(ref, hosts)])
-
-
-def _is_on(ref: BlockRef, pools: range) -> bool:
-    return ref.pool in pools
+            self.account.give_back([ref for ref in reversed(request.table) if ref.pool in hosts])
