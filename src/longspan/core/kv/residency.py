@@ -13,53 +13,57 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
+class _Place:
+    """A residency of which the request neither computes nor may be admitted, unless a subclass says so.
+
+    Attributes:
+        can_compute: the request may take part in steps.
+        can_start: the request waits and may be admitted.
+    """
+
+    __slots__ = ()
+    can_compute: ClassVar[bool] = False
+    can_start: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(_Place):
     """The request has no KV of its own. The prefix cache may have some of it."""
 
-    can_compute: ClassVar[bool] = False
     can_start: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resident:
-    """The KV is on `request.group`. Of a request that outgrows its instance, the oldest is on the host."""
+@dataclass(frozen=True, slots=True)
+class Resident(_Place):
+    """The KV is on `request.group`. Of a request that outgrows its instance, the oldest blocks are on the host."""
 
     can_compute: ClassVar[bool] = True
-    can_start: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offloading:
-    """The KV is on its way to hosts: the request has given it up, and waits."""
-
-    can_compute: ClassVar[bool] = False
-    can_start: ClassVar[bool] = False
+@dataclass(frozen=True, slots=True)
+class Offloading(_Place):
+    """The request has lost its device blocks, and copies of them to hosts are in flight."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offloaded:
+@dataclass(frozen=True, slots=True)
+class Offloaded(_Place):
     """Hosts keep what they had room for, until the request is admitted again or ends."""
 
-    can_compute: ClassVar[bool] = False
     can_start: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loading:
-    """The first `num_tokens` tokens are on their way to blocks of `request.group`, which are the request's already."""
+@dataclass(frozen=True, slots=True)
+class Loading(_Place):
+    """Copies of the first `num_tokens` tokens are in flight, to blocks that the request owns on its group."""
 
     num_tokens: int
-    can_compute: ClassVar[bool] = False
-    can_start: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transferring:
-    """The KV goes to the instances that are to decode the request, `request.targets`, as it is computed."""
+@dataclass(frozen=True, slots=True)
+class Transferring(_Place):
+    """The KV is sent to the instances that are to decode the request, `request.targets`, as it is computed."""
 
     can_compute: ClassVar[bool] = True
-    can_start: ClassVar[bool] = False
 
 
 Residency = Waiting | Resident | Offloading | Offloaded | Loading | Transferring
