@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,11 @@ from longspan.model.whole_step import Attend, SingleTokens
 _log = logging.getLogger("longspan")
 _MOST_ROWS = 256
 """The tokens of a step that has a graph: with more of them, kernels take longer than their launches."""
-_MORE_ROWS, _MORE_READS = 2, 4
-"""Factors between the sizes of graphs, for tokens, and for the blocks and splits that a token reads."""
+_MORE_ROWS, _MORE_SPLITS, _MORE_BLOCKS = 2, 4, 16
+"""Factors between the sizes of graphs, for tokens, and for the splits and blocks that a token reads.
+
+A split has memory for its partial result, and a block only three numbers.
+"""
 _MOST_GRAPHS = 64
 _HOST_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
@@ -65,7 +69,7 @@ class GraphStep:
         self._kv: Sequence[PagedKv] = ()
         self._graphs: dict[object, _Graph] = {}  # the one used last comes last
         self._logits: dict[int, Tensor] = {}  # of graphs of so many tokens, float32
-        self._is_possible = True
+        self._is_possible, self._reads_host = True, True  # until a recording shows that it does not
 
     def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor | None:
         """Returns float32 logits `[tokens, vocab]`, which stay until the next call; stores the tokens' KV.
@@ -83,10 +87,12 @@ class GraphStep:
         sizes, padding = [rows] * 5, [0, 0, 0, NOWHERE, 0]
         numbers = {plan: number for number, plan in enumerate(dict.fromkeys(step.plans))}
         for plan in numbers:
-            *others, of_query = plan.split_items()
-            arrays += *others, of_query
-            sizes += *(_size(len(one), rows, _MORE_READS) for one in others), rows + 1
-            padding += *(0 for _ in others), of_query[-1]
+            blocks, low, high, owner, first, last, of_query = plan.split_items()
+            arrays += blocks, low, high, owner, first, last, of_query
+            num_blocks = _size(len(blocks), rows, _MORE_BLOCKS)
+            num_splits = _size(len(owner), rows, _MORE_SPLITS)
+            sizes += *[num_blocks] * 3, *[num_splits] * 3, rows + 1
+            padding += *[0] * 6, of_query[-1]
         key = tuple(sizes), tuple(numbers[plan] for plan in step.plans)
         graph = self._graphs.pop(key, None) or _Graph(*key, self._device)
         graph.inputs.fill(arrays, padding)
@@ -118,10 +124,12 @@ class GraphStep:
             return self._forward(tokens, positions, rope_lengths, attend)
 
         try:
-            with _WithoutHostReads():  # type: ignore[no-untyped-call]  # PyTorch's
+            # Which operators run depends on the model, not on the size: one look is enough, and takes a while.
+            with _WithoutHostReads() if self._reads_host else nullcontext():  # type: ignore[no-untyped-call]  # PyTorch's
                 found = compute()
         except _HostReadError as error:
             return self._give_up(error)
+        self._reads_host = False
         logits = self._logits.setdefault(len(tokens), torch.empty_like(found))
         del found
         try:
