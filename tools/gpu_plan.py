@@ -106,7 +106,7 @@ def _others(folder: str) -> list[Check]:
     checks.append(Check("8b_mixed", among_chats, seconds=30, at_most=100, results=("8b_mixed",)))
     peer = _of_8b(folder, "--parts", "transformers")
     checks.append(Check("8b_transformers", peer, seconds=20, at_most=40, results=("8b_transformers",)))
-    checks.append(Check("shape", _of_8b(folder, "--parts"), seconds=8, at_most=20))
+    checks.append(Check("shape", _of_8b(folder, "--parts"), seconds=8, at_most=60))
     checks.append(Check("profile", profile, seconds=30, at_most=150, printed="profile", needs=("shape",)))
     checks.append(Check("twin", twin, seconds=40, at_most=100, results=("twin",), needs=("shape", "profile")))
     return checks
