@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
 
+from longspan.core.cluster import locations_of_ranks
+from longspan.core.exchange import RING_Q
 from longspan.core.request import ContextLengthError
 from longspan.core.steps import MoveKV, Step
 
 SMALL = Setup(num_blocks=6, block_size=4, policy="chunked", max_num_batched_tokens=8, host_blocks=(60,))
 """Room for 24 tokens on the device, and 240 on the host."""
+TWO_HOSTS = locations_of_ranks(4, "2")
 
 
 def test_a_request_longer_than_its_device() -> None:
@@ -25,7 +28,7 @@ def test_a_request_longer_than_its_device() -> None:
     assert request.output == cluster.expected_output(request)
     assert request.metrics.num_preemptions == 0
     assert request.metrics.num_computed_tokens == 229
-    assert max(part.num_hosted for part in cluster.parts_of(request)) >= 229 // 4 - 6
+    assert max(sum(part.hosted) for part in cluster.parts_of(request)) >= 229 // 4 - 6
 
 
 def test_no_more_goes_to_the_host_than_the_device_lacks_room_for() -> None:
@@ -46,9 +49,80 @@ def test_all_there_is_room_for() -> None:
     assert request.output == cluster.expected_output(request)
 
 
-@pytest.mark.parametrize("policy", ["context", "runahead", "tetris"])
+@pytest.mark.parametrize("policy", ["runahead", "csps"])
 def test_other_policies_refuse_it(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=2, policy=policy))
+    with pytest.raises(ContextLengthError, match="maximum context length is 48 tokens"):
+        cluster.add(range(60))
+
+
+GROUPS = ["context", "tetris", "auto"]
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+@pytest.mark.parametrize("num_instances", [2, 3])
+def test_a_request_longer_than_all_devices(policy: str, num_instances: int) -> None:
+    """Three times as long. Members share what is on their host."""
+    cluster = Cluster(replace(SMALL, num_instances=num_instances, policy=policy, host_blocks=(100,)))
+    most = 24 * num_instances
+    request = cluster.add(range(3 * most), max_tokens=30)
+    cluster.run()
+    assert_lawful(cluster)
+    assert request.metrics.num_preemptions == 0
+    assert request.metrics.num_computed_tokens == 3 * most + 29
+    last = cluster.parts_of(request)[-1]
+    assert len(last.group) == cluster.policy.capacity and last.exchange == RING_Q
+    assert sum(last.hosted) >= (3 * most + 29) // 4 - 6 * cluster.policy.capacity
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_members_on_two_hosts_read_their_own(policy: str) -> None:
+    cluster = Cluster(replace(SMALL, num_instances=4, policy=policy, locations=TWO_HOSTS, host_blocks=(40, 40)))
+    request = cluster.add(range(288), max_tokens=30)
+    cluster.run()
+    assert_lawful(cluster)
+    [*_, last] = cluster.parts_of(request)
+    assert all(number > 0 for number in last.hosted)
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_a_group_has_room_for_all_there_is(policy: str) -> None:
+    cluster = Cluster(replace(SMALL, num_instances=4, policy=policy, locations=TWO_HOSTS, host_blocks=(20, 20)))
+    capacity = (4 * 6 + 2 * 20) * 4
+    with pytest.raises(ContextLengthError, match=f"maximum context length is {capacity} tokens"):
+        cluster.add(range(capacity))
+    request = cluster.add(range(capacity - 1))
+    cluster.run()
+    assert request.output == cluster.expected_output(request)
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_the_next_turn_reads_what_a_group_has_on_hosts(policy: str) -> None:
+    cluster = Cluster(replace(SMALL, num_instances=2, policy=policy))
+    first = cluster.add(range(150), max_tokens=9)
+    cluster.run()
+    turn = cluster.add([*first.prompt, *first.output, 5, 6, 7], max_tokens=5)
+    cluster.run()
+    assert_lawful(cluster)
+    assert turn.metrics.num_cached_tokens >= 152
+    assert not any(swap.way == "in" for swap in cluster.swaps)
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_short_requests_go_on_beside_a_group(policy: str) -> None:
+    cluster = Cluster(replace(SMALL, num_instances=2, policy=policy, num_blocks=16, host_blocks=(80,)))
+    long = cluster.add(range(180), max_tokens=60)
+    while not long.output:
+        cluster.step()
+    short = [cluster.add([number] * 8, max_tokens=3) for number in range(4)]
+    cluster.run()
+    assert_lawful(cluster)
+    assert max(one.metrics.last_token_s or 0.0 for one in short) < (long.metrics.last_token_s or 0.0)
+
+
+def test_tokens_that_rotate_leave_hosts_out() -> None:
+    options = {"rotate": "token"}
+    cluster = Cluster(replace(SMALL, num_instances=2, policy="context", options=options))
     with pytest.raises(ContextLengthError, match="maximum context length is 48 tokens"):
         cluster.add(range(60))
 
@@ -134,7 +208,7 @@ def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
     cluster.run()
     turn = cluster.add([*first.prompt, *first.output, 5, 6, 7], max_tokens=1)
     cluster.run()
-    assert cluster.parts_of(turn)[0].num_hosted == 128 // 4 - (20 - 3)
+    assert cluster.parts_of(turn)[0].hosted[0] == 128 // 4 - (20 - 3)
 
 
 def test_what_waits_on_the_host_gives_way_to_who_runs() -> None:
@@ -175,7 +249,7 @@ def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.
 def test_workers_lost_while_blocks_lie_on_the_host() -> None:
     cluster = Cluster(SMALL)
     request = cluster.add(range(150), max_tokens=20)
-    while request.num_hosted < 20:
+    while request.hosted.total() < 20:
         cluster.step()
     cluster.restart()
     cluster.run()
@@ -183,7 +257,19 @@ def test_workers_lost_while_blocks_lie_on_the_host() -> None:
     assert request.metrics.num_computed_tokens < 2 * 150 - 40, "what had come to the host is not computed anew"
 
 
-POLICIES = [("chunked", 1), ("chunked", 2), ("prefill-first", 2), ("decode-first", 1)]
+POLICIES = [
+    ("chunked", 1),
+    ("chunked", 2),
+    ("prefill-first", 2),
+    ("decode-first", 1),
+    ("context", 1),
+    ("context", 2),
+    ("context", 3),
+    ("tetris", 2),
+    ("tetris", 3),
+    ("auto", 2),
+    ("auto", 3),
+]
 
 
 @st.composite
@@ -191,7 +277,8 @@ def tight(draw: st.DrawFn, policy: str, num_instances: int) -> Setup:
     """Few blocks on devices, more on the host, and requests of up to all of them."""
     setup, host_blocks = draw(setups_of(policy, num_instances, {})), draw(st.integers(1, 60))
     num_blocks, disk_blocks = draw(st.integers(1, 8)), draw(st.sampled_from([(), (), (30,)]))
-    most = max(2, min(150, (num_blocks + host_blocks) * setup.block_size))
+    members = 1 if policy in {"chunked", "prefill-first", "decode-first"} else num_instances
+    most = max(2, min(150, (members * num_blocks + host_blocks) * setup.block_size))
     changes = {"num_blocks": num_blocks, "disk_blocks": disk_blocks, "prefix_caching": True, "max_model_len": most}
     return replace(setup, host_blocks=(host_blocks,), **changes)  # type: ignore[arg-type]
 

@@ -195,7 +195,7 @@ def test_keys_on_a_host_come_to_a_device_beside_attention_and_to_a_cpu_not_at_al
     on_device = structs.replace(on_cpu, profile_key=structs.replace(SUBJECT, device="cuda"))
 
     def more_s(measured: Profile, own: Part) -> float:
-        parts = [replace(own, num_hosted=number) for number in (0, 100)]
+        parts = [replace(own, hosted=(number,) if number else ()) for number in (0, 100)]
         without, with_some = (fitted(measured).seconds(Forward(number=1, parts=(one,)))[0] for one in parts)
         return with_some - without
 

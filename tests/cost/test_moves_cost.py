@@ -85,7 +85,7 @@ def test_keys_on_a_host_come_over_the_bus(spec: str) -> None:
 
     def more_s(tokens: int, cached: int) -> float:
         own = part_of((0,), start=cached, stop=cached + tokens, runs=((Run(cached, cached + tokens),),))
-        steps = [Forward(number=1, parts=(replace(own, num_hosted=number),)) for number in (0, cached // BLOCK)]
+        steps = [Forward(number=1, parts=(replace(own, hosted=(number,) if number else ()),)) for number in (0, cached // BLOCK)]
         without, with_some = (found.seconds(step)[0] for step in steps)
         return with_some - without
 
@@ -98,7 +98,7 @@ def test_keys_on_a_host_come_over_the_bus(spec: str) -> None:
 def test_on_a_cpu_they_are_there() -> None:
     found = cost("1", None, Devices(hardware="cpu-epyc-9654", gpus_per_host=1))
     own = part_of((0,), start=4096, stop=4097, runs=((Run(4096, 4097),),))
-    steps = [Forward(number=1, parts=(replace(own, num_hosted=number),)) for number in (0, 16)]
+    steps = [Forward(number=1, parts=(replace(own, hosted=(number,) if number else ()),)) for number in (0, 16)]
     assert found.seconds(steps[0]) == found.seconds(steps[1])
 
 

@@ -26,7 +26,7 @@ def follow(llm: ThreadLLM, prompts: list[list[int]]) -> tuple[list[Request], lis
     most = [0] * len(requests)
     while llm.engine.has_unfinished:
         llm.engine.step()
-        most = [max(before, request.num_hosted) for before, request in zip(most, requests, strict=True)]
+        most = [max(before, request.hosted.total()) for before, request in zip(most, requests, strict=True)]
     return requests, most
 
 
@@ -53,11 +53,48 @@ def test_without_a_host_it_is_refused(engines: Engines, tiny: Path) -> None:
 
 
 def test_other_policies_refuse_it(engines: Engines, tiny: Path) -> None:
-    llm = engines(tiny, instances=2, **(HOST | {"policy": "context"}))
+    llm = engines(tiny, instances=2, **(HOST | {"policy": "runahead"}))
     with pytest.raises(ContextLengthError, match="maximum context length is 192 tokens"):
         llm.generate(prompts_of(300), GREEDY)
-    with pytest.raises(ValueError, match="or choose a policy that reads KV on hosts, which context does not"):
-        ThreadLLM(str(tiny), instances=2, max_model_len=300, block_size=16, **(HOST | {"policy": "context"}))
+    with pytest.raises(ValueError, match="or choose a policy that reads KV on hosts, which runahead does not"):
+        ThreadLLM(str(tiny), instances=2, max_model_len=300, block_size=16, **(HOST | {"policy": "runahead"}))
+
+
+GROUPS = ["context", "auto", "tetris"]
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+@pytest.mark.parametrize("spec", ["2", "3", "2xtp2", "2xpp2"])
+def test_prompts_three_times_as_large_as_all_devices(
+    engines: Engines, tiny: Path, oracle: Oracle, policy: str, spec: str
+) -> None:
+    """With a short one beside. Members share the pool of their host."""
+    assert_reads_hosts(engines(tiny, parallel=spec, **(HOST | {"policy": policy})), oracle)
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+@pytest.mark.parametrize("instances", [2, 4])
+def test_each_of_two_hosts_has_its_own_pool(
+    tiny: Path, oracle: Oracle, policy: str, instances: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGSPAN_HOSTS", "2")
+    given = HOST | {"policy": policy, "instances": instances, "skip_tokenizer_init": True, "block_size": 16}
+    with ThreadLLM(str(tiny), max_num_batched_tokens=48, **given) as llm:
+        assert len(llm.engine.config.cluster.host_blocks) == 2
+        assert_reads_hosts(llm, oracle)
+
+
+def assert_reads_hosts(llm: ThreadLLM, oracle: Oracle) -> None:
+    """Answers a prompt three times as large as all devices as Hugging Face does, and computes nothing twice."""
+    devices = llm.engine.config.cluster.num_instances * 96
+    prompts = prompts_of(3 * devices, 20)
+    assert_all_exact(llm, oracle, prompts[:1], GREEDY)
+    llm.reset_prefix_cache()
+    [request, _], most = follow(llm, prompts)
+    assert most[0] * 16 > 3 * devices / 2
+    assert request.metrics.num_computed_tokens == len(prompts[0]) + 39
+    expected = oracle.complete(prompts[0], 40).token_ids
+    assert request.output == expected
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])

@@ -13,7 +13,7 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster, Tier
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q
 from longspan.core.kv.pool import BlockPool
-from longspan.core.owners import Rotation
+from longspan.core.owners import Rotation, shares_of_hosts
 from longspan.core.request import Request
 from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Reshard, Step
 from longspan.sim.executor import SimExecutor
@@ -239,7 +239,7 @@ class CheckedExecutor:
                     if any(other.request_id == part.request_id for other in forward.parts):
                         self._reads[number].add(old)
         live.table = list(tables[0])
-        if len(live.slots.of) > 0 and part.num_hosted:
+        if len(live.slots.of) > 0 and part.hosted:
             live.slots.move(live.table)
         for ref in part.blocks:
             self._owners[ref].add(part.request_id)
@@ -279,7 +279,7 @@ class CheckedExecutor:
         assert all(0 <= ref.block < self.cluster.pool_blocks[ref.pool] for ref in part.blocks)
         assert (part.exchange == LOCAL) == (len(part.group) == 1)
         by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts.profile is None
-        assert not by_default or part.exchange != RING_Q or part.stop == part.start + 1
+        assert not by_default or part.exchange != RING_Q or part.hosted or part.stop == part.start + 1
         assert (part.sample is not None) == (part.stop >= request.num_known)
         assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"
         assert (part.unknown_on is not None) == (part.tokens[-1] == UNKNOWN)
@@ -296,8 +296,8 @@ class CheckedExecutor:
         slots = live.slots.of
         assert {ref for ref, _ in slots} == set(live.table), "blocks for all tokens and no more"
         hosted = [ref for ref in live.table if self.cluster.tier(ref.pool) == "host"]
-        assert len(hosted) == part.num_hosted and (not hosted or part.exchange.traits.reads_hosts)
-        assert {ref.pool for ref in hosted} <= {self.cluster.host_pool(part.group[0])}
+        assert len(hosted) == sum(part.hosted) and (not hosted or part.exchange.traits.reads_hosts)
+        self._check_hosted(part, live.table)
         assert {ref.instance for ref in live.table if ref not in hosted} <= set(part.group)
         for member, runs in enumerate(part.runs):
             block_owners = {slots[position][0].instance for run in runs for position in run.positions}
@@ -307,6 +307,17 @@ class CheckedExecutor:
             assert ref not in self._named, "nobody writes what moves, or where it goes"
         stored = [self._slots[ref][offset] for ref, offset in slots[: part.start]]
         assert stored == names[: part.start], f"the blocks of request {part.request_id} hold other tokens"
+
+    def _check_hosted(self, part: Part, table: Sequence[BlockRef]) -> None:
+        """Checks that each block on a host is attended over by one member there, and that they share evenly."""
+        if part.hosted:
+            pools = [self.cluster.host_pool(instance) for instance in part.group]
+            _, shares = shares_of_hosts(table, pools, part.hosted, self._setup.block_size)
+            met = [(pool, block) for pool, blocks in zip(pools, shares, strict=True) for block in blocks]
+            assert sorted(met) == sorted(tuple(ref) for ref in table if self.cluster.tier(ref.pool) == "host")
+            for pool in pools:
+                numbers = [number for one, number in zip(pools, part.hosted, strict=True) if one == pool]
+                assert max(numbers) - min(numbers) <= 1
 
     def _write(self, part: Part) -> None:
         names, slots = self._names(part.request_id), self.live[part.request_id].slots.of
@@ -449,7 +460,7 @@ class CheckedExecutor:
             index = live.table.index(here)
             assert index not in copied, "each block is moved once, unless where it went to was taken back"
             copied.add(index)
-            assert not self._owners[there] and there not in self._named, "nobody else touches a target"
+            assert not self._users(there) and there not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
         held = [list(self._slots[here]) for here, _ in move.copies]
         self.moving[move.number] = Moving(move=move, held=held, live=live)

@@ -2,14 +2,15 @@
 
 Single queries go to the host, and its processor attends them to keys where these lie: that reads each key once, from
 memory that is faster than the bus. Many queries of a request stay where they are, and keys come to them piece by piece:
-each through one of two buffers, while the queries meet the piece before.
+each through one of two buffers, while the queries meet the piece before. In a group the queries of all members visit
+the member that has the keys on its host, so that each key comes to one device, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -100,58 +101,116 @@ class _Room:
         return self.taken
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostSource:
-    """One layer's keys and values that a host has of some parts.
+class Visit(NamedTuple):
+    """Queries `[heads, tokens, head_dim]` of a member, `asker`, in some parts, one part after the other."""
+
+    asker: int
+    indices: tuple[int, ...]
+    q: Tensor
+
+
+class _Met(NamedTuple):
+    """The parts of a visit that meet keys on the host, with their rows among its queries.
 
     Attributes:
-        parts: with this member's queries, and with the host as the only holder of keys: `kv_runs` and `blocks` are
-            those in its pool. Their backend computes on the host.
+        single: parts with one query, which are in `rows`.
+        many: the others, each with its rows.
+    """
+
+    single: tuple[int, ...]
+    rows: slice | Tensor
+    many: tuple[tuple[int, slice], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSource:
+    """One layer's keys and values that `member` attends over in the pool of its host.
+
+    Attributes:
+        parts: those of the exchange, in their order, with the keys that members have on hosts: `kv_runs` and `blocks`
+            are those. Their backend computes on the host.
         kv: of the host's pool, with the KV heads of this member.
     """
 
     parts: MemberParts
+    member: int
     kv: PagedKv
     staging: Staging
 
-    def ask(self, q: Tensor, spec: AttnSpec) -> Tensor | None:
-        """Copies single queries to the host; to be called before the device gets more to compute of this layer."""
-        single = self._single(spec)
-        return q[:, self.parts.rows(single, q.device)].to(self.kv.keys.device) if single else None
+    def visit(self, asker: int, indices: tuple[int, ...], q: Tensor) -> Visit:
+        """Names whose queries of which parts `q` is, for `ask` and `merge`."""
+        return Visit(asker, indices, q)
 
-    def attend(
-        self, backend: AttentionBackend, q: Tensor, asked: Tensor | None, spec: AttnSpec
-    ) -> Iterator[tuple[slice | Tensor, Partial]]:
-        """Yields partial results of queries `q [heads, tokens, head_dim]` over keys of the host, and their rows.
+    def ask(self, visits: Sequence[Visit], spec: AttnSpec) -> list[Tensor | None]:
+        """Copies single queries to the host; to be called before the device gets more to compute of this layer."""
+        found: list[Tensor | None] = []
+        for visit in visits:
+            met = self._met(visit, spec.window)
+            found.append(visit.q[:, met.rows].to(self.kv.keys.device) if met.single else None)
+        return found
+
+    def merge(
+        self,
+        backend: AttentionBackend,
+        visits: Sequence[Visit],
+        asked: Sequence[Tensor | None],
+        partials: Sequence[Partial],
+        spec: AttnSpec,
+    ) -> None:
+        """Merges what visits see on the host into `partials`, theirs of the device. Each key comes there once at most.
 
         Args:
             backend: of the device of the queries.
             asked: what `ask` has returned.
         """
-        if asked is not None:
-            single = self._single(spec)
-            plan = self.parts.plan(single, 0, 0, self.kv, spec.window)
-            out, lse = self.parts.backend.attend_paged(asked, self.kv, plan, spec)
-            yield self.parts.rows(single, q.device), (out.to(q.device), lse.to(q.device))
-        for index in self.parts.visits(0, 0, spec.window):
+        many: dict[int, list[tuple[int, slice]]] = {}
+        for number, (visit, queries) in enumerate(zip(visits, asked, strict=True)):
+            met = self._met(visit, spec.window)
+            if queries is not None:
+                plan = self.parts.plan(met.single, visit.asker, self.member, self.kv, spec.window)
+                out, lse = self.parts.backend.attend_paged(queries, self.kv, plan, spec)
+                _merge_into(partials[number], met.rows, (out.to(visit.q.device), lse.to(visit.q.device)))
+            for index, rows in met.many:
+                many.setdefault(index, []).append((number, rows))
+        for index, places in many.items():
             part = self.parts[index]
-            if num_tokens(part.q_runs[0]) > 1:
-                rows, found = q[:, part.rows], list[Partial]()
-                for run, (k, v) in self._pieces(part, spec):
-                    found.append(attend_runs(backend, rows, part.q_runs[0], k, v, (run,), spec))
-                    found = [merge_each(found)]
-                yield part.rows, found[0]
+            q = torch.cat([visits[number].q[:, rows] for number, rows in places], dim=1)
+            q_runs = [run for number, _ in places for run in part.q_runs[visits[number].asker]]
+            found = list[Partial]()
+            for run, (k, v) in self._pieces(part, spec):
+                found.append(attend_runs(backend, q, q_runs, k, v, (run,), spec))
+                found = [merge_each(found)]
+            [(out, lse)], start = found, 0
+            for number, rows in places:
+                own = slice(start, start + rows.stop - rows.start)
+                _merge_into(partials[number], rows, (out[:, own], lse[:, own]))
+                start = own.stop
 
-    def _single(self, spec: AttnSpec) -> tuple[int, ...]:
-        """Lists the parts with one query that sees anything here."""
-        parts = self.parts
-        return tuple(index for index in parts.visits(0, 0, spec.window) if num_tokens(parts[index].q_runs[0]) == 1)
+    def _met(self, visit: Visit, window: int | None) -> _Met:
+        """Sorts the parts of a visit, the same in all layers with such a window."""
+        key = ("hosted", visit.asker, visit.indices, window)
+        known = self.parts.memory.get(key)
+        if isinstance(known, _Met):
+            return known
+        seen, single, rows, many, start = set(self.parts.visits(visit.asker, self.member, window)), [], [], [], 0
+        for index in visit.indices:
+            stop = start + num_tokens(self.parts[index].q_runs[visit.asker])
+            if index in seen and stop - start == 1:
+                single.append(index)
+                rows.append(start)
+            elif index in seen:
+                many.append((index, slice(start, stop)))
+            start = stop
+        are_neighbours = not rows or rows[-1] - rows[0] + 1 == len(rows)
+        span = slice(rows[0], rows[-1] + 1) if rows and are_neighbours else torch.tensor(rows, device=visit.q.device)
+        met = self.parts.memory[key] = _Met(tuple(single), span, tuple(many))
+        return met
 
     def _pieces(self, part: MemberPart, spec: AttnSpec) -> Iterator[tuple[Run, KeysAndValues]]:
         """Brings the keys that a part needs, one piece ahead; each may be used until the next one is asked for."""
         runs = [
             Run(start, min(start + PIECE_TOKENS, run.stop))
-            for run in part.needed(0, spec.window)
+            for run in part.needed(self.member, spec.window)
             for start in range(run.start, run.stop, PIECE_TOKENS)
         ]
         self._begin(part, runs, 0)
@@ -161,9 +220,14 @@ class HostSource:
 
     def _begin(self, part: MemberPart, runs: list[Run], number: int) -> None:
         if number < len(runs):
-            start, kv = num_before(part.kv_runs[0], runs[number].start), self.kv
+            start, kv = num_before(part.kv_runs[self.member], runs[number].start), self.kv
             stop, shape = start + len(runs[number]), (kv.keys.shape[1], len(runs[number]), kv.keys.shape[3])
             gather = self.parts.backend.gather
             self.staging.begin(
                 number % 2, shape, kv.keys.dtype, lambda rooms: gather(kv, part.blocks, start, stop, rooms)
             )
+
+
+def _merge_into(partial: Partial, rows: slice | Tensor, found: Partial) -> None:
+    out, lse = partial
+    out[:, rows], lse[:, rows] = merge_each([(out[:, rows], lse[:, rows]), found])

@@ -117,7 +117,11 @@ def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int
     """
     found = []
     for cluster in clusters:
-        on_host = min(cluster.host_blocks) if cluster.host_blocks and policy.reads_hosts else 0
+        on_host = 0
+        if device_limit(policy, cluster) is not None:
+            pools = {cluster.host_pool(instance) for instance in policy.instances}
+            sizes = [cluster.pool_blocks[pool] for pool in pools]
+            on_host = min(sizes) if policy.capacity < len(policy.instances) else sum(sizes)
         on_devices = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
         found.append(on_devices + on_host * block_size)
         decode = [cluster.num_blocks[instance] for instance in cluster.decode]
@@ -125,3 +129,10 @@ def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int
         others += cluster.host_blocks if len(clusters) > 1 else ()
         found += [number * block_size for number in others]
     return min(found)
+
+
+def device_limit(policy: Policy, cluster: Cluster) -> int | None:
+    """Returns the blocks that one request may have on devices, see `ClusterView`."""
+    if not (policy.reads_hosts and cluster.host_blocks) or cluster.has_roles:
+        return None
+    return policy.capacity * cluster.num_blocks[0]

@@ -10,7 +10,7 @@ from itertools import count, product
 from typing import Protocol, get_args
 
 from longspan.core.blocks import BlockRef
-from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.config import EngineConfig, capacity_tokens, device_limit
 from longspan.core.exchange import shown_names
 from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
@@ -387,8 +387,9 @@ class Engine:
         """
         while True:
             self.kv.make_room(self._occupancy.full)
-            if self._policy.reads_hosts:
-                self._submit(self.kv.spill(self._waiting.able(self._policy.admits(self.config.cluster))))
+            limit = device_limit(self._policy, self.config.cluster)
+            if limit is not None:
+                self._submit(self.kv.spill(self._waiting.able(self._policy.admits(self.config.cluster)), limit))
             plan = self._policy.plan(self._view())
             for parked in plan.parked:
                 self._retract(self._requests[parked.id])
@@ -427,7 +428,7 @@ class Engine:
             expected=self.kv.expected,
             queue_changes=waiting.changes + self.kv.counts.num_offloaded,
             max_steps_in_flight=self.config.max_steps_in_flight,
-            reads_hosts=self._policy.reads_hosts and bool(self.config.cluster.host_blocks),
+            device_limit=device_limit(self._policy, self.config.cluster),
         )
 
     def _admit(self, scheduled: ScheduledPart) -> None:
@@ -457,7 +458,8 @@ class Engine:
 
     def _part(self, scheduled: ScheduledPart) -> Part:
         request = self._requests[scheduled.request.id]
-        part = request.make_part(scheduled, self.config.eos_token_ids)
+        hosted = self.kv.hosted(request, scheduled.group)
+        part = request.make_part(scheduled, self.config.eos_token_ids, hosted)
         self._running.regroup(request)
         if part.sample is not None:
             if request.targets:

@@ -140,7 +140,7 @@ LOCAL = register_traits("local", Traits(layouts=("single",), reads_hosts=True))
 """One member holds all keys, and nothing travels."""
 RING_KV = register_traits("ring_kv", Traits())
 """Keys and values travel around the ring (pass-KV)."""
-RING_Q = register_traits("ring_q", Traits())
+RING_Q = register_traits("ring_q", Traits(reads_hosts=True))
 """Queries travel to the keys, and partial outputs back (pass-Q)."""
 ALLTOALL = register_traits("alltoall", Traits(parameters=("weights",)))
 """Each member gets some heads of all tokens (SP-NTP, Ulysses)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -81,7 +82,6 @@ class Request:
             everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
         spilling: blocks of its table on hosts that moves under way fill, and those on devices that are read meanwhile.
-        num_hosted: how many blocks ranks read from the pools of hosts.
         targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
         is_known: ranks have been sent a part of it, or a move to where it is decoded, since it was admitted.
         sent_blocks: how many entries of `table` the ranks of `group` know.
@@ -122,7 +122,7 @@ class Request:
     table: list[BlockRef] = field(default_factory=list)
     copying: dict[BlockRef, BlockRef] = field(default_factory=dict)
     spilling: dict[BlockRef, BlockRef] = field(default_factory=dict)
-    num_hosted: int = 0
+    hosted: Counter[int] = field(default_factory=Counter)
     rotation: Rotation | None = None
     kv_owner: int | None = None
     sampler: int = 0
@@ -225,7 +225,8 @@ class Request:
         self.table.clear()
         self.copying.clear()
         self.spilling.clear()
-        self.num_computed = self.num_scheduled = self.num_hosted = 0
+        self.hosted.clear()
+        self.num_computed = self.num_scheduled = 0
         self.is_known = False
         self.num_tokens = self.num_known
 
@@ -273,8 +274,13 @@ class Request:
 
     # ------------------------------------------------------------ parts of steps
 
-    def make_part(self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
-        """Makes its part of a step; its table has the new blocks. Ranks then know what the part says."""
+    def make_part(
+        self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...], hosted: tuple[int, ...] = ()
+    ) -> Part:
+        """Makes its part of a step; its table has the new blocks. Ranks then know what the part says.
+
+        `hosted` is that of the part.
+        """
         start, stop, group = scheduled.start, scheduled.stop, scheduled.group
         assert start == self.num_scheduled, "spans of a request follow each other"
         if group != self.group and not set(group) <= set(self.group):
@@ -300,7 +306,7 @@ class Request:
             exchange=scheduled.exchange,
             first_block=first_block,
             blocks=tuple([self.spilling.get(ref, ref) for ref in self.table[first_block:]]),
-            num_hosted=self.num_hosted,
+            hosted=hosted,
             sample=self._sample(scheduled) if stop == self.num_tokens else None,
             unknown_on=unknown_on,
             sampling=self.sampling(eos_token_ids) if first_block == 0 else None,

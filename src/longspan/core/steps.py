@@ -122,7 +122,8 @@ class Part:
         sample: None when the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
         rotation: the rule that assigns single new tokens to owners; None while owners take whole blocks.
-        num_hosted: how many blocks of the table lie in the pool of the host, and are read there.
+        hosted: how many blocks in the pool of its host each member of `group` attends over; empty when there are none.
+            Of the table's blocks in one host's pool the first such member takes the first so many, and so on.
     """
 
     request_id: int
@@ -142,7 +143,7 @@ class Part:
     targets: Sequence[int] = ()
     rope_length: int = 0
     rotation: Rotation | None = None
-    num_hosted: int = 0
+    hosted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

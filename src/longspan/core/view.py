@@ -44,6 +44,7 @@ class RequestView(Protocol):
         kv_owner: the member that keeps all that is computed from now on; None when all members do.
         kv_owners: the members that will hold what is still to come.
         sampler: the instance that samples, or has sampled, its latest token.
+        hosted: how many of its blocks are read in the pool of each host.
         targets: the instances that its KV is on its way to; none when it stays where it is.
         scores_prompt: all of its prompt must be computed, because logprobs of it are still to be reported.
     """
@@ -90,6 +91,8 @@ class RequestView(Protocol):
     def kv_owners(self) -> tuple[int, ...]: ...
     @property
     def owners(self) -> Owners: ...
+    @property
+    def hosted(self) -> Mapping[int, int]: ...
     @property
     def sampler(self) -> int: ...
     @property
@@ -158,19 +161,16 @@ class KvView(Protocol):
     def num_allocated(self, instance: int) -> int:
         """Counts the blocks handed out so far. A pool with few is the emptiest, or what it caches is the oldest."""
 
-    def outgrows(self, request: RequestView, instance: int) -> bool:
-        """Tells whether a request has more tokens than the pool of an instance holds."""
-
     def changes(self, instances: Sequence[int]) -> int:
         """Counts how often anything has changed in these pools."""
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """Finds the longest beginning of a request on `group`, or on its hosts and disks if it pays to load that."""
 
-    def match_beside(self, request: RequestView, instance: int, host: int, most: int) -> PrefixHit:
-        """Finds the longest beginning of a request whose KV lies on an instance or in the pool of its `host`.
+    def match_beside(self, request: RequestView, most: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
+        """Finds the longest beginning of a request that lies on the instances of `most`, or in the pools of `hosts`.
 
-        Of its full blocks on the instance at most `most` are in nobody's use, the last ones.
+        It is read where it is. Of its full blocks on an instance at most so many are in nobody's use, the last ones.
         """
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
@@ -195,7 +195,8 @@ class ClusterView:
         now_s: the engine's clock.
         expected: blocks on decode instances that KV on its way will need, and that are not allocated yet.
         queue_changes: how often requests have begun or ceased to wait, or have become able to start.
-        reads_hosts: requests that outgrow an instance may run there, with what it lacks room for on its host.
+        device_limit: the blocks that one request may have on devices. Of a longer one the oldest lie on hosts, where
+            its group reads them. None when nothing is read there.
     """
 
     cluster: Cluster
@@ -211,7 +212,12 @@ class ClusterView:
     expected: Mapping[int, int] = field(default_factory=dict)
     queue_changes: int = 0
     max_steps_in_flight: int = 2
-    reads_hosts: bool = False
+    device_limit: int | None = None
+
+    def outgrows(self, request: RequestView) -> bool:
+        """Tells whether a request needs more blocks than it may have on devices."""
+        limit = self.device_limit
+        return limit is not None and request.blocks_for(request.num_tokens) > limit
 
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who

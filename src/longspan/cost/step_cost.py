@@ -317,14 +317,21 @@ class RooflineCost:
         the host attends to them in less time, as its memory is faster, but no data sheet of a device says how fast.
         """
         hosted = Counter[tuple[int, bool]]()
-        for part in forward.parts:
-            if part.num_hosted and not self._is_host:
-                hosted[part.group[0], part.stop - part.start == 1] += part.num_hosted
+        for part in forward.parts if not self._is_host else ():
+            for instance, number in zip(part.group, part.hosted, strict=False):  # mostly there are none
+                hosted[instance, part.stop - part.start == 1] += number
+        if not hosted:
+            return
+        waits_s = dict.fromkeys(times, 0.0)
         for (instance, is_decode), number in hosted.items():
             tp = self._line(instance).layer.tp
             seconds = number * self._block_bytes(instance) / (self._bus.bytes_per_s * tp)
             hidden_s = 0.0 if is_decode else times[instance].attention_s
-            times[instance] += Breakdown(exchange_s=max(0.0, seconds - hidden_s))
+            waits_s[instance] += max(0.0, seconds - hidden_s)
+        for coupled in coupled_instances({part.group for part in forward.parts}):  # who waits for each other
+            longest_s = max(waits_s[instance] for instance in coupled)
+            for instance in coupled:
+                times[instance] += Breakdown(exchange_s=longest_s)
 
 
 def computed_tokens(forward: Forward) -> Counter[int]:
@@ -369,7 +376,7 @@ def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
         return None
     num_keys = num_sampled = 0
     for part in forward.parts:
-        if part.stop - part.start > 1 or part.exchange != LOCAL or part.num_hosted:
+        if part.stop - part.start > 1 or part.exchange != LOCAL or part.hosted:
             return None
         num_keys += part.stop
         num_sampled += part.sample is not None

@@ -229,6 +229,7 @@ class Auto(Policy, name="auto"):
 
     Options = AutoOptions
     knows_roles = True
+    reads_hosts = True
 
     def __init__(self, instances: tuple[int, ...], options: AutoOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
@@ -460,6 +461,10 @@ class Auto(Policy, name="auto"):
         choice = self._choice
         seconds = choice.spread([times.seconds(request.num_tokens) for times in self._times.values()])
         blocks = np.full(len(seconds), float(num_blocks))
+        if view.outgrows(request):  # all have what lies on hosts, too
+            hosts = {view.cluster.host_pool(instance) for instance in self.instances}
+            blocks[choice.sizes == len(self.instances)] -= sum(map(view.kv.num_free, hosts))
+            return seconds, blocks
         shared = view.kv.match(request, self.instances)
         holders = {ref.pool for ref in shared.refs}.intersection(self._all)
         hits = [((i,), view.kv.match(request, (i,))) for i in holders] if len(holders) > 1 else []
@@ -528,13 +533,17 @@ class Auto(Policy, name="auto"):
 
     # ---------------------------------------------------------------- where it decodes
 
-    def _home(self, request: RequestView, group: tuple[int, ...], known: Mapping[int, Instance]) -> tuple[Target, ...]:
+    def _home(
+        self, request: RequestView, group: tuple[int, ...], known: Mapping[int, Instance], *, outgrows: bool
+    ) -> tuple[Target, ...]:
         """Chooses the instance that decodes a request, or as few as have room; none when these are its group.
+
+        So they are of one that `outgrows` all devices.
 
         Beside its own tokens' seconds count those by which others' become longer. An instance that spends a part of
         its time on prompts decodes in the rest of it.
         """
-        if not goes_on(request):
+        if not goes_on(request) or outgrows:
             return ()
         num_blocks = request.blocks_for(request.num_tokens)
         own_share = -(-num_blocks // len(group))
@@ -590,7 +599,7 @@ class Auto(Policy, name="auto"):
         group = self._line.groups[request.id]
         if any(known[i].seats <= 0 for i in group):
             return None
-        hit = budget.view.kv.match(request, group)
+        hit = budget.hit(request, group)
         part = self._prefill(request, group, hit.num_tokens, budget, hit, known)
         if part is None:
             return None
@@ -599,7 +608,7 @@ class Auto(Policy, name="auto"):
             known[instance].seats -= 1
         if router is not None:
             return replace(part, targets=router.route(request))
-        targets = self._home(request, group, known)
+        targets = self._home(request, group, known, outgrows=budget.view.outgrows(request))
         for target, num_blocks in targets:
             known[target].seats -= 1
             known[target].room -= num_blocks

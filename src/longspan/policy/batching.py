@@ -236,18 +236,41 @@ class Budget:
         due, more = self.view.running.due_blocks, self._growing.more
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
-    def host_of(self, request: RequestView, instance: int) -> int | None:
-        """Returns the pool where a request has what an instance lacks room for; None unless it outgrows that."""
-        if not (self.view.reads_hosts and self.view.kv.outgrows(request, instance)):
-            return None
-        return self.view.cluster.host_pool(instance)
+    def hosts_of(self, request: RequestView, group: Iterable[int]) -> tuple[int, ...]:
+        """Returns the pools of hosts where a group has what it lacks room for; none unless the request outgrows it."""
+        if not self.view.outgrows(request):
+            return ()
+        return tuple({self.view.cluster.host_pool(instance): None for instance in group})
 
-    def room(self, request: RequestView, instance: int, cost: Mapping[int, int] = _FREE) -> int:
-        """Counts the blocks that there are for a request beside what running ones need, on an instance or its host, and
+    def hit(self, request: RequestView, group: tuple[int, ...]) -> PrefixHit:
+        """Finds what a group has of a request; for one that outgrows it, instances keep room for a step."""
+        view = self.view
+        if not (hosts := self.hosts_of(request, group)):
+            return view.kv.match(request, group)
+        step_blocks = -(-view.max_num_batched_tokens // request.block_size) + 1
+        return view.kv.match_beside(request, {i: max(0, self.blocks[i] - step_blocks) for i in group}, hosts)
+
+    def room(self, request: RequestView, group: Sequence[int], cost: Mapping[int, int] = _FREE) -> int:
+        """Counts the blocks that there are for a request beside what running ones need, on a group or its hosts, and
         beside what it `cost`s to use a hit.
         """
-        host, room = self.host_of(request, instance), self.blocks[instance] - self.reserved[instance]
-        return room - cost.get(instance, 0) + (0 if host is None else self.blocks[host] - cost.get(host, 0))
+        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in group])
+        return room + sum([self.blocks[host] - cost.get(host, 0) for host in self.hosts_of(request, group)])
+
+    def blocks_now(
+        self, request: RequestView, group: Sequence[int], cost: Mapping[int, int], *, is_new: bool
+    ) -> tuple[int, ...]:
+        """Counts the blocks that a request which outgrows a group can have on each member now, beside what others need.
+
+        More are free when others have gone to the host. One that runs may take what others need, or else none at all.
+        """
+        missing = 0 if is_new else request.blocks_for(request.num_tokens) - len(request.table)
+        each = -(-missing // len(request.kv_owners)) if missing else 0
+        free = [self.blocks[i] - cost.get(i, 0) for i in group]
+        found = [
+            max(0, number - max(0, self.reserved[i] - each)) for i, number in zip(group, free, strict=True)
+        ]
+        return tuple(found if is_new or any(found) else [min(1, max(0, number)) for number in free])
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
@@ -280,8 +303,7 @@ class Budget:
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
         owners = self._growing.groups.get(request.id, part.group) if part.kv_owner is None else (part.kv_owner,)
         taken = Counter(part.block_owners) + cost
-        room = sum([self.room(request, i, taken if hit.waits else cost) for i in owners])
-        if missing > room or not self.fits(taken):
+        if missing > self.room(request, owners, taken if hit.waits else cost) or not self.fits(taken):
             return False
         evenly = -(-(request.num_tokens - part.start) // len(part.group))
         for instance, runs in zip(part.group, part.runs, strict=True):
@@ -347,8 +369,11 @@ def single_part(
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)
     num_held = len(hit.refs) if hit is not None else len(request.table)
-    if budget.host_of(request, instance) is not None:
-        stop = min(stop, (num_held + _num_now(request, instance, budget, hit)) * request.block_size)
+    if budget.view.outgrows(request):
+        cost = _FREE if hit is None else budget.view.kv.hit_cost(hit, budget.claimed)
+        [now] = budget.blocks_now(request, (instance,), cost, is_new=hit is not None)
+        least = 0 if hit is not None else 1  # one that runs asks for one, so that others give way
+        stop = min(stop, (num_held + max(least, now)) * request.block_size)
     if stop <= start:
         return None
     return ScheduledPart(
@@ -361,15 +386,3 @@ def single_part(
         exchange=LOCAL,
         hit=hit,
     )
-
-
-def _num_now(request: RequestView, instance: int, budget: Budget, hit: PrefixHit | None) -> int:
-    """Counts the blocks that a request which outgrows an instance can have there now, beside what others need.
-
-    More are free when others have gone to the host. One that runs asks for one at least, so that others give way.
-    """
-    free, others = budget.blocks[instance], budget.reserved[instance]
-    if hit is not None:
-        return max(0, free - others - budget.view.kv.hit_cost(hit, budget.claimed)[instance])
-    others -= request.blocks_for(request.num_tokens) - len(request.table)
-    return max(1, free - max(0, others))

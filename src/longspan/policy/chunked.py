@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longspan.core.blocks import PrefixHit
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part
@@ -36,21 +35,12 @@ def admit_alone(request: RequestView, budget: Budget, instances: Sequence[int]) 
     this step. It can be loaded there nevertheless.
     """
     kv = budget.view.kv
-    hits = {i: _hit(request, i, budget) for i in instances}
+    hits = {i: budget.hit(request, (i,)) for i in instances}
     for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, kv.num_allocated(i), i)):
         hit = hits[instance]
         missing = request.blocks_for(request.num_tokens) - hit.num_held
-        if budget.seqs[instance] > 0 and missing <= budget.room(request, instance):
+        if budget.seqs[instance] > 0 and missing <= budget.room(request, (instance,)):
             if instance not in budget.tokens and not hit.waits:
                 return None
             return single_part(request, instance, hit.num_tokens, budget, hit)
     return None
-
-
-def _hit(request: RequestView, instance: int, budget: Budget) -> PrefixHit:
-    """Finds what there is of a request; one that outgrows the instance leaves room for a step there."""
-    view, host = budget.view, budget.host_of(request, instance)
-    if host is None:
-        return view.kv.match(request, (instance,))
-    step_blocks = -(-view.max_num_batched_tokens // request.block_size) + 1
-    return view.kv.match_beside(request, instance, host, max(0, budget.blocks[instance] - step_blocks))

@@ -61,6 +61,7 @@ class Context(Policy, name="context"):
     """Shards long prompts over as many instances as pay off, and leaves short ones to one."""
 
     Options: ClassVar[type[LengthOptions]] = ContextOptions
+    reads_hosts = True
 
     def __init__(self, instances: tuple[int, ...], options: LengthOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
@@ -68,6 +69,7 @@ class Context(Policy, name="context"):
         self._host = {i: facts.location(i).host_id for i in instances}
         self._sharing = self._sharing_of(options)
         self._sharing.check_instances(len(instances), facts.tp)
+        self.reads_hosts = type(self).reads_hosts and self._sharing.rotate == "block"
         self._partitions = self._partitions_of(options, facts)
         self._group_parts = GroupParts(len(instances), self._sharing, facts, self._partitions)
 
@@ -189,10 +191,10 @@ class Context(Policy, name="context"):
         group = self._group(request, budget, members)
         if len(group) < members:
             return None
-        hit = view.kv.match(request, group)
+        hit = budget.hit(request, group)
         new_tokens, answer_tokens = request.num_tokens - hit.num_tokens, expected_answer(request)
         exchange = self._group_parts.exchange(new_tokens, hit.num_tokens, members, answer_tokens)
-        if exchange.traits.keeps == "later":
+        if exchange.traits.keeps == "later" and not budget.view.outgrows(request):
             group = _ending_at_owner(group, hit, budget)
         return self._group_parts.chunk(
             *(request, budget, group, hit),

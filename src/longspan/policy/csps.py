@@ -225,6 +225,7 @@ class Csps(Context, name="csps"):
     Options = CspsOptions
     changeable = ("csa", "max_accuracy_loss", "target_ttft")
     knows_roles = shards_decodes = True
+    reads_hosts = False
 
     def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)

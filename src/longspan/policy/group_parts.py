@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from operator import add
 from typing import Literal
 
 from longspan.core.blocks import BlockRef, PrefixHit
@@ -27,6 +28,9 @@ _ANSWER_TOKENS = 200
 More tokens give smaller groups on links where a sharded decode is slower than one on a single instance. Policy `auto`
 begins with the same number.
 """
+
+
+_NO_MEMBER = -1
 
 
 def expected_answer(request: RequestView) -> int:
@@ -262,7 +266,7 @@ class GroupParts:
             stop=start + 1,
             runs=shard_span("single", start, start + 1, len(group), head=owner),
             block_owners=block_owners,
-            exchange=self._decoding,
+            exchange=RING_Q if request.hosted else self._decoding,
             rotation=rotation,
         )
 
@@ -291,7 +295,7 @@ class GroupParts:
         return self._chunk(request, budget, group, hit, most=most, end=end, partition=partition)
 
     def _even_moves(self, request: RequestView, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        if not self._balance or set(group) <= set(request.group):
+        if not self._balance or set(group) <= set(request.group) or budget.view.outgrows(request):
             return ()
         full = request.table[: request.num_scheduled // request.block_size]
         return even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
@@ -312,22 +316,33 @@ class GroupParts:
             table, start, cost = request.table, request.num_scheduled, Counter(instance for _, instance in moves)
         else:
             table, start, cost = hit.refs, hit.num_tokens, budget.view.kv.hit_cost(hit, budget.claimed)
-        room = Room(
-            tokens=tuple([min(budget.tokens[i], most) for i in group]),
-            blocks=tuple([budget.blocks[i] - cost.get(i, 0) for i in group]),
-            block_size=request.block_size,
-        )
+        outgrows, size = budget.view.outgrows(request), request.block_size
+        tokens = tuple([min(budget.tokens[i], most) for i in group])
+        blocks = tuple([budget.blocks[i] - cost.get(i, 0) for i in group])
+        if outgrows:
+            blocks = budget.blocks_now(request, group, cost, is_new=hit is not None)
+            if hit is not None and not any(blocks):
+                return None
+            begun = [ref.pool for ref in table[start // size :]] if start % size else []
+            rest = [-start % size if i in begun else 0 for i in group]
+            least = 0 if any(blocks) or any(rest) else 1  # one that runs asks for one block, so that others give way
+            wanted = [max(least, number) * size for number in blocks]
+            tokens = tuple([min(both) for both in zip(tokens, map(add, wanted, rest), strict=True)])
+        room = Room(tokens=tokens, blocks=blocks, block_size=size)
         if not any(room.tokens):
             return None
-        exchange, shape = self._decoding, _ZIGZAG
+        members = {instance: member for member, instance in enumerate(group)}  # what lies on a host has no owner
+        reads_hosts = bool(request.hosted) if hit is None else any(ref.pool not in members for ref in hit.refs)
+        exchange, shape = RING_Q if reads_hosts else self._decoding, _ZIGZAG
         if request.num_tokens - start > 1:
             new_tokens = min(end - start, sum(room.tokens))
             is_whole = start == 0 and new_tokens == request.num_tokens
             answer_tokens = expected_answer(request) if is_whole else 0
-            exchange = self.exchange(new_tokens, start, len(group), answer_tokens)
+            if not reads_hosts:
+                exchange = self.exchange(new_tokens, start, len(group), answer_tokens)
             shape = self._shape(exchange, request, new_tokens, start, len(group), partition)
         moved = dict(moves)
-        owners = [group.index(moved.get(index, ref.instance)) for index, ref in enumerate(table)]
+        owners = [members.get(moved.get(index, ref.pool), _NO_MEMBER) for index, ref in enumerate(table)]
         shards: SpanShards | None = None
         if self._leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1):
             shards = _shard_to_last(start, end, owners, room, shape)
@@ -337,14 +352,14 @@ class GroupParts:
             return None
         stop = max([run.stop for runs in shards for run in runs])
         first, last = len(table), request.blocks_for(stop)
-        members = block_owners(shards, first, last, request.block_size)
+        begins = block_owners(shards, first, last, size)
         return ScheduledPart(
             request=request,
             group=group,
             start=start,
             stop=stop,
             runs=shards,
-            block_owners=tuple([group[member] for member in members])
+            block_owners=tuple([group[member] for member in begins])
             if kv_owner is None
             else (kv_owner,) * (last - first),
             exchange=self._of_step(exchange, request, stop - start, len(group)),

@@ -41,6 +41,7 @@ class Runahead(Context, name="runahead"):
     """Shares long prompts in chains, whose pieces a table cuts."""
 
     Options = RunaheadOptions
+    reads_hosts = False
 
     def __init__(self, instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)

@@ -146,7 +146,8 @@ class StepAttention:
         from longspan.attn.hosted import HostSource  # noqa: PLC0415 - an engine with a host tier alone
 
         assert self._host is not None, "what lies on a host is read there"
-        return HostSource(parts=channel.hosted, kv=self._host.layer(layer), staging=self._host.staging)
+        kv, staging = self._host.layer(layer), self._host.staging
+        return HostSource(parts=channel.hosted, member=channel.rank, kv=kv, staging=staging)
 
     def _start(self, layer: int | None) -> None:
         """Starts what channels can send and receive of a layer before anything of it is computed."""

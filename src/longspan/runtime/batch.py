@@ -6,7 +6,7 @@ A rank remembers requests from the first part it sees until it is told to forget
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import on_device
 from longspan.core.blocks import BlockRef
 from longspan.core.exchange import Exchange
-from longspan.core.owners import Owners
+from longspan.core.owners import Owners, shares_of_hosts
 from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.runtime.pool import KvPool
@@ -70,7 +70,7 @@ class Channel:
         slots: of an exchange that stores after it, for each part: what this member stores of the new tokens that it has
             or gets.
         rope_lengths: of each part.
-        hosted: the parts of which the host has keys, as `HostSource` takes them; None when there are none.
+        hosted: the same parts with the keys that members have on their hosts; None when there are none.
     """
 
     number: int
@@ -183,7 +183,7 @@ class OwnPart(NamedTuple):
         runs: of its tokens, in their order in the packed row.
         stored: where those of its new tokens lie that some member stores, from row `first_stored` on: of the packed
             row, or of what this member has after an exchange that stores after it.
-        hosted: the same with the keys that the host has, if any.
+        hosted: the same with the keys on hosts that members attend over, if any.
     """
 
     part: Part
@@ -217,11 +217,10 @@ def _own_part(
     rows = slice(first_row, first_row + num_tokens(own))
     member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=owners.held(part.stop), blocks=owners.blocks(instance))
     hosted = None
-    if part.num_hosted:
+    if part.hosted:
         assert host is not None and part.exchange.traits.reads_hosts, f"{part.exchange} reads no host"
-        there = Owners(table=table, group=(host.number,), block_size=block_size)
-        blocks = there.blocks(host.number)
-        hosted = MemberPart(rows=rows, q_runs=part.runs, kv_runs=there.held(part.stop), blocks=blocks)
+        runs, blocks = shares_of_hosts(table, [host.pool_of(i) for i in part.group], part.hosted, block_size)
+        hosted = MemberPart(rows=rows, q_runs=part.runs, kv_runs=runs, blocks=blocks[me])
     stored: Sequence[Run] = own
     if part.exchange.traits.keeps == "later":  # after the exchange it has all new tokens up to its own
         ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
@@ -316,9 +315,14 @@ def _channels(
     )
 
 
+def _without_keys(member: MemberPart) -> MemberPart:
+    return replace(member, kv_runs=((),) * len(member.kv_runs), blocks=())
+
+
 def _hosted(parts: Sequence[OwnPart], host: HostPool | None) -> MemberParts | None:
-    found = [one.hosted for one in parts if one.hosted is not None]
-    return MemberParts(found, host.backend) if found and host is not None else None
+    if host is None or all(one.hosted is None for one in parts):
+        return None
+    return MemberParts([one.hosted or _without_keys(one.member) for one in parts], host.backend)
 
 
 @dataclass(kw_only=True)

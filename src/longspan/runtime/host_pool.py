@@ -72,7 +72,7 @@ class HostPool:
         backend: of the host's processor.
 
     Attributes:
-        number: of the pool in the cluster.
+        pool_of: the number, in the cluster, of the pool of an instance's host.
         staging: what queries on the rank's device meet the host's keys by.
     """
 
@@ -88,7 +88,7 @@ class HostPool:
         self._shared, self._own = records, pool
         self._instance, _, self._shard = cluster.at(rank)
         self._tp = cluster.tp(self._instance)
-        self.number = cluster.host_pool(self._instance)
+        self.pool_of = cluster.host_pool
         self.staging: Staging = HostStaging() if pool.device.type == "cpu" else PinnedStaging(pool.device)
 
     def layer(self, layer: int) -> PagedKv:

@@ -39,7 +39,7 @@ class Call:
         layer, num_layers: which one of the model it is, and of how many.
         layers: those that this member computes one after the other.
         first_kv_head: the number in the whole layer of the first KV head that this member's rank has.
-        host: keys and values that a host has of some parts; None when it has none.
+        host: keys and values of the parts that members have on their hosts; None when no member has any.
     """
 
     exchange: Exchange

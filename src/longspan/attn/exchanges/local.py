@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial, merge_each
+from longspan.attn.backends import Partial
 from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_held, attend_runs
 from longspan.core.exchange import LOCAL
@@ -21,11 +21,14 @@ def local(call: Call) -> None:
         for rows, (found, _) in _attend_own(call):
             out[:, rows] = found
         return
-    asked, lse = host.ask(q, spec), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    for rows, partial in _attend_own(call):
-        out[:, rows], lse[:, rows] = partial
-    for rows, partial in host.attend(call.parts.backend, q, asked, spec):
-        out[:, rows] = merge_each([(out[:, rows], lse[:, rows]), partial])[0].to(q.dtype)
+    everyone = tuple(range(len(call.parts)))
+    rows = call.parts.rows(everyone, q.device)
+    assert isinstance(rows, slice), "the tokens of an exchange follow each other"
+    visits, lse = [host.visit(0, everyone, q[:, rows])], torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    asked = host.ask(visits, spec)
+    for own, partial in _attend_own(call):
+        out[:, own], lse[:, own] = partial
+    host.merge(call.parts.backend, visits, asked, [(out[:, rows], lse[:, rows])], spec)
 
 
 def _attend_own(call: Call) -> Iterator[tuple[slice | Tensor, Partial]]:

@@ -21,10 +21,10 @@ from longspan.core.runs import num_tokens
 
 
 def ring_q(call: Call) -> None:
-    group, parts, q, window = call.group, call.parts, call.q, call.spec.window
+    group, parts, q, host = call.group, call.parts, call.q, call.host
     me, others = group.rank, group.others
-    to_ask = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
-    to_answer = {asker: parts.visits(asker, me, window) for asker in others}
+    to_ask = {holder: _visits(call, me, holder) for holder in range(group.size)}
+    to_answer = {asker: _visits(call, asker, me) for asker in others}
 
     out_queries = {holder: _query_room(call, to_ask[holder], me) for holder in others}
     for holder, message in out_queries.items():
@@ -38,12 +38,20 @@ def ring_q(call: Call) -> None:
         found.append((to_ask[me], _attend(call, to_ask[me], q[:, parts.rows(to_ask[me], q.device)], me)))
 
     pending.wait()
+    answers = {
+        asker: _attend(call, indices, in_queries[asker].tensors[0], asker)
+        for asker, indices in to_answer.items()
+        if indices
+    }
+    if host is not None:
+        visits = [host.visit(me, indices, q[:, parts.rows(indices, q.device)]) for indices, _ in found]
+        visits += [host.visit(asker, to_answer[asker], in_queries[asker].tensors[0]) for asker in answers]
+        partials = [*(partial for _, partial in found), *answers.values()]
+        host.merge(parts.backend, visits, host.ask(visits, call.spec), partials, call.spec)
     out_results = {asker: _result_room(call, to_answer[asker], asker) for asker in others}
-    for asker, message in out_results.items():
-        if to_answer[asker]:
-            out, lse = _attend(call, to_answer[asker], in_queries[asker].tensors[0], asker)
-            for room, tensor in zip(message.tensors, (lse, out), strict=True):
-                room.copy_(tensor)
+    for asker, (out, lse) in answers.items():
+        for room, tensor in zip(out_results[asker].tensors, (lse, out), strict=True):
+            room.copy_(tensor)
     in_results = {holder: _result_room(call, to_ask[holder], me) for holder in others}
     group.start(sends=out_results, receives=in_results, hop=1).wait()
     for holder, message in in_results.items():
@@ -51,6 +59,14 @@ def ring_q(call: Call) -> None:
             lse, out = message.tensors
             found.append((to_ask[holder], (out, lse)))
     _write(call, found)
+
+
+def _visits(call: Call, asker: int, holder: int) -> tuple[int, ...]:
+    """Lists the parts of which `asker` has queries and `holder` keys in sight, on its device or its host."""
+    found, window = call.parts.visits(asker, holder, call.spec.window), call.spec.window
+    if call.host is None:
+        return found
+    return tuple(sorted({*found, *call.host.parts.visits(asker, holder, window)}))
 
 
 def _write(call: Call, found: Sequence[tuple[tuple[int, ...], Partial]]) -> None:

@@ -6,7 +6,7 @@ Blocks are reference-counted, kept after use for prefix reuse, and evicted least
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import groupby
 from operator import attrgetter
@@ -60,9 +60,6 @@ class KvAccount:
     def num_allocated(self, instance: int) -> int:
         return self._pools[instance].num_allocated
 
-    def outgrows(self, request: RequestView, instance: int) -> bool:
-        return request.blocks_for(request.num_tokens) > self._pools[instance].num_blocks
-
     def changes(self, instances: Iterable[int]) -> int:
         pools = self._pools
         return sum([pools[instance].changes for instance in instances])
@@ -78,19 +75,23 @@ class KvAccount:
             return _NO_HIT  # logprobs of a prompt need all of it computed
         return self._with_begun(request, group, self._full_blocks(request, group))
 
-    def match_beside(self, request: RequestView, instance: int, host: int, most: int) -> PrefixHit:
+    def match_beside(self, request: RequestView, most: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
         if not self.prefix_caching or request.scores_prompt:
             return _NO_HIT
-        refs = self._full_blocks(request, (instance, host))
-        own = self._pools[instance]
-        free = [index for index, ref in enumerate(refs) if ref.pool == instance and not own.references(ref.block)]
-        for index in free[: max(0, len(free) - most)]:
-            there = self.find(request.parent_key(index + 1), (host,))
-            if there is None:
-                refs = refs[:index]
-                break
-            refs[index] = there
-        return self._with_begun(request, (instance,), refs)
+        refs = self._full_blocks(request, (*most, *hosts))
+        free = Counter(ref.pool for ref in refs if self._is_unused_on(ref, most))
+        for index, ref in enumerate(refs):
+            if self._is_unused_on(ref, most) and free[ref.pool] > most[ref.pool]:
+                there = self.find(request.parent_key(index + 1), hosts)
+                if there is None:
+                    refs = refs[:index]
+                    break
+                refs[index] = there
+                free[ref.pool] -= 1
+        return self._with_begun(request, tuple(most), refs)
+
+    def _is_unused_on(self, ref: BlockRef, instances: Mapping[int, int]) -> bool:
+        return ref.pool in instances and not self._pools[ref.pool].references(ref.block)
 
     def _full_blocks(self, request: RequestView, pools: Sequence[int]) -> list[BlockRef]:
         """Finds the full blocks that a request begins with, each in the first of some pools that has it."""

@@ -19,6 +19,7 @@ blocks are also `allocate`d for what is to be computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,7 @@ class KvManager:
         if self.swaps is not None:
             self.swaps.offload.release(request)
             if not hit.waits:
-                request.num_hosted = sum(ref.pool in self._cluster.host_pools for ref in hit.refs)
+                request.hosted = Counter(ref.pool for ref in hit.refs if ref.pool in self._cluster.host_pools)
 
     def load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
         """Makes moves to devices of what a request has taken on hosts and disks."""
@@ -203,9 +204,24 @@ class KvManager:
 
     # ---------------------------------------------------------------- requests compute
 
-    def spill(self, waiting: Sequence[Request]) -> list[MoveKV]:
+    def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
         """Makes moves to hosts of the oldest blocks of requests that outgrow their device, which stay in use there."""
-        return [] if self.swaps is None else self.swaps.offload.spill(waiting)
+        return [] if self.swaps is None else self.swaps.offload.spill(waiting, device_limit)
+
+    def hosted(self, request: Request, group: Sequence[int]) -> tuple[int, ...]:
+        """Shares what a request has on hosts among the members of a group there; see `Part.hosted`."""
+        if not request.hosted:
+            return ()
+        pools = [self._cluster.host_pool(instance) for instance in group]
+        left, members = dict(request.hosted), Counter(pools)
+        shares = []
+        for pool in pools:
+            shares.append(-(-left.get(pool, 0) // members[pool]))
+            members[pool] -= 1
+            if shares[-1]:
+                left[pool] -= shares[-1]
+        assert not any(left.values()), "a member reads what lies on its host"
+        return tuple(shares)
 
     def computed(self, forward: Forward) -> None:
         """Takes the completion of a step."""

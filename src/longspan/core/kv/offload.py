@@ -70,7 +70,9 @@ class Offload:
             self._account.let_go(reversed(copy.held))
         else:
             owner = copy.spilled
-            owner.num_hosted += sum(owner.spilling.pop(target, None) is not None for _, target in copy.move.copies)
+            owner.hosted.update(
+                [target.pool for _, target in copy.move.copies if owner.spilling.pop(target, None) is not None]
+            )
             self._read_hosted(owner, copy.held)
         self._keep(copy.move.request_id, copy.kept)
         return saves
@@ -183,8 +185,8 @@ class Offload:
 
     # ---------------------------------------------------------------- out, and in use there
 
-    def spill(self, waiting: Sequence[Request]) -> list[MoveKV]:
-        """Makes moves of the oldest blocks of requests that outgrow their device, as far as others need their room.
+    def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
+        """Makes moves of the oldest blocks of requests that need more than so many, as far as others need their room.
 
         These are what the next step of an instance takes, and the first that waits where that is all it lacks.
         """
@@ -201,7 +203,8 @@ class Offload:
             num_short = min(max(0, due[i]), most[i]) + (min(asked, most[i]) if has_seat else 0) - free
             if num_short > 0:
                 for request in reversed(list(self._running.on(i))):
-                    if num_short > 0 and self._account.outgrows(request, i):
+                    outgrows = request.blocks_for(request.num_tokens) > device_limit and not request.targets
+                    if num_short > 0 and outgrows:
                         num_short -= self._spill(request, i, num_short, moves)
         self.note_peak()
         return moves
@@ -241,7 +244,7 @@ class Offload:
             kept = [target for _, target, _ in copies]
             moves.append(self._copies.begin("out", request.id, copies, held=held, kept=kept, spilled=request))
         if there:
-            request.num_hosted += len(there)
+            request.hosted[number] += len(there)
             self._read_hosted(request, there)
         return len(copies) + len(there)
 

@@ -111,6 +111,7 @@ class Tetris(Cdsp, name="tetris"):
     Options = TetrisOptions
     changeable = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
     knows_roles = True
+    reads_hosts = True
 
     def __init__(self, instances: tuple[int, ...], options: TetrisOptions, facts: Facts) -> None:
         planner = planner_of(

@@ -191,14 +191,19 @@ class Cdsp(Policy):
         """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
         used = [view.kv.num_allocated(instance) for instance in sorted(self.instances)]
+        limit = view.device_limit if view.outgrows(request) else None
         fresh = Prompt(
-            new_tokens=request.num_tokens,
+            new_tokens=request.num_tokens if limit is None else limit * request.block_size,
             improvement_rate=self._watch.improvement_rate,
             chunking=self.chunking,
             instance_tokens=view.kv.num_blocks(0) * request.block_size,
         )
         best, start = self._planner.plan(fresh, queue_s, used), 0
         assert best is not None, "no instance holds anything"
+        if limit is not None:  # the largest group has all of it
+            self._queue.book(best.chunks[-1].group, now_s + best.ttft_s)
+            group = self._in_order(set(best.chunks[-1].group))
+            return Planned(request=request, start=0, spans=(Span(stop=request.num_tokens, group=group),))
         hit = view.kv.match(request, self.instances)
         if hit.num_tokens:
             held = tuple(sorted({ref.pool for ref in hit.refs}.intersection(self.instances)))  # hosts load to any
@@ -288,7 +293,7 @@ class Cdsp(Policy):
         """Begins with the first chunk that is not all cached on its own group."""
         planned = self._plans[request.id]
         for span in planned.spans:
-            hit = budget.view.kv.match(request, span.group)
+            hit = budget.hit(request, span.group)
             if hit.num_tokens < span.stop:
                 break
         part = self._part(request, budget, span, hit)
@@ -325,11 +330,10 @@ def _has_room(planned: Planned, budget: Budget) -> bool:
     request, group, kv = planned.request, planned.group, budget.view.kv
     if any(budget.seqs[i] <= 0 for i in planned.spans[0].group):
         return False
-    free, reserved = budget.blocks, budget.reserved
-    room, whole = sum([free[i] - reserved[i] for i in group]), request.blocks_for(request.num_tokens)
+    room, whole = budget.room(request, group), request.blocks_for(request.num_tokens)
     if whole <= room:
         return True
-    hit = kv.match(request, group)  # what others use, too, takes no room
+    hit = budget.hit(request, group)  # what others use, too, takes no room
     return whole - hit.num_held + kv.hit_cost(hit, budget.claimed).total() <= room
 
 
