@@ -221,10 +221,11 @@ class ClusterView:
 
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who
-        runs there and how far; what is in flight there; what their pools hold.
+        runs there and how far; what is in flight there; what their pools hold, and those of hosts where they read them.
         """
         changes = self.running.changes
-        return self.queue_changes + sum([changes[i] for i in instances]) + self.kv.changes(instances)
+        pools = instances if self.device_limit is None else (*instances, *self.cluster.host_pools)
+        return self.queue_changes + sum([changes[i] for i in instances]) + self.kv.changes(pools)
 
 
 @dataclass(kw_only=True, slots=True)

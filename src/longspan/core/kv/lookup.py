@@ -98,6 +98,22 @@ class Lookup(KvAccount):
         ref, length = self.find_begun(request.parent_key(index), rest, (*hosts, *disks))
         if length and (length == len(self.pool(ref.pool).content(ref.block).tokens) or self.is_worth_a_copy(length)):
             self._add(found, ref, length)
+        return self._with_room(found, group, size)
+
+    def _with_room(self, found: _Found, group: Sequence[int], size: int) -> _Found:
+        """Leaves out what no member near it has a block for, even if nothing else is there, and all behind it."""
+        cluster, on_devices = self._cluster, Counter(ref.pool for ref in found.refs)
+        room = {i: self.num_blocks(i) - on_devices[i] for i in group}
+        for index, ref in enumerate(found.refs):
+            if cluster.tier(ref.pool) == "device":
+                continue
+            most = max((i for i in group if cluster.is_near(i, ref.pool)), key=room.__getitem__)
+            if room[most] <= 0:
+                cut = _Found(refs=[])
+                for one in found.refs[:index]:
+                    self._add(cut, one, size)
+                return cut
+            room[most] -= 1
         return found
 
     def _add(self, found: _Found, ref: BlockRef, num_tokens: int) -> None:
