@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from engines import Engines, ThreadLLM
+from engines import Engines, ThreadLLM, num_free_blocks
 from oracle import Oracle
 from test_exact import COUNTING, assert_all_exact, prompts_of
 from tiny_models import make_tiny
 
 from longspan import SamplingParams
+from longspan.args import EngineArgs
 from longspan.core.request import ContextLengthError, Request
-from longspan.core.steps import MoveKV, Step
+from longspan.core.steps import Forward, MoveKV, Step
+from longspan.errors import WorkerLostError
 from longspan.runtime.executor.control_plane import WorkerExecutor
+from longspan.service import Service
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
 HOST = {"host_kv_gib": 0.02, "num_gpu_blocks_override": 6, "policy": "chunked"}
@@ -97,12 +103,96 @@ def assert_reads_hosts(llm: ThreadLLM, oracle: Oracle) -> None:
     assert request.output == expected
 
 
+@pytest.mark.parametrize("policy", GROUPS)
+def test_a_decode_moves_queries_and_partial_results(engines: Engines, tiny: Path, policy: str) -> None:
+    llm = engines(tiny, parallel="2", **(HOST | {"policy": policy}))
+    llm.reset_prefix_cache()
+    request = llm.engine.add(prompts_of(500)[0], GREEDY)
+    while len(request.output) < 2:
+        llm.engine.step()
+    before, num_before = Counter(llm.bytes_exchanged), len(request.output)
+    while len(request.output) < 30:
+        llm.engine.step()
+    sent, num_tokens = Counter(llm.bytes_exchanged) - before, len(request.output) - num_before
+    spec = llm.info.specs[0]
+    of_a_token = llm.info.num_layers * spec.num_heads * (2 * spec.head_dim * 4 + 4)  # a query, its output and its lse
+    assert set(sent) <= {"ring_q", "tokens", "host_copy", "total"}, "only full blocks go, to their host"
+    assert sent["host_copy"] <= (num_tokens // 16 + 2) * llm.facts.shape.block_bytes(16)
+    assert num_tokens <= sent["ring_q"] / of_a_token <= num_tokens + 1, "one step may be under way"
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_turns_and_choices_share_what_a_group_has_on_hosts(
+    engines: Engines, tiny: Path, oracle: Oracle, policy: str
+) -> None:
+    llm = engines(tiny, parallel="2", **(HOST | {"policy": policy}))
+    turn = prompts_of(350)[0]
+    for _ in range(2):
+        [output] = assert_all_exact(llm, oracle, [turn], GREEDY)
+        [again] = assert_all_exact(llm, oracle, [[*turn, 7]], GREEDY)
+        assert again.metrics.num_cached_tokens >= len(turn) - 16
+        turn = [*turn, *output.outputs[0].token_ids, *prompts_of(20)[0]]
+    both = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, n=2)
+    [output] = llm.generate([turn], both, use_tqdm=False)
+    expected = oracle.complete(turn, 40).token_ids
+    assert [one.token_ids for one in output.outputs] == [expected] * 2
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_a_group_gives_way(engines: Engines, tiny: Path, oracle: Oracle, policy: str) -> None:
+    """A host with room for one and a half of them."""
+    llm = engines(tiny, parallel="2", **(HOST | {"policy": policy, "host_kv_gib": 0.0003}))
+    prompts = prompts_of(270, 260, 30)
+    assert max(map(len, prompts)) + 40 > 192
+    assert llm.max_model_len < sum(len(prompt) + 40 for prompt in prompts)
+    assert_all_exact(llm, oracle, prompts, GREEDY)
+    cluster, kv = llm.engine.config.cluster, llm.engine.kv
+    assert all(free == kv.pool(i).num_blocks for i, free in enumerate(num_free_blocks(llm)))
+    assert all(kv.pool(pool).num_free == kv.pool(pool).num_blocks for pool in cluster.host_pools)
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_a_member_is_killed_while_blocks_lie_on_its_host(
+    tiny: Path, oracle: Oracle, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"block_size": 16, "max_num_batched_tokens": 48, "skip_tokenizer_init": True, "dtype": "float32"}
+    service = Service(EngineArgs(str(tiny), instances=2, **(HOST | options | {"policy": policy})))
+    submit, killed = WorkerExecutor.submit, []
+
+    def killing(executor: WorkerExecutor, step: Step) -> None:
+        submit(executor, step)
+        if isinstance(step, Forward) and not killed and any(sum(part.hosted) > 10 for part in step.parts):
+            killed.append(step)
+            os.kill(executor.pids[1], signal.SIGKILL)
+
+    monkeypatch.setattr(WorkerExecutor, "submit", killing)
+    try:
+        requests = [service.engine.add(prompt, GREEDY) for prompt in prompts_of(400, 20)]
+        num_losses = 0
+        while service.engine.has_unfinished:
+            try:
+                service.engine.step()
+            except WorkerLostError:
+                num_losses += 1
+                service.restart()
+        assert num_losses == 1
+        pools = list(map(service.engine.kv.pool, range(len(service.engine.config.cluster.pool_blocks))))
+        assert [pool.num_free for pool in pools] == [pool.num_blocks for pool in pools]
+    finally:
+        service.close()
+    for request in requests:
+        assert request.output == oracle.complete(request.prompt, 40).token_ids
+
+
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])
-def test_windows_and_softcaps(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("spec", [{}, {"instances": 2, "policy": "context"}])
+def test_windows_and_softcaps(tmp_path: Path, name: str, spec: dict[str, object]) -> None:
     """Layers with a window see less of the host, or nothing."""
-    folder = make_tiny(name, tmp_path / name)
-    with ThreadLLM(str(folder), skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48, **HOST) as llm:
-        assert_all_exact(llm, Oracle(folder), prompts_of(200, 30), GREEDY)
+    folder, given = make_tiny(name, tmp_path / name), HOST | {"skip_tokenizer_init": True, "block_size": 16} | spec
+    with ThreadLLM(str(folder), max_num_batched_tokens=48, **given) as llm:
+        assert_all_exact(llm, Oracle(folder), prompts_of(300, 30), GREEDY)
 
 
 def test_turns_go_on_behind_what_the_host_has(
