@@ -85,7 +85,10 @@ def test_keys_on_a_host_come_over_the_bus(spec: str) -> None:
 
     def more_s(tokens: int, cached: int) -> float:
         own = part_of((0,), start=cached, stop=cached + tokens, runs=((Run(cached, cached + tokens),),))
-        steps = [Forward(number=1, parts=(replace(own, hosted=(number,) if number else ()),)) for number in (0, cached // BLOCK)]
+        steps = [
+            Forward(number=1, parts=(replace(own, hosted=(number,) if number else ()),))
+            for number in (0, cached // BLOCK)
+        ]
         without, with_some = (found.seconds(step)[0] for step in steps)
         return with_some - without
 

@@ -274,9 +274,7 @@ class Request:
 
     # ------------------------------------------------------------ parts of steps
 
-    def make_part(
-        self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...], hosted: tuple[int, ...] = ()
-    ) -> Part:
+    def make_part(self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...], hosted: tuple[int, ...] = ()) -> Part:
         """Makes its part of a step; its table has the new blocks. Ranks then know what the part says.
 
         `hosted` is that of the part.

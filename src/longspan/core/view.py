@@ -214,11 +214,6 @@ class ClusterView:
     max_steps_in_flight: int = 2
     device_limit: int | None = None
 
-    def outgrows(self, request: RequestView) -> bool:
-        """Tells whether a request needs more blocks than it may have on devices."""
-        limit = self.device_limit
-        return limit is not None and request.blocks_for(request.num_tokens) > limit
-
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who
         runs there and how far; what is in flight there; what their pools hold, and those of hosts where they read them.

@@ -149,18 +149,13 @@ class FittedCost:
                 for instance in part.group:
                     starts[instance] = max(starts[instance], fixed_s)
                     rest[instance] += max(0.0, whole_s - fixed_s)
-                if part.hosted:
-                    alone_s = self._of_prefill(part).seconds(part.stop - part.start)
-                    for instance in part.group:
-                        rest[instance] += max(0.0, self._hosted_s(part) - (whole_s - alone_s))
         decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums have the same last bits
         for part in forward.parts:
             if self._decodes_in(part):
                 is_first = (part.group, part.exchange) not in decoding
                 decoding[part.group, part.exchange] = None
                 self._add_decode(part, starts, rest, prefilling, is_first=is_first)
-                for instance in part.group if part.hosted else ():
-                    rest[instance] += self._hosted_s(part)
+        self._add_hosts(forward, rest)
         computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
         for group, exchange in decoding:
             if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
@@ -186,12 +181,16 @@ class FittedCost:
                 starts[instance] = max(starts[instance], start_s)
                 rest[instance] += fit.request_s + context_s
 
-    def _hosted_s(self, part: Part) -> float:
+    def _add_hosts(self, forward: Forward, rest: dict[int, float]) -> None:
         """Times keys on hosts as if they came from there; on a CPU they are where its pool is, too."""
-        if not part.hosted or self.device == "cpu":
-            return 0.0
-        link = self._host_link or self._known_link()
-        return max(part.hosted) * self._block_bytes / (link.bytes_per_s * self._tp)
+        for part in forward.parts if self.device != "cpu" else ():
+            if part.hosted:
+                link = self._host_link or self._known_link()
+                seconds = max(part.hosted) * self._block_bytes / (link.bytes_per_s * self._tp)
+                if not self._decodes_in(part):
+                    seconds -= self._prefill_s(part) - self._of_prefill(part).seconds(part.stop - part.start)
+                for instance in part.group:
+                    rest[instance] += max(0.0, seconds)
 
     def _decodes_in(self, part: Part) -> bool:
         """Tells whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""

@@ -461,7 +461,7 @@ class Auto(Policy, name="auto"):
         choice = self._choice
         seconds = choice.spread([times.seconds(request.num_tokens) for times in self._times.values()])
         blocks = np.full(len(seconds), float(num_blocks))
-        if view.outgrows(request):  # all have what lies on hosts, too
+        if Budget(view, ()).outgrows(request):  # all have what lies on hosts, too
             hosts = {view.cluster.host_pool(instance) for instance in self.instances}
             blocks[choice.sizes == len(self.instances)] -= sum(map(view.kv.num_free, hosts))
             return seconds, blocks
@@ -608,7 +608,7 @@ class Auto(Policy, name="auto"):
             known[instance].seats -= 1
         if router is not None:
             return replace(part, targets=router.route(request))
-        targets = self._home(request, group, known, outgrows=budget.view.outgrows(request))
+        targets = self._home(request, group, known, outgrows=budget.outgrows(request))
         for target, num_blocks in targets:
             known[target].seats -= 1
             known[target].room -= num_blocks

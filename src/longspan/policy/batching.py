@@ -236,19 +236,24 @@ class Budget:
         due, more = self.view.running.due_blocks, self._growing.more
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
+    def outgrows(self, request: RequestView) -> bool:
+        """Tells whether a request needs more blocks than it may have on devices."""
+        limit = self.view.device_limit
+        return limit is not None and request.blocks_for(request.num_tokens) > limit
+
     def hosts_of(self, request: RequestView, group: Iterable[int]) -> tuple[int, ...]:
         """Returns the pools of hosts where a group has what it lacks room for; none unless the request outgrows it."""
-        if not self.view.outgrows(request):
+        if not self.outgrows(request):
             return ()
         return tuple({self.view.cluster.host_pool(instance): None for instance in group})
 
     def hit(self, request: RequestView, group: tuple[int, ...]) -> PrefixHit:
-        """Finds what a group has of a request; for one that outgrows it, instances keep room for a step."""
-        view = self.view
-        if not (hosts := self.hosts_of(request, group)):
-            return view.kv.match(request, group)
-        step_blocks = -(-view.max_num_batched_tokens // request.block_size) + 1
-        return view.kv.match_beside(request, {i: max(0, self.blocks[i] - step_blocks) for i in group}, hosts)
+        """Finds what a group has of a request, on hosts too if it outgrows the group."""
+        if not self.outgrows(request):
+            return self.view.kv.match(request, group)
+        from longspan.policy.on_hosts import hit_on_hosts  # noqa: PLC0415 - few requests are so long
+
+        return hit_on_hosts(request, group, self)
 
     def room(self, request: RequestView, group: Sequence[int], cost: Mapping[int, int] = _FREE) -> int:
         """Counts the blocks that there are for a request beside what running ones need, on a group or its hosts, and
@@ -256,21 +261,6 @@ class Budget:
         """
         room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in group])
         return room + sum([self.blocks[host] - cost.get(host, 0) for host in self.hosts_of(request, group)])
-
-    def blocks_now(
-        self, request: RequestView, group: Sequence[int], cost: Mapping[int, int], *, is_new: bool
-    ) -> tuple[int, ...]:
-        """Counts the blocks that a request which outgrows a group can have on each member now, beside what others need.
-
-        More are free when others have gone to the host. One that runs may take what others need, or else none at all.
-        """
-        missing = 0 if is_new else request.blocks_for(request.num_tokens) - len(request.table)
-        each = -(-missing // len(request.kv_owners)) if missing else 0
-        free = [self.blocks[i] - cost.get(i, 0) for i in group]
-        found = [
-            max(0, number - max(0, self.reserved[i] - each)) for i, number in zip(group, free, strict=True)
-        ]
-        return tuple(found if is_new or any(found) else [min(1, max(0, number)) for number in free])
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
@@ -369,10 +359,12 @@ def single_part(
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)
     num_held = len(hit.refs) if hit is not None else len(request.table)
-    if budget.view.outgrows(request):
+    if budget.outgrows(request):
+        from longspan.policy.on_hosts import blocks_now  # noqa: PLC0415 - few requests are so long
+
         cost = _FREE if hit is None else budget.view.kv.hit_cost(hit, budget.claimed)
-        [now] = budget.blocks_now(request, (instance,), cost, is_new=hit is not None)
-        least = 0 if hit is not None else 1  # one that runs asks for one, so that others give way
+        [now] = blocks_now(request, (instance,), budget, cost, is_new=hit is not None)
+        least = int(hit is None)  # a running request asks for a block, so that others give way
         stop = min(stop, (num_held + max(least, now)) * request.block_size)
     if stop <= start:
         return None

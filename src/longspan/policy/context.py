@@ -194,7 +194,7 @@ class Context(Policy, name="context"):
         hit = budget.hit(request, group)
         new_tokens, answer_tokens = request.num_tokens - hit.num_tokens, expected_answer(request)
         exchange = self._group_parts.exchange(new_tokens, hit.num_tokens, members, answer_tokens)
-        if exchange.traits.keeps == "later" and not budget.view.outgrows(request):
+        if exchange.traits.keeps == "later" and not budget.outgrows(request):
             group = _ending_at_owner(group, hit, budget)
         return self._group_parts.chunk(
             *(request, budget, group, hit),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from operator import add
 from typing import Literal
 
 from longspan.core.blocks import BlockRef, PrefixHit
@@ -295,7 +294,7 @@ class GroupParts:
         return self._chunk(request, budget, group, hit, most=most, end=end, partition=partition)
 
     def _even_moves(self, request: RequestView, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        if not self._balance or set(group) <= set(request.group) or budget.view.outgrows(request):
+        if not self._balance or set(group) <= set(request.group) or budget.outgrows(request):
             return ()
         full = request.table[: request.num_scheduled // request.block_size]
         return even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
@@ -316,18 +315,15 @@ class GroupParts:
             table, start, cost = request.table, request.num_scheduled, Counter(instance for _, instance in moves)
         else:
             table, start, cost = hit.refs, hit.num_tokens, budget.view.kv.hit_cost(hit, budget.claimed)
-        outgrows, size = budget.view.outgrows(request), request.block_size
+        size = request.block_size
         tokens = tuple([min(budget.tokens[i], most) for i in group])
         blocks = tuple([budget.blocks[i] - cost.get(i, 0) for i in group])
-        if outgrows:
-            blocks = budget.blocks_now(request, group, cost, is_new=hit is not None)
-            if hit is not None and not any(blocks):
-                return None
-            begun = [ref.pool for ref in table[start // size :]] if start % size else []
-            rest = [-start % size if i in begun else 0 for i in group]
-            least = 0 if any(blocks) or any(rest) else 1  # one that runs asks for one block, so that others give way
-            wanted = [max(least, number) * size for number in blocks]
-            tokens = tuple([min(both) for both in zip(tokens, map(add, wanted, rest), strict=True)])
+        if budget.outgrows(request):
+            from longspan.policy.on_hosts import blocks_now, tokens_now  # noqa: PLC0415 - few requests are so long
+
+            blocks = blocks_now(request, group, budget, cost, is_new=hit is not None)
+            most_tokens = tokens_now(table, start, size, group, blocks, is_new=hit is not None)
+            tokens = tuple(map(min, tokens, most_tokens))
         room = Room(tokens=tokens, blocks=blocks, block_size=size)
         if not any(room.tokens):
             return None

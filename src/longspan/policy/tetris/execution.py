@@ -191,7 +191,7 @@ class Cdsp(Policy):
         """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
         used = [view.kv.num_allocated(instance) for instance in sorted(self.instances)]
-        limit = view.device_limit if view.outgrows(request) else None
+        limit = view.device_limit if Budget(view, ()).outgrows(request) else None
         fresh = Prompt(
             new_tokens=request.num_tokens if limit is None else limit * request.block_size,
             improvement_rate=self._watch.improvement_rate,
