@@ -12,6 +12,7 @@ from typing import Protocol, get_args
 from longspan.core.blocks import BlockRef
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.exchange import shown_names
+from longspan.core.kv.check import Watch
 from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
@@ -59,6 +60,7 @@ class Engine:
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         num_external_queries: tokens that are looked up on hosts, too.
         kv: all blocks of KV, and what is on its way.
+        watch: checks the account of KV blocks when the engine is idle.
 
     Args:
         saved: what each disk has from an earlier run, by block, the least recently used first.
@@ -84,7 +86,7 @@ class Engine:
             self.kv.pool(pool).restore(contents)
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = self.num_external_queries = 0
-        self._regrouping = Regrouping()
+        self._regrouping, self.watch, self._is_checked = Regrouping(), Watch(), False
         self._request_ids, self._admissions = count(), count(1)
         self._seeds = random.Random(config.seed)
         self.set_policy(policy)
@@ -132,6 +134,7 @@ class Engine:
         )
         request.pin_rope_length(self.config.rope_length(len(prompt)))
         self._requests[request.id] = request
+        self._is_checked = False
         self._waiting.add(request)
         self._policy.arrived(request)
         return request
@@ -140,6 +143,15 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether a request runs or waits, KV is in flight, or clusters change."""
         return bool(self._requests) or self._is_moving or self.is_regrouping
+
+    def check_when_idle(self) -> None:
+        """Check the account of KV blocks if the engine is idle, once per idle period.
+
+        Drivers call this before they wait for work. A violation is logged and counted, and raises no error.
+        """
+        if not (self._is_checked or self.has_unfinished):
+            self._is_checked = True
+            self.watch.check(self.kv)
 
     @property
     def _is_moving(self) -> bool:

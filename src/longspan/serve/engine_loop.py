@@ -139,6 +139,7 @@ class EngineLoop:
             if self._resharding is not None and not self._engine.is_regrouping:
                 self._resharded(self._resharding.id)
         else:
+            self._engine.check_when_idle()
             self._send_outputs(messages.StepOutputs(), with_stats=True)  # the API server is to hear that we live
             # Raises when a worker is lost, ends when there is a command.
             self._service.executor.poll(self._setup.engine_timeout_s / 4)
@@ -373,6 +374,7 @@ class EngineLoop:
             num_preemptions=self._engine.num_preemptions,
             num_prefix_queries=self._engine.num_prefix_queries,
             num_prefix_hits=self._engine.num_prefix_hits,
+            num_kv_violations=self._engine.watch.num_violations,
             num_external_queries=self._engine.num_external_queries,
             num_host_hits=self._engine.kv.counts.num_hits,
             num_disk_hits=self._engine.kv.counts.num_disk_hits,

@@ -150,6 +150,11 @@ class Loads:
         """The requests that wait for moves."""
         return [load.request for load in self._loads.values()]
 
+    @property
+    def numbers(self) -> set[int]:
+        """The moves that requests wait for."""
+        return set[int]().union(*(load.numbers for load in self._loads.values()))
+
     def num_tokens(self, request: Request) -> int | None:
         """Returns the tokens that a request will have when all is there; None for one that waits for nothing."""
         load = self._loads.get(request.id)

@@ -84,6 +84,11 @@ class Offload:
         return any(copy.move.request_id == request.id and copy.move.way == "out" for copy in self._copies)
 
     @property
+    def owners(self) -> set[int]:
+        """The ids of the requests for which hosts keep blocks."""
+        return set(self._given_up)
+
+    @property
     def kept_blocks(self) -> list[BlockRef]:
         """Blocks on hosts of requests that have given them up and go on."""
         return [ref for blocks in self._given_up.values() for ref in blocks]
