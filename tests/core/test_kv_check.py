@@ -59,7 +59,7 @@ def forgets_a_copy(cluster: Cluster) -> None:
 def forgets_an_offloaded_request(cluster: Cluster) -> None:
     swaps = cluster.engine.kv.swaps
     assert swaps is not None
-    del cluster.engine._requests[min(swaps.offload.owners)]
+    del cluster.engine._queues.requests[min(swaps.offload.owners)]
 
 
 def forgets_a_load(cluster: Cluster) -> None:
@@ -98,9 +98,9 @@ def test_a_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
     assert engine.kv.swaps is not None
     while not (engine.kv.swaps.loads.numbers and engine.kv.swaps.offload.owners and running(cluster)):
         cluster.step()
-    assert violations(engine.kv, engine._requests.values()) == []
+    assert violations(engine.kv, engine._queues.requests.values()) == []
     mistake(cluster)
-    assert violations(engine.kv, engine._requests.values())
+    assert violations(engine.kv, engine._queues.requests.values())
 
 
 ALLOWED = {

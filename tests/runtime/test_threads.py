@@ -154,7 +154,7 @@ def test_calls_of_threads_preempt_one_another_and_stay_exact(
     with ThreadLLM(str(tiny), num_gpu_blocks_override=14, max_model_len=200, **OPTIONS) as llm:
         outputs = in_threads(llm, prompts, greedy(24))
         assert [tokens_of(output) for output in outputs] == expected
-        assert llm.engine.num_preemptions > 0
+        assert llm.engine.counts.num_preemptions > 0
         assert num_free_blocks(llm) == [14]
 
 

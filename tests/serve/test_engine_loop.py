@@ -399,7 +399,7 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
         server.cluster.executor.are_lost = True
         with pytest.raises(WorkerLostError) as lost:
             server.turn_until_lost()
-        requests = server.cluster.engine._requests.values()
+        requests = server.cluster.engine._queues.requests.values()
         num_between += any(request.group and not request.in_flight for request in requests)
         server.loop._restart(lost.value)
         server.finish()

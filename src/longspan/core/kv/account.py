@@ -12,6 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from longspan.core.blocks import BlockRef, PrefixHit
+from longspan.core.kv.counts import PoolUsage
 from longspan.core.kv.pool import BlockPool
 from longspan.core.request import Request
 from longspan.core.steps import Content
@@ -51,8 +52,13 @@ class KvAccount:
     def num_free(self, instance: int) -> int:
         return self._pools[instance].num_free
 
-    def num_used(self, pools: Iterable[int]) -> int:
-        return sum([self._pools[pool].num_blocks - self._pools[pool].num_free for pool in pools])
+    def usage(self, pools: Iterable[int]) -> PoolUsage:
+        found = [self._pools[number] for number in pools]
+        return PoolUsage(
+            num_blocks=sum([pool.num_blocks for pool in found]),
+            num_used=sum([len(pool.in_use) for pool in found]),
+            num_cached=sum([pool.num_cached for pool in found]),
+        )
 
     def num_leaving(self, instance: int) -> int:
         return self._pools[instance].num_leaving

@@ -1,8 +1,17 @@
-"""Counts of what has moved between devices, hosts and disks."""
+"""Counts of blocks in pools, and of what has moved between devices, hosts and disks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUsage:
+    """How full some pools are: the blocks in use, and the cached blocks that are free."""
+
+    num_blocks: int
+    num_used: int
+    num_cached: int
 
 
 @dataclass(kw_only=True)

@@ -40,12 +40,14 @@ class Loads:
         counts: updated by this object.
     """
 
-    def __init__(self, account: KvAccount, cluster: Cluster, copies: Copies, counts: TierCounts) -> None:
+    _account: KvAccount
+    _cluster: Cluster
+
+    def __init__(self, copies: Copies, counts: TierCounts) -> None:
         self._copies, self._counts = copies, counts
         self._loads: dict[int, _Load] = {}
-        self.restart(account, cluster)
 
-    def restart(self, account: KvAccount, cluster: Cluster) -> None:
+    def regroup(self, account: KvAccount, cluster: Cluster) -> None:
         """Goes on with another account and cluster; requests that wait have lost their blocks."""
         self._loads.clear()
         self._account, self._cluster = account, cluster

@@ -22,21 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from longspan.core.blocks import BlockRef, Target
+from longspan.core.blocks import BlockRef, PrefixHit, Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
-from longspan.core.kv.counts import TierCounts
+from longspan.core.kv.counts import PoolUsage, TierCounts
 from longspan.core.kv.pool import BlockPool
 from longspan.core.kv.residency import OFFLOADED, OFFLOADING, RESIDENT, TRANSFERRING, WAITING, Loading, Residency
-from longspan.core.queues import Running
+from longspan.core.queues import Queues
 from longspan.core.request import Request
-from longspan.core.steps import Completion, Forward, MoveKV, Part
+from longspan.core.steps import Completion, Content, Forward, MoveKV, Part
 from longspan.core.view import KvView, ScheduledPart
 
 if TYPE_CHECKING:  # those who need them import them
     from longspan.core.config import EngineConfig
     from longspan.core.kv.swaps import Swaps
-    from longspan.core.kv.transfer import Transfer
     from longspan.core.kv.transfers import Transfers
 
 
@@ -44,30 +43,41 @@ class KvManager:
     """Owns every block of every pool. The engine changes it, and submits the moves that it returns.
 
     Args:
-        running: who runs on each instance, and what they still need.
+        queues: all requests, who runs on each instance, and what they still need.
         number: gives the next step's number.
+        saved: what each disk has from an earlier run, by block, the least recently used first.
 
     Attributes:
         counts: the moves between tiers so far.
         swaps: the moves between tiers that are in flight; None without pools on hosts.
+        in_transfer: KV on its way to instances that decode; None before the first.
     """
 
-    def __init__(self, config: EngineConfig, running: Running, number: Callable[[], int]) -> None:
-        self._cluster, self._config, self._running, self._number = config.cluster, config, running, number
+    def __init__(
+        self,
+        config: EngineConfig,
+        queues: Queues,
+        number: Callable[[], int],
+        *,
+        saved: Sequence[Iterable[tuple[int, Content]]] = (),
+    ) -> None:
+        self._config, self._requests, self._running, self._number = config, queues.requests, queues.running, number
         self.counts = TierCounts()
         self.swaps: Swaps | None = None
-        self._transfers: Transfers | None = None
+        self.in_transfer: Transfers | None = None
         if config.cluster.host_blocks and config.prefix_caching:
             from longspan.core.kv.swaps import Swaps  # noqa: PLC0415 - most engines have one tier
 
             bounds = {"step_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
             sizes = {"block_size": config.block_size, **bounds}
-            self.swaps = Swaps(config.cluster, running, number, counts=self.counts, swap=config.swap, **sizes)
+            self.swaps = Swaps(self._running, number, counts=self.counts, swap=config.swap, **sizes)
         self._use_pools(config.cluster, None)
+        for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
+            self.pool(pool).restore(contents)
 
     def _use_pools(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Makes empty pools of a cluster, on devices only if there are others `before` to go on with."""
-        self._cluster, self._transfers = cluster, None
+        self._cluster, self.in_transfer = cluster, None
         if self.swaps is not None:
             self.swaps.regroup(cluster, before)
             self.account = self.swaps.account
@@ -83,12 +93,16 @@ class KvManager:
     def pool(self, number: int) -> BlockPool:
         return self.account.pool(number)
 
+    def usage(self, pools: Iterable[int]) -> PoolUsage:
+        """Return how full some pools are together."""
+        return self.account.usage(pools)
+
     # ---------------------------------------------------------------- KV in flight
 
     @property
     def is_moving(self) -> bool:
         """Whether any KV is on its way."""
-        return self.is_copying or (self._transfers is not None and self._transfers.in_flight)
+        return self.is_copying or (self.in_transfer is not None and self.in_transfer.in_flight)
 
     @property
     def is_copying(self) -> bool:
@@ -103,12 +117,12 @@ class KvManager:
     @property
     def can_regroup(self) -> bool:
         """Whether no KV is on its way from a device or to one."""
-        return not (self.copies_on_devices or (self._transfers is not None and self._transfers.in_flight))
+        return not (self.copies_on_devices or (self.in_transfer is not None and self.in_transfer.in_flight))
 
     @property
     def expected(self) -> Mapping[int, int]:
         """Blocks that transfers will need, by target; see `ClusterView`."""
-        return {} if self._transfers is None else self._transfers.expected
+        return {} if self.in_transfer is None else self.in_transfer.expected
 
     def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
         """Returns those that can start, first come: up to the first whose KV is still on its way to hosts."""
@@ -129,26 +143,24 @@ class KvManager:
             return WAITING
         return OFFLOADING if swaps.offload.is_leaving(request) else OFFLOADED
 
-    @property
-    def transfers_in_progress(self) -> list[Transfer]:
-        """Requests' KV on its way to instances that decode them."""
-        return [] if self._transfers is None else self._transfers.in_progress
-
-    @property
-    def blocks_of_transfers(self) -> list[BlockRef]:
-        """The blocks, at both ends, of moves to instances that decode."""
-        return [] if self._transfers is None else self._transfers.moving_blocks
-
     # ---------------------------------------------------------------- requests come
 
-    def take(self, request: Request, scheduled: ScheduledPart) -> None:
-        """Begins the table of a request that is admitted with what it hits.
+    def admit(self, loads: Iterable[ScheduledPart], parts: Iterable[ScheduledPart]) -> list[MoveKV]:
+        """Begin and extend the tables of requests as a plan says. Return the moves that load blocks to devices.
 
-        When all of a plan have taken theirs, call `load` or `extend` for each: these take room, and could evict what
-        others have hit.
+        All requests take the blocks of their hits first. Each later allocation could evict a hit.
         """
-        hit = scheduled.hit
-        assert hit is not None, "who is admitted has looked for its beginning"
+        for scheduled in (*loads, *parts):
+            if scheduled.hit is not None:
+                self._take(self._requests[scheduled.request.id], scheduled, scheduled.hit)
+        moves = [move for one in loads for move in self._load(self._requests[one.request.id], one)]
+        for scheduled in parts:
+            if scheduled.hit is not None or scheduled.block_owners:
+                self._extend(self._requests[scheduled.request.id], scheduled)
+        return moves
+
+    def _take(self, request: Request, scheduled: ScheduledPart, hit: PrefixHit) -> None:
+        """Begin the table of a request with the blocks of its hit."""
         self.account.take(request, hit)
         request.num_scheduled, request.group = hit.num_tokens, scheduled.group
         if not hit.waits:
@@ -158,7 +170,7 @@ class KvManager:
             if not hit.waits:
                 request.num_hosted = sum(ref.pool in self._cluster.host_pools for ref in hit.refs)
 
-    def load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
+    def _load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
         """Makes moves to devices of what a request has taken on hosts and disks."""
         hit = scheduled.hit
         assert hit is not None and self.swaps is not None, "a hit says what to load"
@@ -173,8 +185,8 @@ class KvManager:
             self._open(request, targets)
         return [request for request, _ in found]
 
-    def extend(self, request: Request, scheduled: ScheduledPart) -> None:
-        """Appends the blocks that a part asks for to the request's table."""
+    def _extend(self, request: Request, scheduled: ScheduledPart) -> None:
+        """Append the blocks that a part asks for to the table of the request."""
         if (hit := scheduled.hit) is not None:
             self.account.copy_last(request, hit)
             self._open(request, scheduled.targets)
@@ -183,12 +195,12 @@ class KvManager:
 
     def _open(self, request: Request, targets: Sequence[Target]) -> None:
         if targets:
-            if self._transfers is None:
+            if self.in_transfer is None:
                 from longspan.core.kv.transfers import Transfers  # noqa: PLC0415 - most requests stay where they are
 
                 bounds = {"backends": self._cluster.backends, "max_num_seqs": self._config.max_num_seqs}
-                self._transfers = Transfers(self.account, self._running, self._number, **bounds)
-            self._transfers.open(request, targets)
+                self.in_transfer = Transfers(self.account, self._running, self._number, **bounds)
+            self.in_transfer.open(request, targets)
         self._update(request)
 
     def rebalance(self, request: Request, scheduled: ScheduledPart) -> MoveKV:
@@ -207,49 +219,53 @@ class KvManager:
         """Makes moves to hosts of the oldest blocks of requests that outgrow their device, which stay in use there."""
         return [] if self.swaps is None else self.swaps.offload.spill(waiting)
 
-    def computed(self, forward: Forward) -> None:
-        """Takes the completion of a step."""
-        if self._transfers is not None:
-            self._transfers.computed(forward)
+    def computed(self, forward: Forward) -> list[tuple[BlockRef, int]]:
+        """Take the completion of a step. Return the copied blocks with KV that is not finite, see `complete_copies`."""
+        if self.in_transfer is not None:
+            self.in_transfer.computed(forward)
         if self.swaps is not None:
             self.swaps.offload.computed(forward.number)
+        copied = [(self._requests[move.request_id], move.copies) for move in forward.rebalances]
+        return [slot for request, copies in copied for slot in self.account.complete_copies(request, copies)]
+
+    def publish(self, request: Request, start: int, *, is_finite: bool) -> None:
+        """Publish the blocks that a part from `start` on has filled. KV that is not finite is never published."""
+        if not is_finite and request.non_finite_from is None:
+            self.account.withdraw(request, start)
+        self.account.publish(request, start)
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Makes moves, to the instances that decode, of what a step computes."""
-        return () if self._transfers is None else self._transfers.streams(parts)
+        return () if self.in_transfer is None else self.in_transfer.streams(parts)
 
     def transfers(self) -> list[MoveKV]:
         """Makes moves, to the instances that decode, of what was computed before and is not sent yet."""
-        return [] if self._transfers is None else self._transfers.by_themselves()
+        return [] if self.in_transfer is None else self.in_transfer.by_themselves()
 
     @property
     def has_news(self) -> bool:
         """Whether anything has happened by which there could be `transfers`, or requests to `hand_over`."""
-        return self._transfers is not None and self._transfers.dirty
+        return self.in_transfer is not None and self.in_transfer.dirty
 
     def hand_over(self) -> list[Request]:
         """Gives requests to the instances that decode them, where all of their KV is; returns them."""
-        found = []
-        for shares in () if self._transfers is None else self._transfers.arrived():
-            request = shares[0].request
-            self.account.hand_over(request, [ref for share in shares for ref in share.blocks])
-            request.move_to(*[share.target for share in shares])
+        found = [] if self.in_transfer is None else self.in_transfer.hand_over()
+        for request in found:
             self._update(request)
-            found.append(request)
         return found
 
     def make_room(self, full: Collection[int]) -> None:
         """Takes blocks back from transfers, for those that decode and came before; not on `full` instances."""
-        if self._transfers is not None:
-            self._transfers.make_room(full)
+        if self.in_transfer is not None:
+            self.in_transfer.make_room(full)
 
     def stuck(self) -> Request | None:
         """Returns the last admitted request that has no room where it is to decode."""
-        return None if self._transfers is None else self._transfers.stuck()
+        return None if self.in_transfer is None else self.in_transfer.stuck()
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
         """Takes slots with KV that is not finite; returns those that ranks can clear now, see `Free`."""
-        return tuple(slots) if self._transfers is None else self._transfers.clearable(slots)
+        return tuple(slots) if self.in_transfer is None else self.in_transfer.clearable(slots)
 
     # ---------------------------------------------------------------- requests go
 
@@ -274,8 +290,8 @@ class KvManager:
         self._update(request)
 
     def _give_up_transfer(self, request: Request) -> None:
-        if self._transfers is not None:
-            self._transfers.give_up(request)
+        if self.in_transfer is not None:
+            self.in_transfer.give_up(request)
 
     def relent(self) -> bool:
         """Leaves to the cache what waiting requests gave up, so that one which needs all of its host can have it.
@@ -286,21 +302,21 @@ class KvManager:
 
     # ---------------------------------------------------------------- moves are done
 
-    def moved(self, done: Completion, requests: Mapping[int, Request]) -> list[MoveKV] | None:
+    def moved(self, done: Completion) -> list[MoveKV] | None:
         """Takes the completion of a move between pools; returns moves to submit, None for any other step."""
-        if self._transfers is not None and self._transfers.moved(done.number):
+        if self.in_transfer is not None and self.in_transfer.moved(done.number):
             return []
         if self.swaps is None or (moved := self.swaps.moved(done)) is None:
             return None
         for loading in self.swaps.loads.waiting:
             self._update(loading)  # what a disk could not give is not loaded
-        request = requests.get(moved[0])
+        request = self._requests.get(moved[0])
         if request is not None and not request.group:
             could_start = request.residency.can_start
             self._update(request)
             self.counts.num_offloaded += request.residency.can_start and not could_start
-        if self._transfers is not None:
-            self._transfers.dirty = True  # blocks that were copied out are free
+        if self.in_transfer is not None:
+            self.in_transfer.note_free_blocks()
         return moved[1]
 
     # ---------------------------------------------------------------- other workers, other clusters

@@ -18,7 +18,7 @@ from longspan.core.steps import Completion, MoveKV
 
 
 class Swaps:
-    """Makes moves between tiers, and takes their completions.
+    """Makes moves between tiers, and takes their completions. `regroup` gives it a cluster.
 
     Args:
         number: gives the next step's number.
@@ -34,7 +34,6 @@ class Swaps:
 
     def __init__(
         self,
-        cluster: Cluster,
         running: Running,
         number: Callable[[], int],
         *,
@@ -47,24 +46,20 @@ class Swaps:
         self._block_size, self._swap, self._counts = block_size, swap, counts
         self.copies = Copies(number)
         self._targets: dict[int, tuple[Target, ...]] = {}  # of requests that load
-        account = self._pools(cluster)
-        self.loads = Loads(account, cluster, self.copies, counts)
+        self.account: KvAccount
+        self.loads = Loads(self.copies, counts)
         bounds = {"step_tokens": step_tokens, "max_num_seqs": max_num_seqs}
-        self.offload = Offload(account, cluster, self.copies, running, counts=counts, **bounds)
-
-    def _pools(self, cluster: Cluster) -> Lookup:
-        prices = None if self._swap is None else self._swap(cluster)
-        self.account: KvAccount = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
-        return self.account
+        self.offload = Offload(self.copies, running, counts=counts, **bounds)
 
     def regroup(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Goes on with a cluster; with the pools `before` on hosts and disks, or empty ones."""
-        account = self._pools(cluster)
+        prices = None if self._swap is None else self._swap(cluster)
+        self.account = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
         if before is not None:
-            account.keep_pools(before, cluster.host_pools.start)
+            self.account.keep_pools(before, cluster.host_pools.start)
         self._targets.clear()
-        self.loads.restart(account, cluster)
-        self.offload.regroup(account, cluster)
+        self.loads.regroup(self.account, cluster)
+        self.offload.regroup(self.account, cluster)
 
     def lose(self) -> None:
         """Forgets what is under way, since the workers are lost. What hosts and disks had before stays."""
