@@ -14,7 +14,7 @@ from longspan.core.sampling import SamplingParams
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of a request.
+    """Options of one request beside its sampling parameters.
 
     Attributes:
         choice, leader: for `params.n` outputs, add the first request, and then the others with it as their leader.

@@ -174,7 +174,7 @@ class Lifecycle:
     # ---------------------------------------------------------------- ends
 
     def preempt(self, request: Request) -> None:
-        """Retract a request in favour of others."""
+        """Free the blocks of a request for other requests, and count that."""
         request.metrics.num_preemptions += 1
         self.counts.num_preemptions += 1
         self.retract(request)

@@ -1,4 +1,4 @@
-"""What an engine reports about itself: its load at one moment, and its counts so far."""
+"""Numbers that an engine reports: its load at one moment, and its counts so far."""
 
 from __future__ import annotations
 

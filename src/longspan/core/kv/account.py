@@ -98,11 +98,11 @@ class KvAccount:
             refs[index] = there
         return self._with_begun(request, (instance,), refs)
 
-    def _full_blocks(self, request: RequestView, pools: Sequence[int]) -> list[BlockRef]:
-        """Finds the full blocks that a request begins with, each in the first of some pools that has it."""
+    def _full_blocks(self, request: RequestView, pools: Sequence[int], first: int = 0) -> list[BlockRef]:
+        """Find full blocks from one place in a request on, each in the first pool that has it, up to the first gap."""
         refs: list[BlockRef] = []
-        while (len(refs) + 1) * self.block_size < request.num_tokens:
-            ref = self.find(request.parent_key(len(refs) + 1), pools)
+        for index in range(first + 1, -(-request.num_tokens // self.block_size)):
+            ref = self.find(request.parent_key(index), pools)
             if ref is None:
                 break
             refs.append(ref)
@@ -235,26 +235,15 @@ class KvAccount:
 
         Returns them and how many are cached; None without room for them beside `num_left` others.
         """
-        pool, shared = self.pool(instance), self._cached_from(request, places, instance)
+        pool, shared = self.pool(instance), list[BlockRef]()
+        if self.prefix_caching and not request.scores_prompt:
+            shared = self._full_blocks(request, (instance,), places.start)[: len(places)]
         num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
         if len(places) - len(shared) > pool.num_free - num_cached - num_left:
             return None
         for ref in shared:
             pool.share(ref.block)
         return (*shared, *self._allocate(instance, len(places) - len(shared))), len(shared)
-
-    def _cached_from(self, request: Request, places: range, instance: int) -> list[BlockRef]:
-        """Finds the full blocks that an instance has of these places, up to the first that it has not."""
-        found: list[BlockRef] = []
-        if not self.prefix_caching or request.scores_prompt:
-            return found
-        for index in places:
-            known = (index + 1) * self.block_size < request.num_tokens
-            ref = self.find(request.parent_key(index + 1), (instance,)) if known else None
-            if ref is None:
-                break
-            found.append(ref)
-        return found
 
     def replace(self, blocks: list[BlockRef], index: int, ref: BlockRef) -> None:
         """Puts a block of the same pool, which others hold, in the place of one that was reserved."""

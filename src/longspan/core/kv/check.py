@@ -138,7 +138,7 @@ def dump(kv: KvManager) -> str:
             references = dict(list(pool.in_use.items())[:_MAX_SHOWN])
             lines.append(
                 f"pool {number}: {pool.num_blocks} blocks, {len(pool.in_use)} in use (references by block: "
-                f"{references}), {len(pool.held)} held, {pool.num_cached} cached, {pool.num_blank} blank"
+                f"{references}), {len(pool.held)} held, {pool.num_free} free, {pool.num_cached} of them cached"
             )
     lines += [f"{what} of requests {sorted(owners)}" for what, owners in _owners_by_kind(kv).items() if owners]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUsage:
-    """How full some pools are: the blocks in use, and the cached blocks that are free."""
+    """Blocks of some pools: all, those in use, and the free ones that are cached."""
 
     num_blocks: int
     num_used: int

@@ -174,13 +174,14 @@ class KvManager:
         """Makes moves to devices of what a request has taken on hosts and disks."""
         hit = scheduled.hit
         assert hit is not None and self.swaps is not None, "a hit says what to load"
-        moves = self.swaps.load(request, hit.num_tokens, scheduled.block_owners, scheduled.targets)
+        moves = self.swaps.loads.begin(request, hit.num_tokens, scheduled.block_owners, scheduled.targets)
+        self.swaps.offload.note_peak()
         self._update(request)
         return moves
 
     def loaded(self) -> list[Request]:
         """Returns the requests that have waited for their KV, and compute from now on."""
-        found = [] if self.swaps is None else self.swaps.loaded()
+        found = [] if self.swaps is None else self.swaps.loads.complete()
         for request, targets in found:
             self._open(request, targets)
         return [request for request, _ in found]

@@ -45,10 +45,6 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_blank(self) -> int:
-        return len(self._blank)
-
     def references(self, block: int) -> int:
         return self._references.get(block, 0)
 

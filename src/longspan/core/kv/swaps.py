@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from longspan.core.blocks import Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies
@@ -45,7 +44,6 @@ class Swaps:
     ) -> None:
         self._block_size, self._swap, self._counts = block_size, swap, counts
         self.copies = Copies(number)
-        self._targets: dict[int, tuple[Target, ...]] = {}  # of requests that load
         self.account: KvAccount
         self.loads = Loads(self.copies, counts)
         bounds = {"step_tokens": step_tokens, "max_num_seqs": max_num_seqs}
@@ -57,7 +55,6 @@ class Swaps:
         self.account = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
         if before is not None:
             self.account.keep_pools(before, cluster.host_pools.start)
-        self._targets.clear()
         self.loads.regroup(self.account, cluster)
         self.offload.regroup(self.account, cluster)
 
@@ -69,26 +66,6 @@ class Swaps:
             self.account.give_back(reversed(copy.kept))
             self.account.give_back(reversed([above for above, _, _ in copy.behind]))
         self.offload.restart(lost)
-
-    def load(self, request: Request, num_tokens: int, owners: Sequence[int], targets: Sequence[Target]) -> list[MoveKV]:
-        """Makes moves of what a request's table names on hosts and disks, see `Loads.begin`.
-
-        Args:
-            targets: where it is to be decoded, once it has been loaded and prefilled.
-        """
-        moves = self.loads.begin(request, num_tokens, owners)
-        self._targets[request.id] = tuple(targets)
-        self.offload.note_peak()
-        return moves
-
-    def loaded(self) -> list[tuple[Request, tuple[Target, ...]]]:
-        """Returns the requests that have waited for their KV, and have it now."""
-        found = []
-        for request, num_tokens in self.loads.arrived():
-            request.num_computed = request.num_scheduled = num_tokens
-            self.account.publish(request, 0)
-            found.append((request, self._targets.pop(request.id)))
-        return found
 
     def moved(self, done: Completion) -> tuple[int, list[MoveKV]] | None:
         """Takes the completion of a move between tiers; returns None for any other step.
