@@ -77,6 +77,7 @@ class Engine:
         self._lifecycle.finish(request, reason)
 
     # ---------------------------------------------------------------- state
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a request runs or waits, KV is in flight, or clusters change."""

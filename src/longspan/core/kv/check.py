@@ -12,7 +12,7 @@ from itertools import chain
 
 from longspan.core.blocks import BlockRef
 from longspan.core.kv.manager import KvManager
-from longspan.core.kv.residency import Loading
+from longspan.core.kv.residency import Loading, residency_of
 from longspan.core.request import Request
 
 _log = logging.getLogger("longspan")
@@ -101,7 +101,7 @@ def _pools(kv: KvManager) -> Iterator[str]:
 
 def _residencies(kv: KvManager, requests: list[Request]) -> Iterator[str]:
     for request in requests:
-        if request.residency != (found := kv.residency(request)):
+        if request.residency != (found := residency_of(request, kv.swaps)):
             yield f"request {request.id} is {request.residency}, and should be {found}"
         if isinstance(request.residency, Loading) and not kv.is_copying:
             yield f"request {request.id} loads, and nothing is on its way"

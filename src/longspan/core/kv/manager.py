@@ -27,7 +27,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.counts import PoolUsage, TierCounts
 from longspan.core.kv.pool import BlockPool
-from longspan.core.kv.residency import OFFLOADED, OFFLOADING, RESIDENT, TRANSFERRING, WAITING, Loading, Residency
+from longspan.core.kv.residency import residency_of
 from longspan.core.queues import Queues
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Content, Forward, MoveKV, Part
@@ -50,7 +50,6 @@ class KvManager:
     Attributes:
         counts: the moves between tiers so far.
         swaps: the moves between tiers that are in flight; None without pools on hosts.
-        in_transfer: KV on its way to instances that decode; None before the first.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class KvManager:
         self._config, self._requests, self._running, self._number = config, queues.requests, queues.running, number
         self.counts = TierCounts()
         self.swaps: Swaps | None = None
-        self.in_transfer: Transfers | None = None
+        self._transfers: Transfers | None = None
         if config.cluster.host_blocks and config.prefix_caching:
             from longspan.core.kv.swaps import Swaps  # noqa: PLC0415 - most engines have one tier
 
@@ -77,7 +76,7 @@ class KvManager:
 
     def _use_pools(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Makes empty pools of a cluster, on devices only if there are others `before` to go on with."""
-        self._cluster, self.in_transfer = cluster, None
+        self._cluster, self._transfers = cluster, None
         if self.swaps is not None:
             self.swaps.regroup(cluster, before)
             self.account = self.swaps.account
@@ -102,7 +101,7 @@ class KvManager:
     @property
     def is_moving(self) -> bool:
         """Whether any KV is on its way."""
-        return self.is_copying or (self.in_transfer is not None and self.in_transfer.in_flight)
+        return self.is_copying or (self._transfers is not None and self._transfers.in_flight)
 
     @property
     def is_copying(self) -> bool:
@@ -117,31 +116,25 @@ class KvManager:
     @property
     def can_regroup(self) -> bool:
         """Whether no KV is on its way from a device or to one."""
-        return not (self.copies_on_devices or (self.in_transfer is not None and self.in_transfer.in_flight))
+        return not (self.copies_on_devices or (self._transfers is not None and self._transfers.in_flight))
 
     @property
     def expected(self) -> Mapping[int, int]:
         """Blocks that transfers will need, by target; see `ClusterView`."""
-        return {} if self.in_transfer is None else self.in_transfer.expected
+        return {} if self._transfers is None else self._transfers.expected
 
     def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
         """Returns those that can start, first come: up to the first whose KV is still on its way to hosts."""
         return waiting if self.swaps is None else self.swaps.startable(waiting)
 
+    @property
+    def in_transfer(self) -> Transfers | None:
+        """KV on its way to instances that decode. None before the first."""
+        return self._transfers
+
     def _update(self, request: Request) -> None:
         """Update the residency of a request."""
-        request.residency = self.residency(request)
-
-    def residency(self, request: Request) -> Residency:
-        """Derive the residency of a request from the owners of its blocks."""
-        swaps = self.swaps
-        if request.group:
-            if swaps is not None and (num_tokens := swaps.loads.num_tokens(request)) is not None:
-                return Loading(num_tokens=num_tokens)
-            return TRANSFERRING if request.targets else RESIDENT
-        if swaps is None or not swaps.offload.has_given_up(request):
-            return WAITING
-        return OFFLOADING if swaps.offload.is_leaving(request) else OFFLOADED
+        request.residency = residency_of(request, self.swaps)
 
     # ---------------------------------------------------------------- requests come
 
@@ -196,12 +189,12 @@ class KvManager:
 
     def _open(self, request: Request, targets: Sequence[Target]) -> None:
         if targets:
-            if self.in_transfer is None:
+            if self._transfers is None:
                 from longspan.core.kv.transfers import Transfers  # noqa: PLC0415 - most requests stay where they are
 
                 bounds = {"backends": self._cluster.backends, "max_num_seqs": self._config.max_num_seqs}
-                self.in_transfer = Transfers(self.account, self._running, self._number, **bounds)
-            self.in_transfer.open(request, targets)
+                self._transfers = Transfers(self.account, self._running, self._number, **bounds)
+            self._transfers.open(request, targets)
         self._update(request)
 
     def rebalance(self, request: Request, scheduled: ScheduledPart) -> MoveKV:
@@ -222,8 +215,8 @@ class KvManager:
 
     def computed(self, forward: Forward) -> list[tuple[BlockRef, int]]:
         """Take the completion of a step. Return the copied blocks with KV that is not finite, see `complete_copies`."""
-        if self.in_transfer is not None:
-            self.in_transfer.computed(forward)
+        if self._transfers is not None:
+            self._transfers.computed(forward)
         if self.swaps is not None:
             self.swaps.offload.computed(forward.number)
         copied = [(self._requests[move.request_id], move.copies) for move in forward.rebalances]
@@ -237,36 +230,36 @@ class KvManager:
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Makes moves, to the instances that decode, of what a step computes."""
-        return () if self.in_transfer is None else self.in_transfer.streams(parts)
+        return () if self._transfers is None else self._transfers.streams(parts)
 
     def transfers(self) -> list[MoveKV]:
         """Makes moves, to the instances that decode, of what was computed before and is not sent yet."""
-        return [] if self.in_transfer is None else self.in_transfer.by_themselves()
+        return [] if self._transfers is None else self._transfers.by_themselves()
 
     @property
     def has_news(self) -> bool:
         """Whether anything has happened by which there could be `transfers`, or requests to `hand_over`."""
-        return self.in_transfer is not None and self.in_transfer.dirty
+        return self._transfers is not None and self._transfers.dirty
 
     def hand_over(self) -> list[Request]:
         """Gives requests to the instances that decode them, where all of their KV is; returns them."""
-        found = [] if self.in_transfer is None else self.in_transfer.hand_over()
+        found = [] if self._transfers is None else self._transfers.hand_over()
         for request in found:
             self._update(request)
         return found
 
     def make_room(self, full: Collection[int]) -> None:
         """Takes blocks back from transfers, for those that decode and came before; not on `full` instances."""
-        if self.in_transfer is not None:
-            self.in_transfer.make_room(full)
+        if self._transfers is not None:
+            self._transfers.make_room(full)
 
     def stuck(self) -> Request | None:
         """Returns the last admitted request that has no room where it is to decode."""
-        return None if self.in_transfer is None else self.in_transfer.stuck()
+        return None if self._transfers is None else self._transfers.stuck()
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
         """Takes slots with KV that is not finite; returns those that ranks can clear now, see `Free`."""
-        return tuple(slots) if self.in_transfer is None else self.in_transfer.clearable(slots)
+        return tuple(slots) if self._transfers is None else self._transfers.clearable(slots)
 
     # ---------------------------------------------------------------- requests go
 
@@ -291,8 +284,8 @@ class KvManager:
         self._update(request)
 
     def _give_up_transfer(self, request: Request) -> None:
-        if self.in_transfer is not None:
-            self.in_transfer.give_up(request)
+        if self._transfers is not None:
+            self._transfers.give_up(request)
 
     def relent(self) -> bool:
         """Leaves to the cache what waiting requests gave up, so that one which needs all of its host can have it.
@@ -305,7 +298,7 @@ class KvManager:
 
     def moved(self, done: Completion) -> list[MoveKV] | None:
         """Takes the completion of a move between pools; returns moves to submit, None for any other step."""
-        if self.in_transfer is not None and self.in_transfer.moved(done.number):
+        if self._transfers is not None and self._transfers.moved(done.number):
             return []
         if self.swaps is None or (moved := self.swaps.moved(done)) is None:
             return None
@@ -316,8 +309,8 @@ class KvManager:
             could_start = request.residency.can_start
             self._update(request)
             self.counts.num_offloaded += request.residency.can_start and not could_start
-        if self.in_transfer is not None:
-            self.in_transfer.note_free_blocks()
+        if self._transfers is not None:
+            self._transfers.note_free_blocks()
         return moved[1]
 
     # ---------------------------------------------------------------- other workers, other clusters
