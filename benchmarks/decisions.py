@@ -8,7 +8,8 @@ other sizes, also of such as the groups do not divide.
 With --steps it measures steps of the engine instead: 256 requests of a Llama 3 8B on 64 simulated A100, eight to a
 host; where one ends, another comes. `step` is all that the engine does for one completion, its policy's plans included
 and what the simulator computes left out; `plan` is the policy's plans alone. Completions while the first requests are
-answered do not count.
+answered do not count. `check` is the check of the account of KV blocks by the same engine when it is idle, and each
+block of each pool is cached.
 
 p50 and p99 are by the wall clock, and so include what other programs of a busy machine take; cpu_p99 does not.
 """
@@ -24,8 +25,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.kv.check import Watch
 from longspan.core.options import SchedulingArgs
 from longspan.core.sampling import SamplingParams
+from longspan.core.steps import Content
 from longspan.cost.profile import PrefillTime
 from longspan.policy.tetris.planner import Planner, Prompt
 from longspan.sim.executor import SimExecutor, VirtualClock
@@ -42,6 +45,7 @@ _OTHER_HOSTS = (1, 3, 6, 7, 12, 16)
 """Instances of a host, of the last and most of `SIZES`."""
 _STEP_POLICIES = ("chunked", "auto", "tetris")
 _RUNNING = 256
+_NUM_CHECKS = 1000
 _CLUSTER = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
 
 
@@ -129,6 +133,27 @@ def step_times_s(policy: str, num_steps: int, seed: int) -> tuple[list[tuple[flo
     return plan_s, step_s
 
 
+def check_times_s(num_checks: int) -> list[tuple[float, float]]:
+    """Time checks of the account of KV blocks when all blocks are cached and the engine is idle."""
+    scheduling = SchedulingArgs(policy="chunked")
+    experiment, clock = make_experiment("llama-3-8b", _CLUSTER, scheduling), VirtualClock()
+    chosen, executor = experiment.policy(), SimExecutor(clock=clock, vocab_size=2**15, cost=experiment.cost)
+    config = EngineConfig.of(scheduling, experiment.cluster, chosen)
+    engine = Engine(policy=chosen, executor=executor, clock=clock, config=config)
+    for instance in config.cluster.instances:
+        pool = engine.kv.pool(instance)
+        contents = [Content(b"", range(block, block + config.block_size)) for block in range(pool.num_blocks)]
+        pool.restore(enumerate(contents))
+        assert pool.num_cached == pool.num_blocks, "all blocks are cached"
+    watch, watched, found = Watch(), Stopwatch(), []
+    check = watched.around(watch.check)
+    for _ in range(num_checks):
+        check(engine.kv)
+        found.append(watched.read())
+    assert not watch.num_violations, "every block is accounted for"
+    return found
+
+
 def shown(wall_s: Sequence[float], cpu_s: Sequence[float]) -> str:
     """Says the percentiles."""
     p99, cpu_p99 = (statistics.quantiles(one, n=100)[98] for one in (wall_s, cpu_s))
@@ -151,6 +176,7 @@ def main() -> None:
             for what, times_s in zip(("plan", "step"), step_times_s(policy, given.num_steps, given.seed), strict=True):
                 wall_s, cpu_s = zip(*times_s, strict=True)
                 print(f"{what} {shown(wall_s, cpu_s)} policy={policy}", flush=True)
+        print(f"check {shown(*zip(*check_times_s(_NUM_CHECKS), strict=True))}")
         return
     others = _OTHER_HOSTS if given.other_hosts else ()
     for num_instances, per_host in [(n, _PER_HOST) for n in SIZES] + [(SIZES[-1], per_host) for per_host in others]:

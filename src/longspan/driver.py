@@ -237,6 +237,7 @@ class Driver:
                 if self._engine.has_unfinished:
                     self._step()
                 else:
+                    self._engine.check_when_idle()
                     self._rest()
         except BaseException as error:  # noqa: BLE001 - callers would wait for ever
             if not isinstance(error, WorkerLostError):

@@ -118,7 +118,7 @@ class LocalEngine:
 
     def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
         found: dict[str, int] = {}
-        for (exchange, link), num_bytes in dict(self.service.engine.bytes_sent).items():
+        for (exchange, link), num_bytes in dict(self.service.engine.counts.bytes_sent).items():
             found[exchange] = found.get(exchange, 0) + (num_bytes if link in links else 0)
         return {**found, "total": sum(found.values())}
 

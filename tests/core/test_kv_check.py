@@ -56,21 +56,51 @@ def forgets_a_copy(cluster: Cluster) -> None:
     swaps.copies.clear()
 
 
+def forgets_an_offloaded_request(cluster: Cluster) -> None:
+    swaps = cluster.engine.kv.swaps
+    assert swaps is not None
+    del cluster.engine._queues.requests[min(swaps.offload.owners)]
+
+
+def forgets_a_load(cluster: Cluster) -> None:
+    swaps = cluster.engine.kv.swaps
+    assert swaps is not None
+    swaps.loads._loads.clear()
+
+
+def caches_a_block_in_use(cluster: Cluster) -> None:
+    ref = running(cluster).table[0]
+    pool = cluster.engine.kv.pool(ref.pool)
+    pool._cached[ref.block] = None
+    pool.num_blocks += 1  # the sum is right
+
+
 def mistakes_a_residency(cluster: Cluster) -> None:
     running(cluster).residency = WAITING
 
 
 @pytest.mark.parametrize(
-    "mistake", [shares_a_block, forgets_a_block, holds_a_block, forgets_a_copy, mistakes_a_residency]
+    "mistake",
+    [
+        shares_a_block,
+        forgets_a_block,
+        holds_a_block,
+        forgets_a_copy,
+        forgets_an_offloaded_request,
+        forgets_a_load,
+        caches_a_block_in_use,
+        mistakes_a_residency,
+    ],
 )
 def test_a_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
     cluster = crowded()
     engine = cluster.engine
-    while not (engine.kv.is_copying and any(request.table for request in cluster.requests)):
+    assert engine.kv.swaps is not None
+    while not (engine.kv.swaps.loads.numbers and engine.kv.swaps.offload.owners and running(cluster)):
         cluster.step()
-    assert violations(engine.kv, engine._requests.values()) == []
+    assert violations(engine.kv, engine._queues.requests.values()) == []
     mistake(cluster)
-    assert violations(engine.kv, engine._requests.values())
+    assert violations(engine.kv, engine._queues.requests.values())
 
 
 ALLOWED = {

@@ -52,18 +52,6 @@ def test_parts_of_a_record_have_its_words(record: KvRecord, data: st.DataObject)
         assert [layer.block_bytes for layer in part.layers] == wanted
 
 
-@LAW
-@given(RECORDS, st.integers(1, 6), st.integers(0, 200))
-def test_a_hit_ends_where_all_layers_with_states_have_one(record: KvRecord, block_size: int, num_tokens: int) -> None:
-    def has_states(tokens: int) -> bool:
-        blocks, rest = divmod(tokens, block_size)
-        return not rest and all(blocks % layer.state_every == 0 for layer in record.layers if layer.state_bytes)
-
-    needs_states = any(layer.state_bytes for layer in record.layers)
-    ends = [tokens for tokens in range(num_tokens + 1) if has_states(tokens) or not needs_states]
-    assert record.hit_tokens(num_tokens, block_size=block_size) == max(ends)
-
-
 def test_a_layer_that_stores_nothing_is_refused() -> None:
     with pytest.raises(AssertionError):
         LayerRecord(num_heads=1, num_kv_heads=1)

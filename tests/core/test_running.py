@@ -60,7 +60,7 @@ def test_output_that_is_computed_anew_is_due_until_it_is() -> None:
     request = cluster.add([1] * 16, max_tokens=40)
     while len(request.output) < 30:
         cluster.step(None)
-    cluster.engine._retract(request)
+    cluster.engine._lifecycle.retract(request)
     num_scheduled = []
     while len(request.output) < 31:
         cluster.step(None)
@@ -72,7 +72,7 @@ def test_output_that_is_computed_anew_is_due_until_it_is() -> None:
 
 def check(cluster: Cluster) -> None:
     engine: Any = cluster.engine
-    live = [request for request in engine._requests.values() if request.finish_reason is None]
+    live = [request for request in engine._queues.requests.values() if request.finish_reason is None]
     running = sorted((request for request in live if request.group), key=lambda request: request.admission)
     view = engine._view()
     assert list(view.running) == running and len(view.running) == len(running)
@@ -91,7 +91,7 @@ def check(cluster: Cluster) -> None:
     assert view.running.due_tokens == fresh.due_tokens
     assert view.running.due_blocks == fresh.due_blocks
     assert set(view.running.occupied) == {instance for request in running for instance in request.group}
-    steps = list(engine._steps._sent.values())
+    steps = list(engine._queues.steps._sent.values())
     num_in_flight = [sum(instance in forward.instances for forward in steps) for instance in range(3)]
     assert view.busy == {instance for instance in range(3) if num_in_flight[instance]}
     assert view.full == {i for i in range(3) if num_in_flight[i] >= engine.config.max_steps_in_flight}

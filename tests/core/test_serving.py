@@ -169,8 +169,8 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
         parallel=spec,
     ) as llm:
         config = llm.engine.config
-        real = recorder(llm.engine._executor)
-        llm.engine._executor = real
+        real = recorder(llm.engine._ranks.executor)
+        llm.engine._ranks.executor = real
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
     clock, cluster = VirtualClock(), EngineArgs(parallel=spec).resolve().cluster
     simulated = recorder(SimExecutor(clock=clock, vocab_size=199, cost=LinearCost(num_stages=cluster.spec.pp)))

@@ -329,8 +329,8 @@ def test_the_last_come_gives_way() -> None:
     first, second, third = (cluster.add([number] * 7, max_tokens=10) for number in range(3))
     cluster.run()
     assert first.metrics.num_preemptions == 0 < third.metrics.num_preemptions
-    assert cluster.engine.num_preemptions == sum(request.metrics.num_preemptions for request in cluster.requests)
-    assert cluster.engine.num_prefix_queries == 3 * 7, "each prompt once, though they were admitted more often"
+    assert cluster.engine.counts.num_preemptions == sum(request.metrics.num_preemptions for request in cluster.requests)
+    assert cluster.engine.counts.num_prefix_queries == 3 * 7, "each prompt once, though they were admitted more often"
     freed = [step.request_ids for step in cluster.executor.steps if isinstance(step, Free)]
     assert freed[0] == (third.id,)
     finished = [request.metrics.finished_s for request in (first, second, third)]
@@ -455,8 +455,8 @@ def test_a_following_turn_goes_where_its_prefix_lies() -> None:
     cluster.run()
     assert [cluster.parts_of(request)[0].group for request in seconds] == [owners[i] for i in order]
     assert all(request.metrics.num_cached_tokens == 104 for request in seconds)
-    assert cluster.engine.num_prefix_hits == 3 * 104
-    assert cluster.engine.num_prefix_queries == 3 * 100 + 3 * 106
+    assert cluster.engine.counts.num_prefix_hits == 3 * 104
+    assert cluster.engine.counts.num_prefix_queries == 3 * 100 + 3 * 106
 
 
 def test_short_requests_pass_the_long_ones_that_wait_for_a_long_one() -> None:

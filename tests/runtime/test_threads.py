@@ -154,8 +154,19 @@ def test_calls_of_threads_preempt_one_another_and_stay_exact(
     with ThreadLLM(str(tiny), num_gpu_blocks_override=14, max_model_len=200, **OPTIONS) as llm:
         outputs = in_threads(llm, prompts, greedy(24))
         assert [tokens_of(output) for output in outputs] == expected
-        assert llm.engine.num_preemptions > 0
+        assert llm.engine.counts.num_preemptions > 0
         assert num_free_blocks(llm) == [14]
+
+
+def test_violation_of_the_kv_account_is_logged_once(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadLLM(str(tiny), **OPTIONS) as llm:
+        outputs = []
+        for _ in range(3):
+            outputs.append(llm.generate([[1, 2, 3]], greedy(5), use_tqdm=False)[0].outputs[0].token_ids)
+            llm.engine.kv.pool(0).allocate(len(outputs) == 1)
+        assert llm.engine.watch.num_violations == 1
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len([record for record in caplog.records if "violations" in record.message]) == 1
 
 
 def test_a_stream_that_nobody_reads_delays_no_other_call(

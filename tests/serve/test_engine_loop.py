@@ -151,6 +151,7 @@ class ApiServer:
         self.longest: list[int] = []
         self.states: list[str] = []
         self.reasons: list[str] = []
+        self.num_kv_violations: list[int] = []  # one entry per report
         self._commands: deque[bytes] = deque()
         setup = EngineSetup(
             engine=EngineArgs(), **({"max_num_queued_reqs": 3, "max_num_queued_tokens": 2**20} | limits)
@@ -225,6 +226,8 @@ class ApiServer:
                 self.num_prompt_tokens += step.num_prompt_tokens
                 self.num_gaps += len(step.tbt_s)
                 self.longest += step.longest_outputs
+                if step.stats is not None:
+                    self.num_kv_violations.append(step.stats.num_kv_violations)
             case Restarting() | Restarted() as state:
                 self.states.append(type(state).__name__)
 
@@ -314,6 +317,24 @@ def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_n
     server.check()
 
 
+def test_violation_of_the_kv_account_is_logged_once_and_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    server = ApiServer()
+    for is_wrong in (False, True, True):
+        server.add(30, 5)
+        server.finish()
+        server.turn()
+        assert len(caplog.records) == is_wrong
+        server.cluster.engine.kv.pool(1).allocate(not is_wrong)
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert "1 violations" in record.message and "of pool 1 has 1 references" in record.message
+    assert f"pool 1: {_BLOCKS} blocks, 1 in use" in record.message
+    assert [asked.end for asked in server.asked.values()] == ["finished"] * 3
+    assert server.num_kv_violations[0] == 0 and server.num_kv_violations[-1] == 1
+    server.turn()
+    assert len(caplog.records) == 1, "an idle loop checks once per idle period"
+
+
 @pytest.mark.parametrize("kind", [WorkerLostError, OutOfMemoryError])
 def test_a_request_that_fails_with_workers_is_told_of_a_lack_of_memory(kind: type[WorkerLostError]) -> None:
     server = ApiServer()
@@ -378,7 +399,7 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
         server.cluster.executor.are_lost = True
         with pytest.raises(WorkerLostError) as lost:
             server.turn_until_lost()
-        requests = server.cluster.engine._requests.values()
+        requests = server.cluster.engine._queues.requests.values()
         num_between += any(request.group and not request.in_flight for request in requests)
         server.loop._restart(lost.value)
         server.finish()

@@ -23,7 +23,7 @@ from engines import ThreadLLM
 from oracle import Oracle
 from server_client import Reply
 from server_process import KEY, ServerProcess, running
-from thread_server import thread_server
+from thread_server import ThreadServer, thread_server
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
@@ -310,6 +310,30 @@ def test_a_policy_survives_without_restarts_or_is_refused(tiny: Path, oracle: Or
         return
     with start() as server:
         check_without_restarts(server, case, oracle)
+
+
+def test_violation_of_the_kv_account_is_counted_in_metrics(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The block is allocated while the engine core is idle. Answers stay the same."""
+    case = Case(name="chunked", engine={"parallel": "2"}, options={})
+    counter = 'longspan:kv_cache_violations_total{model_name="tiny"} %d.0'
+    with thread_server(case.args(tiny)) as server:
+        answers = [server.complete(prompt=[7, 8, 9], max_tokens=6).token_ids]
+        assert counter % 0 in metrics_when(server, counter % 0)
+        server.service.engine.kv.pool(0).allocate(1)
+        for _ in range(2):
+            answers.append(server.complete(prompt=[7, 8, 9], max_tokens=6).token_ids)
+            assert counter % 1 in metrics_when(server, counter % 1)
+        assert answers[0] == answers[1] == answers[2]
+    logged = [record.message for record in caplog.records if "violations" in record.message]
+    assert len(logged) == 1 and "of pool 0 has 1 references" in logged[0]
+
+
+def metrics_when(server: ThreadServer, line: str) -> str:
+    """Return the metrics once they have a line, or after 10 seconds."""
+    deadline_s = time.monotonic() + 10
+    while line not in (text := server.ask("GET", "/metrics").data.decode()) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return text
 
 
 @pytest.mark.parametrize("spec", ["2", "1"])

@@ -18,7 +18,7 @@ GAUGES = {
 COUNTERS = {
     *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
     *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts", "engine_restarts"),
-    *("external_prefix_cache_queries", "external_prefix_cache_hits", "disk_prefix_cache_hits"),
+    *("external_prefix_cache_queries", "external_prefix_cache_hits", "disk_prefix_cache_hits", "kv_cache_violations"),
 }
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),

@@ -117,7 +117,7 @@ def test_outputs_are_those_of_the_engine() -> None:
     seen: dict[int, list[int]] = {}
 
     def moment(_: float, engine: Engine) -> None:
-        for request in engine._requests.values():
+        for request in engine._queues.requests.values():
             seen[request.id] = list(request.output)
             assert request.output == [
                 invented(request.id, len(request.prompt) + place) for place in range(len(request.output))

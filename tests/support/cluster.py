@@ -71,7 +71,7 @@ class Cluster:
 
     def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
         """Of a request whose KV is on its way, to all of its targets."""
-        transfers = self.engine.kv._transfers
+        transfers = self.engine.kv.in_transfer
         return () if transfers is None else transfers._transfers.get(request_id, ())
 
     def restart(self, policy: Policy | None = None) -> None:
@@ -134,7 +134,7 @@ class Cluster:
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """One turn of the engine's loop, after which every block is accounted for."""
         found = self.engine.step(timeout_s)
-        assert not (wrong := violations(self.engine.kv, self.engine._requests.values())), wrong
+        assert not (wrong := violations(self.engine.kv, self.engine._queues.requests.values())), wrong
         return found
 
     def run(self, max_steps: int = 20_000) -> None:

@@ -29,7 +29,7 @@ class LayerRecord:
         num_heads, num_kv_heads: as `split_heads` deals them to tensor-parallel shards.
         key_bytes, value_bytes, state_bytes: per block and KV head; 0 if the layer has no such field.
         state_every: a state is written for every N-th block of a request. Each block has space for a state, since
-            blocks of a pool are interchangeable. A larger N saves time and shortens hits; see `KvRecord.hit_tokens`.
+            blocks of a pool are interchangeable. A larger N saves time and shortens hits.
     """
 
     num_heads: int
@@ -101,12 +101,3 @@ class KvRecord:
     def of_layers(self, layers: Sequence[int]) -> KvRecord:
         """Return the record of a pipeline stage."""
         return replace(self, layers=tuple(self.layers[layer] for layer in layers))
-
-    def hit_tokens(self, num_tokens: int, *, block_size: int) -> int:
-        """Return how many of the first `num_tokens` cached tokens a request can use.
-
-        A request resumes from states, so its hit ends behind a block for which each layer with states has one. Without
-        such layers a hit may end anywhere.
-        """
-        periods = [layer.state_every for layer in self.layers if layer.state_bytes]
-        return num_tokens - num_tokens % (math.lcm(*periods) * block_size) if periods else num_tokens

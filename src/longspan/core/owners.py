@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -135,6 +135,22 @@ class Owners:
             if pools[first] in held:
                 held[pools[first]].append(Run(start, stop))
         return tuple(tuple(held[instance]) for instance in self.group)
+
+
+def divide_among_hosts(hosted: Mapping[int, int], pools: Sequence[int]) -> tuple[int, ...]:
+    """Divides the blocks in the pools of hosts evenly among the members there; returns `Part.hosted`.
+
+    Args:
+        hosted: blocks by pool.
+        pools: that of each member's host.
+    """
+    left, members, shares = dict(hosted), Counter(pools), list[int]()
+    for pool in pools:
+        shares.append(-(-left.get(pool, 0) // members[pool]))
+        members[pool] -= 1
+        left[pool] = left.get(pool, 0) - shares[-1]
+    assert not any(left.values()), "a member attends over what lies on its host"
+    return tuple(shares)
 
 
 def shares_of_hosts(

@@ -83,7 +83,6 @@ class Request:
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
         spilling: blocks of its table on hosts that moves under way fill, and those on devices that are read meanwhile.
         targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
-        is_known: ranks have been sent a part of it, or a move to where it is decoded, since it was admitted.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
@@ -127,7 +126,6 @@ class Request:
     kv_owner: int | None = None
     sampler: int = 0
     targets: tuple[int, ...] = ()
-    is_known: bool = False
     sent_blocks: int = 0
     sent_output: int = 0
     rope_length: int = 0
@@ -227,7 +225,6 @@ class Request:
         self.spilling.clear()
         self.hosted.clear()
         self.num_computed = self.num_scheduled = 0
-        self.is_known = False
         self.num_tokens = self.num_known
 
     def move_to(self, *group: int) -> None:
@@ -293,7 +290,7 @@ class Request:
         if self.keeps_history:
             first_output, self.sent_output = self.sent_output, len(self.output)
             new_output = tuple(self.output[first_output:])
-        self.num_scheduled, self.is_known = stop, True
+        self.num_scheduled = stop
         return Part(
             request_id=self.id,
             start=start,

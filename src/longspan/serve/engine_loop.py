@@ -58,7 +58,6 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
         return 1
     with closing(service):
         files, config = service.files, service.engine.config
-        pools = [service.engine.kv.pool(instance) for instance in config.cluster.instances]
         started = messages.Started(
             name=files.name,
             tokenizer_dir=None if service.input_processor.tokenizer is None else str(files.tokenizer_dir),
@@ -68,7 +67,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             max_num_seqs=config.max_num_seqs,
             parallel=fleet_text(config.fleet),
             num_instances=config.cluster.num_instances,
-            num_kv_blocks=sum(pool.num_blocks for pool in pools),
+            num_kv_blocks=sum(config.cluster.num_blocks),
             block_size=config.block_size,
             policy=service.policy_settings,
         )
@@ -139,6 +138,7 @@ class EngineLoop:
             if self._resharding is not None and not self._engine.is_regrouping:
                 self._resharded(self._resharding.id)
         else:
+            self._engine.check_when_idle()
             self._send_outputs(messages.StepOutputs(), with_stats=True)  # the API server is to hear that we live
             # Raises when a worker is lost, ends when there is a command.
             self._service.executor.poll(self._setup.engine_timeout_s / 4)
@@ -370,10 +370,11 @@ class EngineLoop:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_restarts=self._num_restarts,
-            num_preemptions=self._engine.num_preemptions,
-            num_prefix_queries=self._engine.num_prefix_queries,
-            num_prefix_hits=self._engine.num_prefix_hits,
-            num_external_queries=self._engine.num_external_queries,
+            num_preemptions=self._engine.counts.num_preemptions,
+            num_prefix_queries=self._engine.counts.num_prefix_queries,
+            num_prefix_hits=self._engine.counts.num_prefix_hits,
+            num_kv_violations=self._engine.watch.num_violations,
+            num_external_queries=self._engine.counts.num_external_queries,
             num_host_hits=self._engine.kv.counts.num_hits,
             num_disk_hits=self._engine.kv.counts.num_disk_hits,
             host_blocks=load.host_blocks,
@@ -381,7 +382,7 @@ class EngineLoop:
             block_bytes=self._service.block_bytes,
             used_blocks=load.used_blocks,
             busy_s=load.busy_s,
-            bytes_sent=dict(self._engine.bytes_sent),
+            bytes_sent=dict(self._engine.counts.bytes_sent),
         )
 
     def _send(self, report: messages.Report) -> None:

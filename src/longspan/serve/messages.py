@@ -224,6 +224,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         num_external_queries, num_host_hits: tokens whose KV was looked up, and found, in the memory of hosts.
         num_disk_hits: tokens whose KV was found on disks.
+        num_kv_violations: violations that checks of the KV account have found, see `core/kv/check.py`.
         host_blocks, disk_blocks: KV blocks that hosts and their disks hold, each of `block_bytes`.
         bytes_sent: between ranks, or copied to and from hosts, since the start.
     """
@@ -240,6 +241,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_external_queries: int = 0
     num_host_hits: int = 0
     num_disk_hits: int = 0
+    num_kv_violations: int = 0
     host_blocks: int = 0
     disk_blocks: int = 0
     block_bytes: int = 0

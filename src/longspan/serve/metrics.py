@@ -41,6 +41,11 @@ _COUNTERS = (
     ("num_external_queries", "external_prefix_cache_queries", "Tokens looked up in the memory of hosts."),
     ("num_host_hits", "external_prefix_cache_hits", "Tokens whose KV was copied back from the memory of hosts."),
     ("num_disk_hits", "disk_prefix_cache_hits", "Tokens whose KV was copied from disks to the memory of hosts."),
+    (
+        "num_kv_violations",
+        "kv_cache_violations",
+        "Mistakes in the account of KV blocks that a check of the idle engine found: the log has details.",
+    ),
     ("num_restarts", "worker_restarts", "How often lost workers were replaced."),
 )
 """Counters of an engine core: the field of `Stats`, the metric, its help."""

@@ -272,7 +272,7 @@ class _Simulation:
             makespan_s=makespan_s,
             busy_s=tuple(engine.load().busy_s),
             max_queue=max_queue,
-            num_preemptions=engine.num_preemptions,
+            num_preemptions=engine.counts.num_preemptions,
             num_host_hits=engine.kv.counts.num_hits,
             num_disk_hits=engine.kv.counts.num_disk_hits,
             num_swapped_blocks=engine.kv.counts.num_swapped_blocks,

@@ -230,10 +230,9 @@ class Timeline:
             return
         held, cached = {}, {}
         for role, instances in roles_of(engine.config.cluster).items():
-            pools = [engine.kv.pool(i) for i in instances]
-            num_blocks = sum(pool.num_blocks for pool in pools)
-            held[role] = 1 - sum(pool.num_free for pool in pools) / num_blocks
-            cached[role] = sum(pool.num_cached for pool in pools) / num_blocks
+            usage = engine.kv.usage(instances)
+            held[role] = usage.num_used / usage.num_blocks
+            cached[role] = usage.num_cached / usage.num_blocks
         self.moments.append(Moment(at_s, engine.num_waiting, held, cached))
         if len(self.moments) >= _MAX_MOMENTS:
             self.moments = self.moments[::2]

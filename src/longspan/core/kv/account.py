@@ -12,6 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from longspan.core.blocks import BlockRef, PrefixHit
+from longspan.core.kv.counts import PoolUsage
 from longspan.core.kv.pool import BlockPool
 from longspan.core.request import Request
 from longspan.core.steps import Content
@@ -51,8 +52,13 @@ class KvAccount:
     def num_free(self, instance: int) -> int:
         return self._pools[instance].num_free
 
-    def num_used(self, pools: Iterable[int]) -> int:
-        return sum([self._pools[pool].num_blocks - self._pools[pool].num_free for pool in pools])
+    def usage(self, pools: Iterable[int]) -> PoolUsage:
+        found = [self._pools[number] for number in pools]
+        return PoolUsage(
+            num_blocks=sum([pool.num_blocks for pool in found]),
+            num_used=sum([len(pool.in_use) for pool in found]),
+            num_cached=sum([pool.num_cached for pool in found]),
+        )
 
     def num_leaving(self, instance: int) -> int:
         return self._pools[instance].num_leaving
@@ -93,11 +99,11 @@ class KvAccount:
     def _is_unused_on(self, ref: BlockRef, instances: Mapping[int, int]) -> bool:
         return ref.pool in instances and not self._pools[ref.pool].references(ref.block)
 
-    def _full_blocks(self, request: RequestView, pools: Sequence[int]) -> list[BlockRef]:
-        """Finds the full blocks that a request begins with, each in the first of some pools that has it."""
+    def _full_blocks(self, request: RequestView, pools: Sequence[int], first: int = 0) -> list[BlockRef]:
+        """Find full blocks from one place in a request on, each in the first pool that has it, up to the first gap."""
         refs: list[BlockRef] = []
-        while (len(refs) + 1) * self.block_size < request.num_tokens:
-            ref = self.find(request.parent_key(len(refs) + 1), pools)
+        for index in range(first + 1, -(-request.num_tokens // self.block_size)):
+            ref = self.find(request.parent_key(index), pools)
             if ref is None:
                 break
             refs.append(ref)
@@ -230,26 +236,15 @@ class KvAccount:
 
         Returns them and how many are cached; None without room for them beside `num_left` others.
         """
-        pool, shared = self.pool(instance), self._cached_from(request, places, instance)
+        pool, shared = self.pool(instance), list[BlockRef]()
+        if self.prefix_caching and not request.scores_prompt:
+            shared = self._full_blocks(request, (instance,), places.start)[: len(places)]
         num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
         if len(places) - len(shared) > pool.num_free - num_cached - num_left:
             return None
         for ref in shared:
             pool.share(ref.block)
         return (*shared, *self._allocate(instance, len(places) - len(shared))), len(shared)
-
-    def _cached_from(self, request: Request, places: range, instance: int) -> list[BlockRef]:
-        """Finds the full blocks that an instance has of these places, up to the first that it has not."""
-        found: list[BlockRef] = []
-        if not self.prefix_caching or request.scores_prompt:
-            return found
-        for index in places:
-            known = (index + 1) * self.block_size < request.num_tokens
-            ref = self.find(request.parent_key(index + 1), (instance,)) if known else None
-            if ref is None:
-                break
-            found.append(ref)
-        return found
 
     def replace(self, blocks: list[BlockRef], index: int, ref: BlockRef) -> None:
         """Puts a block of the same pool, which others hold, in the place of one that was reserved."""

@@ -1,15 +1,44 @@
-"""Checks that every block of every pool is accounted for: `violations` of a manager's state."""
+"""Checks that every block of every pool is accounted for. `Watch` reports violations in production.
+
+The time depends on the number of blocks in use, not on the size of the pools. An idle engine has few blocks in use.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
 from longspan.core.blocks import BlockRef
 from longspan.core.kv.manager import KvManager
-from longspan.core.kv.residency import Loading
+from longspan.core.kv.residency import Loading, residency_of
 from longspan.core.request import Request
+
+_log = logging.getLogger("longspan")
+_MAX_SHOWN = 20
+"""The largest number of violations in one log message, and of blocks per pool in a dump. More make the log long."""
+
+
+class Watch:
+    """Checks the manager of an idle engine, and logs each violation once.
+
+    Attributes:
+        num_violations: the number of different violations so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_violations = 0
+        self._known: set[str] = set()
+
+    def check(self, kv: KvManager) -> None:
+        """Log the violations that were not there before, with a dump of the manager's state. The engine is idle."""
+        found = [violation for violation in violations(kv, ()) if violation not in self._known]
+        if found:
+            self._known.update(found)
+            self.num_violations += len(found)
+            shown = "; ".join(found[:_MAX_SHOWN])
+            _log.error("%d violations in the account of KV blocks: %s\n%s", len(found), shown, dump(kv))
 
 
 def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
@@ -17,49 +46,99 @@ def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
 
     The reference count of each block equals the number of its uses by tables, copies, transfers and offloaded requests.
     Blocks in use and free blocks add up to the size of their pool. Each residency follows from who has the blocks.
+    Loads, transfers and offloaded blocks belong to one of the requests, and each load in flight has a request to wait
+    for it.
 
     Args:
         requests: all that have not been dropped.
     """
     everyone = list(requests)
-    return [*_references(kv, everyone), *_pools(kv), *_residencies(kv, everyone)]
+    return [*_references(kv, everyone), *_pools(kv), *_residencies(kv, everyone), *_owners(kv, everyone)]
 
 
 def _references(kv: KvManager, requests: list[Request]) -> Iterator[str]:
-    expected = Counter[BlockRef](chain(*(request.table for request in requests)))
     held = Counter[BlockRef](chain(*(request.copying.values() for request in requests)))
-    for transfer in kv.transfers_in_progress:
-        expected.update(transfer.blocks)
-    held.update(kv.blocks_of_transfers)
+    named = Counter[BlockRef](chain(*(request.table for request in requests)))
+    if kv.in_transfer is not None:
+        named.update(chain(*(transfer.blocks for transfer in kv.in_transfer.in_progress)))
+        held.update(kv.in_transfer.moving_blocks)
     if (swaps := kv.swaps) is not None:
-        expected.update(swaps.offload.kept_blocks)
+        named.update(swaps.offload.kept_blocks)
         held.update(swaps.offload.read_blocks)
         for copy in swaps.copies:
-            expected.update(copy.kept)
-            expected.update(above for above, _, _ in copy.behind)
+            named.update(copy.kept)
+            named.update(above for above, _, _ in copy.behind)
             held.update(copy.held)
+    named.update(held)
+    expected, expected_held = _by_pool(named), _by_pool(held)
     for number in range(kv.account.num_pools):
-        pool = kv.pool(number)
-        for block in range(pool.num_blocks):
-            ref = BlockRef(number, block)
-            if pool.references(block) != expected[ref] + held[ref] or pool.num_held(block) != held[ref]:
+        pool, references, copied = kv.pool(number), expected[number], expected_held[number]
+        if references == pool.in_use and copied == pool.held:
+            continue
+        for block in sorted({*references, *pool.in_use}):
+            before, after = (pool.references(block), pool.held.get(block, 0)), (references[block], copied[block])
+            if before != after:
                 yield (
-                    f"block {block} of pool {number} has {pool.references(block)} references, {pool.num_held(block)} "
-                    f"of them held; named are {expected[ref] + held[ref]} and {held[ref]}"
+                    f"block {block} of pool {number} has {before[0]} references, {before[1]} of them held; "
+                    f"named are {after[0]} and {after[1]}"
                 )
+
+
+def _by_pool(counts: Mapping[BlockRef, int]) -> defaultdict[int, Counter[int]]:
+    found: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for (pool, block), number in counts.items():
+        found[pool][block] = number
+    return found
 
 
 def _pools(kv: KvManager) -> Iterator[str]:
     for number in range(kv.account.num_pools):
         pool = kv.pool(number)
-        used = sum(pool.references(block) > 0 for block in range(pool.num_blocks))
-        if used + pool.num_free != pool.num_blocks:
-            yield f"pool {number} has {pool.num_blocks} blocks, of which {used} are in use and {pool.num_free} free"
+        if not pool.has_all_blocks():
+            used, free = len(pool.in_use), pool.num_free
+            yield f"pool {number} has {pool.num_blocks} blocks, of which {used} are in use and {free} free"
 
 
 def _residencies(kv: KvManager, requests: list[Request]) -> Iterator[str]:
     for request in requests:
-        if request.residency != (found := kv.residency(request)):
+        if request.residency != (found := residency_of(request, kv.swaps)):
             yield f"request {request.id} is {request.residency}, and should be {found}"
         if isinstance(request.residency, Loading) and not kv.is_copying:
             yield f"request {request.id} loads, and nothing is on its way"
+
+
+def _owners(kv: KvManager, requests: list[Request]) -> Iterator[str]:
+    ids = {request.id for request in requests}
+    for what, owners in _owners_by_kind(kv).items():
+        if unknown := sorted(owners - ids):
+            yield f"{what} belong to requests {unknown}, which the engine has dropped"
+    if kv.swaps is not None:
+        loading = {copy.move.number for copy in kv.swaps.copies if copy.move.way in ("in", "load")}
+        if unwaited := sorted(loading - kv.swaps.loads.numbers):
+            yield f"no request waits for loads {unwaited}"
+
+
+def _owners_by_kind(kv: KvManager) -> dict[str, set[int]]:
+    """Return the ids of the requests that own transfers, loads and offloaded blocks."""
+    owners = dict[str, set[int]]()
+    if kv.in_transfer is not None:
+        owners["transfers"] = {transfer.request.id for transfer in kv.in_transfer.in_progress}
+    if kv.swaps is not None:
+        owners["loads"] = {request.id for request in kv.swaps.loads.waiting}
+        owners["offloaded blocks"] = kv.swaps.offload.owners
+    return owners
+
+
+def dump(kv: KvManager) -> str:
+    """Describe the pools of an idle engine that have blocks in use, and who owns transfers, loads and blocks."""
+    lines = []
+    for number in range(kv.account.num_pools):
+        pool = kv.pool(number)
+        if pool.in_use or not pool.has_all_blocks():
+            references = dict(list(pool.in_use.items())[:_MAX_SHOWN])
+            lines.append(
+                f"pool {number}: {pool.num_blocks} blocks, {len(pool.in_use)} in use (references by block: "
+                f"{references}), {len(pool.held)} held, {pool.num_free} free, {pool.num_cached} of them cached"
+            )
+    lines += [f"{what} of requests {sorted(owners)}" for what, owners in _owners_by_kind(kv).items() if owners]
+    return "\n".join(lines)

@@ -1,8 +1,17 @@
-"""Counts of what has moved between devices, hosts and disks."""
+"""Counts of blocks in pools, and of what has moved between devices, hosts and disks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUsage:
+    """Blocks of some pools: all, those in use, and the free ones that are cached."""
+
+    num_blocks: int
+    num_used: int
+    num_cached: int
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from longspan.core.blocks import BlockRef
+from longspan.core.blocks import BlockRef, Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies, Copy, Pair
@@ -25,11 +25,13 @@ class _Load:
 
     Attributes:
         num_tokens: the number of tokens of the table when the load is complete.
+        targets: the instances that decode the request, once it has been loaded and prefilled.
         numbers: the moves that the request waits for, including moves that other requests started.
     """
 
     request: Request
     num_tokens: int
+    targets: Sequence[Target]
     numbers: set[int] = field(default_factory=set)
 
 
@@ -40,17 +42,21 @@ class Loads:
         counts: updated by this object.
     """
 
-    def __init__(self, account: KvAccount, cluster: Cluster, copies: Copies, counts: TierCounts) -> None:
+    _account: KvAccount
+    _cluster: Cluster
+
+    def __init__(self, copies: Copies, counts: TierCounts) -> None:
         self._copies, self._counts = copies, counts
         self._loads: dict[int, _Load] = {}
-        self.restart(account, cluster)
 
-    def restart(self, account: KvAccount, cluster: Cluster) -> None:
+    def regroup(self, account: KvAccount, cluster: Cluster) -> None:
         """Goes on with another account and cluster; requests that wait have lost their blocks."""
         self._loads.clear()
         self._account, self._cluster = account, cluster
 
-    def begin(self, request: Request, num_tokens: int, owners: Sequence[int]) -> list[MoveKV]:
+    def begin(
+        self, request: Request, num_tokens: int, owners: Sequence[int], targets: Sequence[Target]
+    ) -> list[MoveKV]:
         """Makes moves of what a request's table names on hosts and disks, to new blocks of `owners`, in order.
 
         Where a host has no room for what comes from its disk, the table ends. Of the last block a request may use only
@@ -58,9 +64,10 @@ class Loads:
 
         Args:
             num_tokens: the number of tokens of the table when the load is complete.
+            targets: see `_Load`.
         """
         account, table, owner = self._account, request.table, iter(owners)
-        load = _Load(request=request, num_tokens=num_tokens)
+        load = _Load(request=request, num_tokens=num_tokens, targets=targets)
         pairs: defaultdict[tuple[MoveWay, int], list[Pair]] = defaultdict(list)
         behind: defaultdict[int, list[Pair]] = defaultdict(list)
         for index, ref in enumerate(table):
@@ -138,17 +145,24 @@ class Loads:
         self._account.give_back(reversed(table[index:]))
         del table[index:]
 
-    def arrived(self) -> list[tuple[Request, int]]:
-        """Forgets the requests that wait for no move any more; returns them, with the tokens that their tables hold."""
+    def complete(self) -> list[tuple[Request, Sequence[Target]]]:
+        """End the loads that wait for no move. Return their requests, which can compute, and the targets of these."""
         ready = [load for load in self._loads.values() if not load.numbers]
         for load in ready:
             del self._loads[load.request.id]
-        return [(load.request, load.num_tokens) for load in ready]
+            load.request.num_computed = load.request.num_scheduled = load.num_tokens
+            self._account.publish(load.request, 0)
+        return [(load.request, load.targets) for load in ready]
 
     @property
     def waiting(self) -> list[Request]:
         """The requests that wait for moves."""
         return [load.request for load in self._loads.values()]
+
+    @property
+    def numbers(self) -> set[int]:
+        """The moves that requests wait for."""
+        return set[int]().union(*(load.numbers for load in self._loads.values()))
 
     def num_tokens(self, request: Request) -> int | None:
         """Returns the tokens that a request will have when all is there; None for one that waits for nothing."""

@@ -23,21 +23,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from longspan.core.blocks import BlockRef, Target
+from longspan.core.blocks import BlockRef, PrefixHit, Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
-from longspan.core.kv.counts import TierCounts
+from longspan.core.kv.counts import PoolUsage, TierCounts
 from longspan.core.kv.pool import BlockPool
-from longspan.core.kv.residency import OFFLOADED, OFFLOADING, RESIDENT, TRANSFERRING, WAITING, Loading, Residency
-from longspan.core.queues import Running
+from longspan.core.kv.residency import residency_of
+from longspan.core.queues import Queues
 from longspan.core.request import Request
-from longspan.core.steps import Completion, Forward, MoveKV, Part
+from longspan.core.steps import Completion, Content, Forward, MoveKV, Part
 from longspan.core.view import KvView, ScheduledPart
 
 if TYPE_CHECKING:  # those who need them import them
     from longspan.core.config import EngineConfig
     from longspan.core.kv.swaps import Swaps
-    from longspan.core.kv.transfer import Transfer
     from longspan.core.kv.transfers import Transfers
 
 
@@ -45,16 +44,24 @@ class KvManager:
     """Owns every block of every pool. The engine changes it, and submits the moves that it returns.
 
     Args:
-        running: who runs on each instance, and what they still need.
+        queues: all requests, who runs on each instance, and what they still need.
         number: gives the next step's number.
+        saved: what each disk has from an earlier run, by block, the least recently used first.
 
     Attributes:
         counts: the moves between tiers so far.
         swaps: the moves between tiers that are in flight; None without pools on hosts.
     """
 
-    def __init__(self, config: EngineConfig, running: Running, number: Callable[[], int]) -> None:
-        self._cluster, self._config, self._running, self._number = config.cluster, config, running, number
+    def __init__(
+        self,
+        config: EngineConfig,
+        queues: Queues,
+        number: Callable[[], int],
+        *,
+        saved: Sequence[Iterable[tuple[int, Content]]] = (),
+    ) -> None:
+        self._config, self._requests, self._running, self._number = config, queues.requests, queues.running, number
         self.counts = TierCounts()
         self.swaps: Swaps | None = None
         self._transfers: Transfers | None = None
@@ -63,8 +70,10 @@ class KvManager:
 
             bounds = {"step_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
             sizes = {"block_size": config.block_size, **bounds}
-            self.swaps = Swaps(config.cluster, running, number, counts=self.counts, swap=config.swap, **sizes)
+            self.swaps = Swaps(self._running, number, counts=self.counts, swap=config.swap, **sizes)
         self._use_pools(config.cluster, None)
+        for pool, contents in zip(config.cluster.disk_pools, saved, strict=False):
+            self.pool(pool).restore(contents)
 
     def _use_pools(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Makes empty pools of a cluster, on devices only if there are others `before` to go on with."""
@@ -83,6 +92,10 @@ class KvManager:
 
     def pool(self, number: int) -> BlockPool:
         return self.account.pool(number)
+
+    def usage(self, pools: Iterable[int]) -> PoolUsage:
+        """Return how full some pools are together."""
+        return self.account.usage(pools)
 
     # ---------------------------------------------------------------- KV in flight
 
@@ -115,41 +128,33 @@ class KvManager:
         """Returns those that can start, first come: up to the first whose KV is still on its way to hosts."""
         return waiting if self.swaps is None else self.swaps.startable(waiting)
 
+    @property
+    def in_transfer(self) -> Transfers | None:
+        """KV on its way to instances that decode. None before the first."""
+        return self._transfers
+
     def _update(self, request: Request) -> None:
         """Update the residency of a request."""
-        request.residency = self.residency(request)
-
-    def residency(self, request: Request) -> Residency:
-        """Derive the residency of a request from the owners of its blocks."""
-        swaps = self.swaps
-        if request.group:
-            if swaps is not None and (num_tokens := swaps.loads.num_tokens(request)) is not None:
-                return Loading(num_tokens=num_tokens)
-            return TRANSFERRING if request.targets else RESIDENT
-        if swaps is None or not swaps.offload.has_given_up(request):
-            return WAITING
-        return OFFLOADING if swaps.offload.is_leaving(request) else OFFLOADED
-
-    @property
-    def transfers_in_progress(self) -> list[Transfer]:
-        """Requests' KV on its way to instances that decode them."""
-        return [] if self._transfers is None else self._transfers.in_progress
-
-    @property
-    def blocks_of_transfers(self) -> list[BlockRef]:
-        """The blocks, at both ends, of moves to instances that decode."""
-        return [] if self._transfers is None else self._transfers.moving_blocks
+        request.residency = residency_of(request, self.swaps)
 
     # ---------------------------------------------------------------- requests come
 
-    def take(self, request: Request, scheduled: ScheduledPart) -> None:
-        """Begins the table of a request that is admitted with what it hits.
+    def admit(self, loads: Iterable[ScheduledPart], parts: Iterable[ScheduledPart]) -> list[MoveKV]:
+        """Begin and extend the tables of requests as a plan says. Return the moves that load blocks to devices.
 
-        When all of a plan have taken theirs, call `load` or `extend` for each: these take room, and could evict what
-        others have hit.
+        All requests take the blocks of their hits first. Each later allocation could evict a hit.
         """
-        hit = scheduled.hit
-        assert hit is not None, "who is admitted has looked for its beginning"
+        for scheduled in (*loads, *parts):
+            if scheduled.hit is not None:
+                self._take(self._requests[scheduled.request.id], scheduled, scheduled.hit)
+        moves = [move for one in loads for move in self._load(self._requests[one.request.id], one)]
+        for scheduled in parts:
+            if scheduled.hit is not None or scheduled.block_owners:
+                self._extend(self._requests[scheduled.request.id], scheduled)
+        return moves
+
+    def _take(self, request: Request, scheduled: ScheduledPart, hit: PrefixHit) -> None:
+        """Begin the table of a request with the blocks of its hit."""
         self.account.take(request, hit)
         request.num_scheduled, request.group = hit.num_tokens, scheduled.group
         if not hit.waits:
@@ -159,23 +164,24 @@ class KvManager:
             if not hit.waits:
                 request.hosted = Counter(ref.pool for ref in hit.refs if ref.pool in self._cluster.host_pools)
 
-    def load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
+    def _load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
         """Makes moves to devices of what a request has taken on hosts and disks."""
         hit = scheduled.hit
         assert hit is not None and self.swaps is not None, "a hit says what to load"
-        moves = self.swaps.load(request, hit.num_tokens, scheduled.block_owners, scheduled.targets)
+        moves = self.swaps.loads.begin(request, hit.num_tokens, scheduled.block_owners, scheduled.targets)
+        self.swaps.offload.note_peak()
         self._update(request)
         return moves
 
     def loaded(self) -> list[Request]:
         """Returns the requests that have waited for their KV, and compute from now on."""
-        found = [] if self.swaps is None else self.swaps.loaded()
+        found = [] if self.swaps is None else self.swaps.loads.complete()
         for request, targets in found:
             self._open(request, targets)
         return [request for request, _ in found]
 
-    def extend(self, request: Request, scheduled: ScheduledPart) -> None:
-        """Appends the blocks that a part asks for to the request's table."""
+    def _extend(self, request: Request, scheduled: ScheduledPart) -> None:
+        """Append the blocks that a part asks for to the table of the request."""
         if (hit := scheduled.hit) is not None:
             self.account.copy_last(request, hit)
             self._open(request, scheduled.targets)
@@ -208,27 +214,20 @@ class KvManager:
         """Makes moves to hosts of the oldest blocks of requests that outgrow their device, which stay in use there."""
         return [] if self.swaps is None else self.swaps.offload.spill(waiting, device_limit)
 
-    def hosted(self, request: Request, group: Sequence[int]) -> tuple[int, ...]:
-        """Shares what a request has on hosts among the members of a group there; see `Part.hosted`."""
-        if not request.hosted:
-            return ()
-        pools = [self._cluster.host_pool(instance) for instance in group]
-        left, members = dict(request.hosted), Counter(pools)
-        shares = []
-        for pool in pools:
-            shares.append(-(-left.get(pool, 0) // members[pool]))
-            members[pool] -= 1
-            if shares[-1]:
-                left[pool] -= shares[-1]
-        assert not any(left.values()), "a member reads what lies on its host"
-        return tuple(shares)
-
-    def computed(self, forward: Forward) -> None:
-        """Takes the completion of a step."""
+    def computed(self, forward: Forward) -> list[tuple[BlockRef, int]]:
+        """Take the completion of a step. Return the copied blocks with KV that is not finite, see `complete_copies`."""
         if self._transfers is not None:
             self._transfers.computed(forward)
         if self.swaps is not None:
             self.swaps.offload.computed(forward.number)
+        copied = [(self._requests[move.request_id], move.copies) for move in forward.rebalances]
+        return [slot for request, copies in copied for slot in self.account.complete_copies(request, copies)]
+
+    def publish(self, request: Request, start: int, *, is_finite: bool) -> None:
+        """Publish the blocks that a part from `start` on has filled. KV that is not finite is never published."""
+        if not is_finite and request.non_finite_from is None:
+            self.account.withdraw(request, start)
+        self.account.publish(request, start)
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Makes moves, to the instances that decode, of what a step computes."""
@@ -245,13 +244,9 @@ class KvManager:
 
     def hand_over(self) -> list[Request]:
         """Gives requests to the instances that decode them, where all of their KV is; returns them."""
-        found = []
-        for shares in () if self._transfers is None else self._transfers.arrived():
-            request = shares[0].request
-            self.account.hand_over(request, [ref for share in shares for ref in share.blocks])
-            request.move_to(*[share.target for share in shares])
+        found = [] if self._transfers is None else self._transfers.hand_over()
+        for request in found:
             self._update(request)
-            found.append(request)
         return found
 
     def make_room(self, full: Collection[int]) -> None:
@@ -302,7 +297,7 @@ class KvManager:
 
     # ---------------------------------------------------------------- moves are done
 
-    def moved(self, done: Completion, requests: Mapping[int, Request]) -> list[MoveKV] | None:
+    def moved(self, done: Completion) -> list[MoveKV] | None:
         """Takes the completion of a move between pools; returns moves to submit, None for any other step."""
         if self._transfers is not None and self._transfers.moved(done.number):
             return []
@@ -310,13 +305,13 @@ class KvManager:
             return None
         for loading in self.swaps.loads.waiting:
             self._update(loading)  # what a disk could not give is not loaded
-        request = requests.get(moved[0])
+        request = self._requests.get(moved[0])
         if request is not None and not request.group:
             could_start = request.residency.can_start
             self._update(request)
             self.counts.num_offloaded += request.residency.can_start and not could_start
         if self._transfers is not None:
-            self._transfers.dirty = True  # blocks that were copied out are free
+            self._transfers.note_free_blocks()
         return moved[1]
 
     # ---------------------------------------------------------------- other workers, other clusters

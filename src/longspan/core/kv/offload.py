@@ -34,22 +34,16 @@ class Offload:
         counts: updated by this object.
     """
 
+    _account: KvAccount
+    _cluster: Cluster
+
     def __init__(
-        self,
-        account: KvAccount,
-        cluster: Cluster,
-        copies: Copies,
-        running: Running,
-        *,
-        step_tokens: int,
-        max_num_seqs: int,
-        counts: TierCounts,
+        self, copies: Copies, running: Running, *, step_tokens: int, max_num_seqs: int, counts: TierCounts
     ) -> None:
         self._copies, self._running, self._counts = copies, running, counts
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
         self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
         self._still_read: dict[int, list[BlockRef]] = {}  # by step, spilled blocks that the step still reads
-        self.regroup(account, cluster)
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
         """Goes on with another cluster and its account, which has the same pools on hosts and disks."""
@@ -84,6 +78,11 @@ class Offload:
     def is_leaving(self, request: Request) -> bool:
         """Tells whether what a request gave up is still on its way to hosts."""
         return any(copy.move.request_id == request.id and copy.move.way == "out" for copy in self._copies)
+
+    @property
+    def owners(self) -> set[int]:
+        """The ids of the requests for which hosts keep blocks."""
+        return set(self._given_up)
 
     @property
     def kept_blocks(self) -> list[BlockRef]:
@@ -136,7 +135,7 @@ class Offload:
     def note_peak(self) -> None:
         """Update the peak of host blocks in use."""
         counts = self._counts
-        counts.peak_host_blocks = max(counts.peak_host_blocks, self._account.num_used(self._cluster.host_pools))
+        counts.peak_host_blocks = max(counts.peak_host_blocks, self._account.usage(self._cluster.host_pools).num_used)
 
     def _on_host(self, number: int, content: Content) -> int | None:
         """Finds the block of a host that has a content, or is about to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 
 from longspan.core.steps import Content
@@ -26,9 +26,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.changes = self.num_allocated = 0
-        self._references = [0] * num_blocks
+        self._references: dict[int, int] = {}  # of blocks in use
         self._held: dict[int, int] = {}
-        self._pins: dict[int, int] = {}
         self._blank = list(range(num_blocks))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
@@ -46,16 +45,23 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_blank(self) -> int:
-        return len(self._blank)
-
     def references(self, block: int) -> int:
-        return self._references[block]
+        return self._references.get(block, 0)
 
-    def num_held(self, block: int) -> int:
-        """Counts the references that copies under way have."""
-        return self._held.get(block, 0)
+    @property
+    def in_use(self) -> Mapping[int, int]:
+        """The number of references of each block in use."""
+        return self._references
+
+    @property
+    def held(self) -> Mapping[int, int]:
+        """The number of references that copies in flight have, by block."""
+        return self._held
+
+    def has_all_blocks(self) -> bool:
+        """Return whether each block is in use, cached or blank. The time depends on the blocks in use only."""
+        num_blocks = len(self._references) + len(self._cached) + len(self._blank)
+        return num_blocks == self.num_blocks and self._references.keys().isdisjoint(self._cached.keys())
 
     def allocate(self, number: int) -> list[int]:
         """Returns blank blocks with one reference each; the caller has checked `num_free`."""
@@ -66,8 +72,7 @@ class BlockPool:
             oldest, _ = self._cached.popitem(last=False)
             self._forget(oldest)
             found.append(oldest)
-        for block in found:
-            self._references[block] = 1
+        self._references.update(dict.fromkeys(found, 1))
         self.changes += 1
         self.num_allocated += number
         return found
@@ -85,16 +90,16 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """Adds a reference to a block whose content is known, or on its way."""
-        assert block in self._content or self._references[block], "nobody shares a blank block"
+        assert block in self._content or block in self._references, "nobody shares a blank block"
         self._cached.pop(block, None)
-        self._references[block] += 1
+        self._references[block] = self._references.get(block, 0) + 1
         self.changes += 1
 
     def hold(self, *blocks: int) -> None:
         """Adds a reference to blocks that have one, for a copy under way of each."""
         references, held = self._references, self._held
         for block in blocks:
-            assert references[block] > 0, "only blocks in use are held"
+            assert block in references, "only blocks in use are held"
             references[block] += 1
             held[block] = held.get(block, 0) + 1
         self.changes += 1
@@ -112,38 +117,22 @@ class BlockPool:
         """Blocks that only copies under way hold; they are free when these are done."""
         return sum(self._references[block] == number for block, number in self._held.items())
 
-    def pin(self, block: int) -> None:
-        """Makes a reference of a block one that does not use it: a request that will is yet to be admitted."""
-        assert self._references[block] > 0, "a pin is a reference"
-        self._pins[block] = self._pins.get(block, 0) + 1
-
-    def unpin(self, block: int) -> None:
-        """Drops a pin, and the reference that it is."""
-        num_pins = self._pins.pop(block) - 1
-        if num_pins:
-            self._pins[block] = num_pins
-        self.release(block)
-
-    def _is_unused(self, block: int) -> bool:
-        """Tells whether nobody uses a block, though one request may be about to."""
-        references = self._references[block]
-        return references == 0 or references == self._pins.get(block) == 1
-
     def adopt(self, block: int) -> None:
         """Takes over a cached block to write on in it; its content is no longer offered to others."""
-        assert self._is_unused(block) and block in self._content, "only unreferenced cached blocks are adopted"
-        self._cached.pop(block, None)
+        assert block in self._cached, "only unreferenced cached blocks are adopted"
+        del self._cached[block]
         self._forget(block)
-        self._references[block] += 1
+        self._references[block] = 1
         self.changes += 1
 
     def release(self, *blocks: int) -> None:
         references, content = self._references, self._content
         for block in blocks:
-            assert references[block] > 0, "a block is released once per reference"
-            references[block] -= 1
-            if references[block]:
+            assert block in references, "a block is released once per reference"
+            if references[block] > 1:
+                references[block] -= 1
                 continue
+            del references[block]
             if block in content:
                 self._cached[block] = None
             else:
@@ -163,7 +152,7 @@ class BlockPool:
             return
         self._forget(block)
         if key is not None and key in self._by_key:
-            if self._references[block]:
+            if block in self._references:
                 self._twins[block] = content
                 self._twins_by_key.setdefault(key, []).append(block)
             return
@@ -183,7 +172,7 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Ceases to offer the content of a block in use. It may be damaged."""
-        assert self._references[block] > 0, "blocks that nobody uses are evicted"
+        assert block in self._references, "blocks that nobody uses are evicted"
         self._forget(block)
         self.changes += 1
 
@@ -218,7 +207,7 @@ class BlockPool:
         `num_lost` tokens are lost.
         """
         num_known = len(self._content[block].tokens)
-        return self._is_unused(block) and num_known < self.block_size and num_known - length <= num_lost
+        return block not in self._references and num_known < self.block_size and num_known - length <= num_lost
 
     def _tokens(self, block: int) -> tuple[int, ...]:
         if block not in self._compared:

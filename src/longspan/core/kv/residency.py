@@ -10,7 +10,11 @@ Every state with KV goes back to WAITING when the request ends, or when workers 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from longspan.core.kv.swaps import Swaps
+    from longspan.core.request import Request
 
 
 class _Place:
@@ -69,3 +73,14 @@ class Transferring(_Place):
 Residency = Waiting | Resident | Offloading | Offloaded | Loading | Transferring
 WAITING, RESIDENT, TRANSFERRING = Waiting(), Resident(), Transferring()
 OFFLOADING, OFFLOADED = Offloading(), Offloaded()
+
+
+def residency_of(request: Request, swaps: Swaps | None) -> Residency:
+    """Derive the residency of a request from the owners of its blocks."""
+    if request.group:
+        if swaps is not None and (num_tokens := swaps.loads.num_tokens(request)) is not None:
+            return Loading(num_tokens=num_tokens)
+        return TRANSFERRING if request.targets else RESIDENT
+    if swaps is None or not swaps.offload.has_given_up(request):
+        return WAITING
+    return OFFLOADING if swaps.offload.is_leaving(request) else OFFLOADED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from longspan.core.blocks import Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.copies import Copies
@@ -18,7 +17,7 @@ from longspan.core.steps import Completion, MoveKV
 
 
 class Swaps:
-    """Makes moves between tiers, and takes their completions.
+    """Makes moves between tiers, and takes their completions. `regroup` gives it a cluster.
 
     Args:
         number: gives the next step's number.
@@ -34,7 +33,6 @@ class Swaps:
 
     def __init__(
         self,
-        cluster: Cluster,
         running: Running,
         number: Callable[[], int],
         *,
@@ -46,25 +44,19 @@ class Swaps:
     ) -> None:
         self._block_size, self._swap, self._counts = block_size, swap, counts
         self.copies = Copies(number)
-        self._targets: dict[int, tuple[Target, ...]] = {}  # of requests that load
-        account = self._pools(cluster)
-        self.loads = Loads(account, cluster, self.copies, counts)
+        self.account: KvAccount
+        self.loads = Loads(self.copies, counts)
         bounds = {"step_tokens": step_tokens, "max_num_seqs": max_num_seqs}
-        self.offload = Offload(account, cluster, self.copies, running, counts=counts, **bounds)
-
-    def _pools(self, cluster: Cluster) -> Lookup:
-        prices = None if self._swap is None else self._swap(cluster)
-        self.account: KvAccount = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
-        return self.account
+        self.offload = Offload(self.copies, running, counts=counts, **bounds)
 
     def regroup(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Goes on with a cluster; with the pools `before` on hosts and disks, or empty ones."""
-        account = self._pools(cluster)
+        prices = None if self._swap is None else self._swap(cluster)
+        self.account = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
         if before is not None:
-            account.keep_pools(before, cluster.host_pools.start)
-        self._targets.clear()
-        self.loads.restart(account, cluster)
-        self.offload.regroup(account, cluster)
+            self.account.keep_pools(before, cluster.host_pools.start)
+        self.loads.regroup(self.account, cluster)
+        self.offload.regroup(self.account, cluster)
 
     def lose(self) -> None:
         """Forgets what is under way, since the workers are lost. What hosts and disks had before stays."""
@@ -74,26 +66,6 @@ class Swaps:
             self.account.give_back(reversed(copy.kept))
             self.account.give_back(reversed([above for above, _, _ in copy.behind]))
         self.offload.restart(lost)
-
-    def load(self, request: Request, num_tokens: int, owners: Sequence[int], targets: Sequence[Target]) -> list[MoveKV]:
-        """Makes moves of what a request's table names on hosts and disks, see `Loads.begin`.
-
-        Args:
-            targets: where it is to be decoded, once it has been loaded and prefilled.
-        """
-        moves = self.loads.begin(request, num_tokens, owners)
-        self._targets[request.id] = tuple(targets)
-        self.offload.note_peak()
-        return moves
-
-    def loaded(self) -> list[tuple[Request, tuple[Target, ...]]]:
-        """Returns the requests that have waited for their KV, and have it now."""
-        found = []
-        for request, num_tokens in self.loads.arrived():
-            request.num_computed = request.num_scheduled = num_tokens
-            self.account.publish(request, 0)
-            found.append((request, self._targets.pop(request.id)))
-        return found
 
     def moved(self, done: Completion) -> tuple[int, list[MoveKV]] | None:
         """Takes the completion of a move between tiers; returns None for any other step.

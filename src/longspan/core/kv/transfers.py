@@ -48,6 +48,10 @@ class Transfers:
         self.dirty = False
         self.expected: Counter[int] = Counter()
 
+    def note_free_blocks(self) -> None:
+        """Record that blocks were freed: more can be sent."""
+        self.dirty = True
+
     @property
     def in_flight(self) -> bool:
         return bool(self._moves)
@@ -121,16 +125,20 @@ class Transfers:
             self._taken[transfer.target] -= 1  # the transfer was given up, and this move was its last from there
         return True
 
-    def arrived(self) -> list[tuple[Transfer, ...]]:
-        """Ends and returns the transfers of requests all of whose KV is computed and there: the blocks are theirs now.
+    def hand_over(self) -> list[Request]:
+        """Give the requests whose KV has arrived to their targets, with the blocks there. Return them.
 
-        What is there may have been there before it was computed here: also wait for the token that goes on with it.
+        Blocks may have been cached on a target before they were computed here. So the next token is waited for, too.
         """
         ready = [shares for shares in self._transfers.values() if all(map(_has_arrived, shares))]
         for shares in ready:
             self._end(shares)
         self.dirty = bool(ready)
-        return ready
+        for shares in ready:
+            request = shares[0].request
+            self._account.hand_over(request, [ref for share in shares for ref in share.blocks])
+            request.move_to(*[share.target for share in shares])
+        return [shares[0].request for shares in ready]
 
     def stuck(self) -> Request | None:
         """Returns the last admitted request that has no room yet where it goes."""
@@ -227,7 +235,6 @@ class Transfers:
             self._account.hold(chain(*zip(*copies, strict=True)))
             self._moves[move.number] = move, transfer
             transfer.begin(move.number, source, there)
-            transfer.request.is_known = True
             found.append(move)
         return found
 

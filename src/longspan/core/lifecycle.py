@@ -1,0 +1,247 @@
+"""The transitions of requests: admitted, scheduled, computed, handed over, preempted, finished and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Protocol
+
+from longspan.core.blocks import BlockRef, PrefixHit
+from longspan.core.config import EngineConfig
+from longspan.core.kv.manager import KvManager
+from longspan.core.owners import divide_among_hosts
+from longspan.core.policy import Policy
+from longspan.core.queues import Queues
+from longspan.core.ranks import Ranks
+from longspan.core.request import FinishReason, Request
+from longspan.core.stats import Counts
+from longspan.core.steps import Completion, Forward, Part, Sampled
+from longspan.core.view import ScheduledPart
+
+_NON_FINITE = "the model computed NaN or infinity for positions %d to %d: check its weights and its dtype"
+
+
+class Clock(Protocol):
+    """Time in seconds from any origin, which never goes back."""
+
+    def now(self) -> float: ...
+
+
+class Lifecycle:
+    """Moves requests from one state to the next. Queues, KV, ranks and the policy follow each transition.
+
+    Attributes:
+        config: of the present cluster.
+        counts: preemptions and prefix hits so far.
+    """
+
+    def __init__(self, config: EngineConfig, queues: Queues, kv: KvManager, ranks: Ranks, clock: Clock) -> None:
+        self.config = config
+        self._queues, self._kv, self._ranks, self._clock = queues, kv, ranks, clock
+        self._requests, self._waiting, self._running = queues.requests, queues.waiting, queues.running
+        self._admissions = count(1)
+        self.counts = Counts()
+
+    def adopt(self, policy: Policy) -> None:
+        """Notify another policy from now on. The unfinished requests are new to it."""
+        self._policy = policy
+        for request in self._queues.unfinished:
+            policy.arrived(request)
+
+    def add(self, request: Request) -> None:
+        self._requests[request.id] = request
+        self._waiting.add(request)
+        self._policy.arrived(request)
+
+    def admit(self, loads: Sequence[ScheduledPart], parts: Sequence[ScheduledPart]) -> None:
+        """Admit the waiting requests of a plan, and allocate the blocks that the plan asks for."""
+        admitted = [(self._requests[one.request.id], one.hit) for one in (*loads, *parts) if one.hit is not None]
+        for request, _ in admitted:
+            self._queues.leave(request)
+        moves = self._kv.admit(loads, parts)
+        for request, hit in admitted:
+            self._join(request, hit)
+        self._ranks.send(*moves)
+        if loads:
+            self.go_on_loaded()  # a load ends at once if its host has no free block
+
+    def _join(self, request: Request, hit: PrefixHit) -> None:
+        is_resumed, counts = request.was_admitted, self.counts
+        counts.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
+        request.admission = next(self._admissions)
+        self._running.join(request)
+        if is_resumed:
+            self._policy.resumed(request)
+        else:
+            request.metrics.scheduled_s = self._clock.now()
+            counts.num_prefix_queries += request.num_prompt if request.leader is None else 0
+        if not hit.waits:
+            self._count_hit(request)
+
+    def _count_hit(self, request: Request) -> None:
+        """Count the cached or loaded tokens of a request that has computed nothing yet."""
+        if request.metrics.num_computed_tokens:
+            return
+        before, found = request.metrics.num_cached_tokens, min(request.num_computed, request.num_prompt)
+        self.counts.num_prefix_hits += max(0, found - before) if request.leader is None else 0
+        request.metrics.num_cached_tokens = found
+
+    def go_on_loaded(self) -> None:
+        """Let requests compute whose loads are complete."""
+        for request in self._kv.loaded():
+            self._running.changed(request.group, (request.id,))
+            self._count_hit(request)
+            if request.finish_reason is not None:
+                self.drop(request)
+
+    def hand_over(self) -> bool:
+        """Send pending KV, and hand over requests whose KV has arrived. Return whether there were any."""
+        if not self._kv.has_news:
+            return False
+        self._ranks.send(*self._kv.transfers())
+        if not (arrived := self._kv.hand_over()):
+            return False
+        for request in arrived:
+            self._running.regroup(request)
+        self._ranks.send(*self._kv.transfers())  # over the backends of the arrived ones
+        return True
+
+    # ---------------------------------------------------------------- steps
+
+    def begin(self, batch: Sequence[ScheduledPart]) -> None:
+        """Emit a step with these parts."""
+        number, requests, kv = self._ranks.number(), self._requests, self._kv
+        moving = (one for one in batch if one.moves or (one.hit and one.hit.copies_last))
+        rebalances = tuple([kv.rebalance(requests[one.request.id], one) for one in moving])
+        parts = tuple([self._part(scheduled) for scheduled in batch])
+        forward = Forward(number=number, parts=parts, rebalances=rebalances, streams=kv.streams(parts))
+        self._queues.begin(forward, self._clock.now())
+        self._ranks.send(forward)
+
+    def _part(self, scheduled: ScheduledPart) -> Part:
+        request = self._requests[scheduled.request.id]
+        hosted: tuple[int, ...] = ()
+        if request.hosted:
+            hosted = divide_among_hosts(request.hosted, list(map(self.config.cluster.host_pool, scheduled.group)))
+        part = request.make_part(scheduled, self.config.eos_token_ids, hosted)
+        self._running.regroup(request)
+        if part.sample is not None:
+            if request.targets:
+                self._running.set_aside(request)
+            else:
+                self._expect_token(request)
+        return part
+
+    def _expect_token(self, request: Request) -> None:
+        """Let the token being sampled be scheduled, unless it is the last or the first with other rotary factors."""
+        num_tokens = request.num_scheduled + 1
+        goes_on = num_tokens - request.num_prompt < request.max_tokens
+        if goes_on and self.config.rope_length(num_tokens) == request.rope_length:
+            request.num_tokens = num_tokens
+
+    def complete(self, forward: Forward, done: Completion) -> list[Request]:
+        """Take the completion of a step. Return the requests that got a token or failed."""
+        self._queues.end(forward, self._clock.now())
+        if slots := self._kv.computed(forward):
+            self.free(slots=slots)
+        failed: list[Request] = []
+        for part in forward.parts:
+            request = self._requests[part.request_id]
+            request.take_part(part)
+            is_finite = request.id not in done.non_finite
+            self._kv.publish(request, part.start, is_finite=is_finite)
+            if not is_finite and request.finish_reason is None:
+                self.finish(request, request.fail("non_finite", _NON_FINITE % (part.start, part.stop - 1)))
+                failed.append(request)
+            elif request.finish_reason is not None and not request.in_flight:
+                self.drop(request)
+        for scored in done.scored:
+            if (live := self._queues.live(scored.request_id)) is not None:
+                live.take_scores(scored)
+        return [*failed, *(self._append(one) for one in done.sampled if self._queues.live(one.request_id) is not None)]
+
+    def _append(self, sampled: Sampled) -> Request:
+        request, config = self._requests[sampled.request_id], self.config
+        if not sampled.error:
+            if not request.output:
+                held = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
+                request.metrics.kv_tokens_per_instance = [held.get(i, 0) for i in config.cluster.instances]
+            request.metrics.record_token(self._clock.now())
+        reason = request.take_token(sampled, config.eos_token_ids)
+        if reason is not None:
+            self.finish(request, reason)
+        elif config.rope_length(request.num_known) != request.rope_length:
+            self.retract(request)
+            request.pin_rope_length(config.rope_length(request.num_known))
+        return request
+
+    # ---------------------------------------------------------------- ends
+
+    def preempt(self, request: Request) -> None:
+        """Free the blocks of a request for other requests, and count that."""
+        request.metrics.num_preemptions += 1
+        self.counts.num_preemptions += 1
+        self.retract(request)
+
+    def relent(self) -> bool:
+        """Free blocks when no request can go on. Return whether there were any to free.
+
+        They are the offloaded blocks of waiting requests, or else those of a request that waits for free blocks of its
+        decode instance.
+        """
+        if self._waiting and self._kv.relent():
+            return True
+        if (stuck := self._kv.stuck()) is None:
+            return False
+        self.preempt(stuck)
+        self._ranks.send(*self._kv.transfers())  # before other requests allocate the blocks
+        return True
+
+    def retract(self, request: Request) -> None:
+        """Free the blocks of a request. It waits again, unless it has ended. Its KV is found again by prefix keys."""
+        assert not request.in_flight, "a step in flight names the request"
+        goes_on = request.finish_reason is None
+        if goes_on:
+            self._policy.preempted(request)
+            self._queues.leave(request)
+        moves, slots = self._kv.give_up(request)
+        self._ranks.send(*moves)
+        self.free(request.id, slots=slots)
+        if goes_on:
+            self._waiting.add(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request. See `Engine.finish`."""
+        if request.finish_reason is None:
+            request.metrics.finished_s = self._clock.now()
+            self._policy.ended(request)
+            self._queues.leave(request)
+            self._kv.end(request)
+        if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
+            request.finish_reason = reason
+        if not request.in_flight:
+            self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request that has ended and that no step names. Do nothing if it was dropped before."""
+        if request.id not in self._requests:
+            return
+        if request.group:
+            self.retract(request)
+        del self._requests[request.id]
+
+    def free(self, *request_ids: int, slots: Iterable[tuple[BlockRef, int]] = ()) -> None:
+        """Let ranks forget requests, and clear slots whose KV is not finite, see `KvManager.clearable`."""
+        self._ranks.free(*request_ids, cleared=self._kv.clearable(slots))
+
+    def lose(self) -> None:
+        """Let all unfinished requests wait again, since the workers are lost. KV on hosts and disks stays."""
+        everyone = list(self._requests.values())
+        lost = self._queues.lose_steps(self._clock.now())
+        for request in lost:
+            if request.group:
+                self._policy.preempted(request)
+            self._queues.leave(request)
+        self._kv.restart(everyone)
+        for request in lost:
+            self._waiting.add(request)

@@ -1,0 +1,43 @@
+"""The ranks as the engine sees them: an executor, the numbers of its steps, and the requests that ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+from longspan.core.blocks import BlockRef
+from longspan.core.steps import Executor, Forward, Free, MoveKV, Reshard
+
+
+class Ranks:
+    """Sends steps to the executor.
+
+    Attributes:
+        executor: takes the steps, and returns their completions.
+        number: gives the next step's number.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.number = count(1).__next__
+        self._known: set[int] = set()  # requests that ranks have a part of, or a move to a decode instance
+
+    def restart(self, executor: Executor) -> None:
+        """Use new workers, which know no request."""
+        self.executor = executor
+        self._known.clear()
+
+    def send(self, *steps: Forward | MoveKV | Reshard) -> None:
+        for step in steps:
+            if isinstance(step, Forward):
+                self._known.update([part.request_id for part in step.parts])
+            elif isinstance(step, MoveKV) and step.way == "across":
+                self._known.add(step.request_id)
+            self.executor.submit(step)
+
+    def free(self, *request_ids: int, cleared: Iterable[tuple[BlockRef, int]]) -> None:
+        """Send a `Free` if ranks know any of the requests, or have slots to clear."""
+        known, slots = tuple(self._known.intersection(request_ids)), tuple(cleared)
+        self._known.difference_update(known)
+        if known or slots:
+            self.executor.submit(Free(number=self.number(), request_ids=known, cleared=slots))
