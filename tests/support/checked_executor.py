@@ -12,8 +12,9 @@ from cluster_setup import Setup, invented_token, rank_requests
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster, Tier
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q
+from longspan.core.hosts import shares_of_hosts
 from longspan.core.kv.pool import BlockPool
-from longspan.core.owners import Rotation, shares_of_hosts
+from longspan.core.owners import Rotation
 from longspan.core.request import Request
 from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Reshard, Step
 from longspan.sim.executor import SimExecutor

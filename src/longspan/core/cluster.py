@@ -268,11 +268,6 @@ class Cluster:
         """Returns the pool on the disk of the host whose pool this is, if there is one."""
         return host_pool + len(self.host_blocks) if self.disk_blocks else None
 
-    def is_near(self, instance: int, pool: int) -> bool:
-        """Tells whether a pool is in the memory of an instance's host, or on its disk."""
-        host = self.host_pool(instance)
-        return pool in (host, self.disk_pool(host))
-
     # ------------------------------------------------------------ ranks
 
     @property

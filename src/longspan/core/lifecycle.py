@@ -9,7 +9,6 @@ from typing import Protocol
 from longspan.core.blocks import BlockRef, PrefixHit
 from longspan.core.config import EngineConfig
 from longspan.core.kv.manager import KvManager
-from longspan.core.owners import divide_among_hosts
 from longspan.core.policy import Policy
 from longspan.core.queues import Queues
 from longspan.core.ranks import Ranks
@@ -122,6 +121,8 @@ class Lifecycle:
         request = self._requests[scheduled.request.id]
         hosted: tuple[int, ...] = ()
         if request.hosted:
+            from longspan.core.hosts import divide_among_hosts  # noqa: PLC0415 - few requests are so long
+
             hosted = divide_among_hosts(request.hosted, list(map(self.config.cluster.host_pool, scheduled.group)))
         part = request.make_part(scheduled, self.config.eos_token_ids, hosted)
         self._running.regroup(request)

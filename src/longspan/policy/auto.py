@@ -228,8 +228,7 @@ class Auto(Policy, name="auto"):
     """Chooses for every prompt a group and where it decodes; decodes and prompts are then batched as by `chunked`."""
 
     Options = AutoOptions
-    knows_roles = True
-    reads_hosts = True
+    knows_roles = reads_hosts = True
 
     def __init__(self, instances: tuple[int, ...], options: AutoOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
@@ -461,10 +460,6 @@ class Auto(Policy, name="auto"):
         choice = self._choice
         seconds = choice.spread([times.seconds(request.num_tokens) for times in self._times.values()])
         blocks = np.full(len(seconds), float(num_blocks))
-        if Budget(view, ()).outgrows(request):  # all have what lies on hosts, too
-            hosts = {view.cluster.host_pool(instance) for instance in self.instances}
-            blocks[choice.sizes == len(self.instances)] -= sum(map(view.kv.num_free, hosts))
-            return seconds, blocks
         shared = view.kv.match(request, self.instances)
         holders = {ref.pool for ref in shared.refs}.intersection(self._all)
         hits = [((i,), view.kv.match(request, (i,))) for i in holders] if len(holders) > 1 else []
@@ -480,6 +475,8 @@ class Auto(Policy, name="auto"):
             left = request.num_tokens - hit.num_tokens
             seconds[have] = choice.spread([times.seconds(left, hit.num_tokens) for times in self._times.values()])[have]
             blocks[have] = num_blocks - hit.num_held + sum(view.kv.hit_cost(hit, set()).values())
+        on_hosts = sum(map(view.kv.num_free, Budget(view, ()).hosts_of(request, self.instances)))
+        blocks[choice.sizes == len(self.instances)] -= on_hosts  # none but all instances hold what outgrows them
         return seconds, blocks
 
     def _costs(
@@ -533,17 +530,13 @@ class Auto(Policy, name="auto"):
 
     # ---------------------------------------------------------------- where it decodes
 
-    def _home(
-        self, request: RequestView, group: tuple[int, ...], known: Mapping[int, Instance], *, outgrows: bool
-    ) -> tuple[Target, ...]:
+    def _home(self, request: RequestView, group: tuple[int, ...], known: Mapping[int, Instance]) -> tuple[Target, ...]:
         """Chooses the instance that decodes a request, or as few as have room; none when these are its group.
-
-        So they are of one that `outgrows` all devices.
 
         Beside its own tokens' seconds count those by which others' become longer. An instance that spends a part of
         its time on prompts decodes in the rest of it.
         """
-        if not goes_on(request) or outgrows:
+        if not goes_on(request):
             return ()
         num_blocks = request.blocks_for(request.num_tokens)
         own_share = -(-num_blocks // len(group))
@@ -600,15 +593,14 @@ class Auto(Policy, name="auto"):
         if any(known[i].seats <= 0 for i in group):
             return None
         hit = budget.hit(request, group)
-        part = self._prefill(request, group, hit.num_tokens, budget, hit, known)
-        if part is None:
+        if (part := self._prefill(request, group, hit.num_tokens, budget, hit, known)) is None:
             return None
         self._begun[request.id] = group
         for instance in group:
             known[instance].seats -= 1
         if router is not None:
             return replace(part, targets=router.route(request))
-        targets = self._home(request, group, known, outgrows=budget.outgrows(request))
+        targets = () if budget.outgrows(request) else self._home(request, group, known)
         for target, num_blocks in targets:
             known[target].seats -= 1
             known[target].room -= num_blocks

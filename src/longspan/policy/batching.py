@@ -256,9 +256,7 @@ class Budget:
         return hit_on_hosts(request, group, self)
 
     def room(self, request: RequestView, group: Sequence[int], cost: Mapping[int, int] = _FREE) -> int:
-        """Counts the blocks that there are for a request beside what running ones need, on a group or its hosts, and
-        beside what it `cost`s to use a hit.
-        """
+        """Counts the blocks left for a request on a group, or its hosts, beside what others need and a hit `cost`s."""
         room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in group])
         return room + sum([self.blocks[host] - cost.get(host, 0) for host in self.hosts_of(request, group)])
 
@@ -362,10 +360,9 @@ def single_part(
     if budget.outgrows(request):
         from longspan.policy.on_hosts import blocks_now  # noqa: PLC0415 - few requests are so long
 
-        cost = _FREE if hit is None else budget.view.kv.hit_cost(hit, budget.claimed)
-        [now] = blocks_now(request, (instance,), budget, cost, is_new=hit is not None)
-        least = int(hit is None)  # a running request asks for a block, so that others give way
-        stop = min(stop, (num_held + max(least, now)) * request.block_size)
+        cost = 0 if hit is None else budget.view.kv.hit_cost(hit, budget.claimed)[instance]
+        [now] = blocks_now(request, (instance,), budget, (budget.blocks[instance] - cost,), is_new=hit is not None)
+        stop = min(stop, (num_held + max(hit is None, now)) * request.block_size)  # a running request asks for one
     if stop <= start:
         return None
     return ScheduledPart(

@@ -29,9 +29,6 @@ begins with the same number.
 """
 
 
-_NO_MEMBER = -1
-
-
 def expected_answer(request: RequestView) -> int:
     """Returns the output tokens whose decode counts in the choice of a group: as many as it may have, up to a bound."""
     return min(_ANSWER_TOKENS, max(0, request.max_tokens - (request.num_tokens - request.num_prompt) - 1))
@@ -237,8 +234,7 @@ class GroupParts:
             rotates = self._options.rotate == "token" and start >= request.num_prompt
             if rotates or start % request.block_size:
                 return self._one_token(request, budget, rotates=rotates)
-        end = request.num_tokens
-        return self.chunk(request, budget, request.group, None, most=most, end=end, partition=partition)
+        return self.chunk(request, budget, request.group, None, most=most, end=request.num_tokens, partition=partition)
 
     def _one_token(self, request: RequestView, budget: Budget, *, rotates: bool) -> ScheduledPart | None:
         """Schedules the next token of a decode on the owner of its block, or on whom it rotates to, if that has budget.
@@ -315,49 +311,42 @@ class GroupParts:
             table, start, cost = request.table, request.num_scheduled, Counter(instance for _, instance in moves)
         else:
             table, start, cost = hit.refs, hit.num_tokens, budget.view.kv.hit_cost(hit, budget.claimed)
-        size = request.block_size
-        tokens = tuple([min(budget.tokens[i], most) for i in group])
-        blocks = tuple([budget.blocks[i] - cost.get(i, 0) for i in group])
+        room = Room(
+            tokens=tuple([min(budget.tokens[i], most) for i in group]),
+            blocks=tuple([budget.blocks[i] - cost.get(i, 0) for i in group]),
+            block_size=request.block_size,
+        )
         if budget.outgrows(request):
-            from longspan.policy.on_hosts import blocks_now, tokens_now  # noqa: PLC0415 - few requests are so long
+            from longspan.policy.on_hosts import room_now  # noqa: PLC0415 - few requests are so long
 
-            blocks = blocks_now(request, group, budget, cost, is_new=hit is not None)
-            most_tokens = tokens_now(table, start, size, group, blocks, is_new=hit is not None)
-            tokens = tuple(map(min, tokens, most_tokens))
-        room = Room(tokens=tokens, blocks=blocks, block_size=size)
+            room = room_now(request, group, budget, room, hit)
         if not any(room.tokens):
             return None
-        members = {instance: member for member, instance in enumerate(group)}  # what lies on a host has no owner
+        members = {instance: member for member, instance in enumerate(group)}  # -1 for blocks on hosts
         reads_hosts = bool(request.hosted) if hit is None else any(ref.pool not in members for ref in hit.refs)
         exchange, shape = RING_Q if reads_hosts else self._decoding, _ZIGZAG
         if request.num_tokens - start > 1:
             new_tokens = min(end - start, sum(room.tokens))
-            is_whole = start == 0 and new_tokens == request.num_tokens
-            answer_tokens = expected_answer(request) if is_whole else 0
-            if not reads_hosts:
-                exchange = self.exchange(new_tokens, start, len(group), answer_tokens)
+            answer_tokens = expected_answer(request) if start == 0 and new_tokens == request.num_tokens else 0
+            exchange = RING_Q if reads_hosts else self.exchange(new_tokens, start, len(group), answer_tokens)
             shape = self._shape(exchange, request, new_tokens, start, len(group), partition)
         moved = dict(moves)
-        owners = [members.get(moved.get(index, ref.pool), _NO_MEMBER) for index, ref in enumerate(table)]
-        shards: SpanShards | None = None
-        if self._leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1):
-            shards = _shard_to_last(start, end, owners, room, shape)
+        owners = [members.get(moved.get(index, ref.pool), -1) for index, ref in enumerate(table)]
+        to_last = self._leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1)
+        shards = _shard_to_last(start, end, owners, room, shape) if to_last else None
         kv_owner = None if shards is None else group[-1]
         shards = shards or shard_chunk(start, end, owners, room, shape, _first_member(request, len(group)))
         if shards is None:
             return None
         stop = max([run.stop for runs in shards for run in runs])
-        first, last = len(table), request.blocks_for(stop)
-        begins = block_owners(shards, first, last, size)
+        begins = block_owners(shards, len(table), request.blocks_for(stop), request.block_size)
         return ScheduledPart(
             request=request,
             group=group,
             start=start,
             stop=stop,
             runs=shards,
-            block_owners=tuple([group[member] for member in begins])
-            if kv_owner is None
-            else (kv_owner,) * (last - first),
+            block_owners=tuple([group[member] if kv_owner is None else kv_owner for member in begins]),
             exchange=self._of_step(exchange, request, stop - start, len(group)),
             kv_owner=kv_owner,
             hit=hit,

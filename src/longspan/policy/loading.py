@@ -22,9 +22,14 @@ def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
     held = Counter[int]()
     for pool, number in Counter([ref.pool for ref in hit.refs]).items():
         is_on_device = cluster.tier(pool) == "device"
-        near = (pool,) if is_on_device else (i for i in cluster.instances if cluster.is_near(i, pool))
+        near = (pool,) if is_on_device else (i for i in cluster.instances if _is_near(i, pool, cluster))
         held.update(dict.fromkeys(near, number))
     return held
+
+
+def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
+    host = cluster.host_pool(instance)
+    return pool in (host, cluster.disk_pool(host))
 
 
 def load_part(request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit) -> ScheduledPart | None:
@@ -41,7 +46,7 @@ def load_part(request: RequestView, group: tuple[int, ...], budget: Budget, hit:
     for ref in hit.refs if hit.num_loaded else ():
         tier = cluster.tier(ref.pool)
         if tier != "device":
-            near = [i for i in group if cluster.is_near(i, ref.pool)]
+            near = [i for i in group if _is_near(i, ref.pool, cluster)]
             owners.append(max(near, key=left.__getitem__))
             left[owners[-1]] -= 1
     return ScheduledPart(

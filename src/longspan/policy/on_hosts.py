@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longspan.core.blocks import BlockRef, PrefixHit
+from longspan.core.blocks import PrefixHit
 from longspan.core.view import RequestView
 
 if TYPE_CHECKING:  # types alone
     from longspan.policy.batching import Budget
+    from longspan.policy.group_parts import Room
 
 
 def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -> PrefixHit:
@@ -23,7 +25,7 @@ def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -
 
 
 def blocks_now(
-    request: RequestView, group: Sequence[int], budget: Budget, cost: Mapping[int, int], *, is_new: bool
+    request: RequestView, group: Sequence[int], budget: Budget, free: Sequence[int], *, is_new: bool
 ) -> tuple[int, ...]:
     """Counts the blocks that a request can have on each member in this step, beside what others need.
 
@@ -31,24 +33,24 @@ def blocks_now(
     none at all.
 
     Args:
-        cost: blocks that the beginning of an admitted request takes, see `KvView.hit_cost`.
+        free: blocks of each member, but for those that the beginning of an admitted request takes.
     """
     missing = 0 if is_new else request.blocks_for(request.num_tokens) - len(request.table)
     own = -(-missing // len(request.kv_owners)) if missing else 0
-    free = [budget.blocks[i] - cost.get(i, 0) for i in group]
     left = [number - max(0, budget.reserved[i] - own) for i, number in zip(group, free, strict=True)]
     found = tuple([max(0, number) for number in left])
     return found if is_new or any(found) else tuple([min(1, max(0, number)) for number in free])
 
 
-def tokens_now(
-    table: Sequence[BlockRef], start: int, size: int, group: Sequence[int], blocks: Sequence[int], *, is_new: bool
-) -> tuple[int, ...]:
-    """Counts the tokens that each member has room for: in these blocks of `size` tokens, and behind `start` in its own.
+def room_now(request: RequestView, group: Sequence[int], budget: Budget, room: Room, hit: PrefixHit | None) -> Room:
+    """Bounds the room of each member by the blocks it has now, with the rest of the block that the request is in.
 
     A running request without any room asks for one block all the same, so that others give way.
     """
+    table, start = (request.table, request.num_scheduled) if hit is None else (hit.refs, hit.num_tokens)
+    blocks, size = blocks_now(request, group, budget, room.blocks, is_new=hit is not None), room.block_size
     begun = table[start // size].pool if start % size else None
     rest = [-start % size if i == begun else 0 for i in group]
-    least = 0 if is_new or any(blocks) or any(rest) else 1
-    return tuple([max(least, number) * size + more for number, more in zip(blocks, rest, strict=True)])
+    least = int(hit is None and not any(blocks) and not any(rest))
+    most = [max(least, number) * size + more for number, more in zip(blocks, rest, strict=True)]
+    return replace(room, blocks=blocks, tokens=tuple(map(min, room.tokens, most)))

@@ -22,7 +22,7 @@ from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import on_device
 from longspan.core.blocks import BlockRef
 from longspan.core.exchange import Exchange
-from longspan.core.owners import Owners, shares_of_hosts
+from longspan.core.owners import Owners
 from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.runtime.pool import KvPool
@@ -218,6 +218,8 @@ def _own_part(
     member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=owners.held(part.stop), blocks=owners.blocks(instance))
     hosted = None
     if part.hosted:
+        from longspan.core.hosts import shares_of_hosts  # noqa: PLC0415 - few requests are so long
+
         assert host is not None and part.exchange.traits.reads_hosts, f"{part.exchange} reads no host"
         runs, blocks = shares_of_hosts(table, [host.pool_of(i) for i in part.group], part.hosted, block_size)
         hosted = MemberPart(rows=rows, q_runs=part.runs, kv_runs=runs, blocks=blocks[me])

@@ -104,10 +104,11 @@ class Lookup(KvAccount):
         """Leaves out what no member near it has a block for, even if nothing else is there, and all behind it."""
         cluster, on_devices = self._cluster, Counter(ref.pool for ref in found.refs)
         room = {i: self.num_blocks(i) - on_devices[i] for i in group}
+        near = {i: (host := cluster.host_pool(i), cluster.disk_pool(host)) for i in group}
         for index, ref in enumerate(found.refs):
             if cluster.tier(ref.pool) == "device":
                 continue
-            most = max((i for i in group if cluster.is_near(i, ref.pool)), key=room.__getitem__)
+            most = max((i for i in group if ref.pool in near[i]), key=room.__getitem__)
             if room[most] <= 0:
                 cut = _Found(refs=[])
                 for one in found.refs[:index]:
