@@ -30,8 +30,7 @@ class Policy:
         name: what users choose it by.
         Options: a dataclass of options, which checks them.
         changeable: the options that may change while the policy serves, see `change`.
-        reads_hosts: a request that outgrows the devices of the largest group runs there, with its oldest blocks on
-            hosts. Its parts have an exchange that reads hosts.
+        reads_hosts: a request that outgrows the devices of the largest group has its oldest blocks on their hosts.
         knows_roles: some instances may only prefill, or only decode.
         shards_decodes: the KV of a request may lie on several instances that only decode.
         takes_phases: instances of both roles use the same devices, one role after the other, see `admits`.

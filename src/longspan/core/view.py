@@ -190,13 +190,11 @@ class ClusterView:
         waiting: requests that hold no KV on devices, in order of arrival. Those of a leader that is still computing
             their common prompt are left out.
         startable: the waiting requests that can start now. Others wait behind one whose KV is on its way to a host.
-        busy: instances that have a step in flight.
-        full: instances that can be given no further step now.
+        busy, full: instances that have a step in flight, and those that can be given no further step now.
         now_s: the engine's clock.
         expected: blocks on decode instances that KV on its way will need, and that are not allocated yet.
         queue_changes: how often requests have begun or ceased to wait, or have become able to start.
-        device_limit: the blocks that one request may have on devices. Of a longer one the oldest lie on hosts, where
-            its group reads them. None when nothing is read there.
+        device_limit: most blocks of one request on devices; its older ones lie on hosts. None: nothing is read there.
     """
 
     cluster: Cluster
@@ -215,8 +213,8 @@ class ClusterView:
     device_limit: int | None = None
 
     def changes(self, instances: Sequence[int]) -> int:
-        """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who
-        runs there and how far; what is in flight there; what their pools hold, and those of hosts where they read them.
+        """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits, runs
+        and is in flight there, and the contents of their pools, and of hosts where they read them.
         """
         changes = self.running.changes
         pools = instances if self.device_limit is None else (*instances, *self.cluster.host_pools)
