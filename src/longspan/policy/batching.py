@@ -238,14 +238,12 @@ class Budget:
 
     def outgrows(self, request: RequestView) -> bool:
         """Tells whether a request needs more blocks than it may have on devices."""
-        limit = self.view.device_limit
-        return limit is not None and request.blocks_for(request.num_tokens) > limit
+        return (limit := self.view.device_limit) is not None and request.blocks_for(request.num_tokens) > limit
 
     def hosts_of(self, request: RequestView, group: Iterable[int]) -> tuple[int, ...]:
         """Returns the pools of hosts where a group has what it lacks room for; none unless the request outgrows it."""
-        if not self.outgrows(request):
-            return ()
-        return tuple({self.view.cluster.host_pool(instance): None for instance in group})
+        pools = map(self.view.cluster.host_pool, group if self.outgrows(request) else ())
+        return tuple(dict.fromkeys(pools))
 
     def hit(self, request: RequestView, group: tuple[int, ...]) -> PrefixHit:
         """Finds what a group has of a request, on hosts too if it outgrows the group."""
