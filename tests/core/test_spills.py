@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from cluster import Cluster, Setup
@@ -118,6 +119,23 @@ def test_short_requests_go_on_beside_a_group(policy: str) -> None:
     cluster.run()
     assert_lawful(cluster)
     assert max(one.metrics.last_token_s or 0.0 for one in short) < (long.metrics.last_token_s or 0.0)
+
+
+@pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2), ("auto", 2), ("tetris", 2)])
+def test_blocks_come_back_once_devices_have_room(policy: str, num_instances: int) -> None:
+    """Others have ended that had filled the devices; what comes back is read there."""
+    cluster = Cluster(
+        replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=40, host_blocks=(200,), max_num_seqs=4)
+    )
+    others = [cluster.add([number] * 60, max_tokens=60) for number in range(num_instances)]
+    while not all(one.output for one in others):
+        cluster.step()
+    long = cluster.add(range(num_instances * 165), max_tokens=150)
+    cluster.run()
+    assert_lawful(cluster)
+    hosted = [sum(part.hosted) for part in cluster.parts_of(long)]
+    assert sum(max(0, before - after) for before, after in pairwise(hosted)) > 5
+    assert any(swap.way == "in" and swap.request_id == long.id for swap in cluster.swaps)
 
 
 def test_tokens_that_rotate_leave_hosts_out() -> None:

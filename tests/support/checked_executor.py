@@ -233,6 +233,7 @@ class CheckedExecutor:
         live.group, live.targets = part.group, self.requests[part.request_id].targets
         for ref in live.table[part.first_block :]:
             self._owners[ref].remove(part.request_id)
+        has_moved = any(old != new for old, new in zip(live.table, tables[0], strict=False))
         for old, new in zip(live.table, tables[0], strict=False):
             assert old == new or self._is_spilled(part, old, new), "what is told again has not changed"
             if old != new:
@@ -240,7 +241,7 @@ class CheckedExecutor:
                     if any(other.request_id == part.request_id for other in forward.parts):
                         self._reads[number].add(old)
         live.table = list(tables[0])
-        if len(live.slots.of) > 0 and part.hosted:
+        if len(live.slots.of) > 0 and has_moved:
             live.slots.move(live.table)
         for ref in part.blocks:
             self._owners[ref].add(part.request_id)
@@ -260,9 +261,10 @@ class CheckedExecutor:
         return [request.spilling.get(ref, ref) for ref in request.table]
 
     def _is_spilled(self, part: Part, old: BlockRef, new: BlockRef) -> bool:
-        """Tells whether a block has gone to the host, and is there by now."""
+        """Tells whether a block has gone to the host, or back, and is there by now."""
         coming = {target for moving in self.moving.values() for _, target in moving.move.copies}
-        return old.pool in part.group and new.pool == self.cluster.host_pool(old.pool) and new not in coming
+        device, host = (old.pool, new.pool) if old.pool in part.group else (new.pool, old.pool)
+        return device in part.group and host == self.cluster.host_pool(device) and new not in coming
 
     def _check_span(self, part: Part) -> None:
         request, live = self.requests[part.request_id], self.live[part.request_id]
@@ -480,7 +482,7 @@ class CheckedExecutor:
         assert part.first_block == 0 and part.blocks[part.start // self._setup.block_size] == target
         assert part.start % self._setup.block_size, "a block of which all is used is shared"
         assert source.instance == target.instance and source.instance in part.group
-        assert self._owners[target] <= {part.request_id} and target not in self._named
+        assert self._users(target) <= {part.request_id} and target not in self._named
         assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
         num_used = part.start % self._setup.block_size
         self._slots[target][:num_used] = self._slots[source][:num_used]

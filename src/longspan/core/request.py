@@ -81,7 +81,7 @@ class Request:
         group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
             everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
-        spilling: blocks of its table on hosts that moves under way fill, and those on devices that are read meanwhile.
+        spilling: blocks of its table that moves between a device and its host fill, and those that are read meanwhile.
         targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.

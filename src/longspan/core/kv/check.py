@@ -113,7 +113,8 @@ def _owners(kv: KvManager, requests: list[Request]) -> Iterator[str]:
         if unknown := sorted(owners - ids):
             yield f"{what} belong to requests {unknown}, which the engine has dropped"
     if kv.swaps is not None:
-        loading = {copy.move.number for copy in kv.swaps.copies if copy.move.way in ("in", "load")}
+        loads = (copy for copy in kv.swaps.copies if copy.move.way in ("in", "load") and copy.spilled is None)
+        loading = {copy.move.number for copy in loads}
         if unwaited := sorted(loading - kv.swaps.loads.numbers):
             yield f"no request waits for loads {unwaited}"
 

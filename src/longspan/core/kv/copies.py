@@ -22,7 +22,8 @@ class Copy:
         held: blocks that others may use, too, and which are not free before the copy is done.
         kept: blocks with a reference of the copy, so that they are not evicted, in order of position.
         behind: copies to devices that follow, of what this one brings to a host; each has a reference of its source.
-        spilled: the request whose table names the targets, where ranks read them from then on; None for other copies.
+        spilled: the request whose table names the targets, of a spill or of what comes back. Ranks read them there from
+            then on. None for other copies.
     """
 
     move: MoveKV

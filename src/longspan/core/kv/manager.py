@@ -163,6 +163,7 @@ class KvManager:
             self.swaps.offload.release(request)
             if not hit.waits:
                 request.hosted = Counter(ref.pool for ref in hit.refs if ref.pool in self._cluster.host_pools)
+                self.swaps.offload.read(request)
 
     def _load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
         """Makes moves to devices of what a request has taken on hosts and disks."""
@@ -211,8 +212,10 @@ class KvManager:
     # ---------------------------------------------------------------- requests compute
 
     def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
-        """Makes moves to hosts of the oldest blocks of requests that outgrow their device, which stay in use there."""
-        return [] if self.swaps is None else self.swaps.offload.spill(waiting, device_limit)
+        """Makes moves to hosts of the oldest blocks of requests beyond the limit, which are read there, and back."""
+        if self.swaps is None:
+            return []
+        return self.swaps.offload.spill(waiting, device_limit) or self.swaps.offload.bring_back(waiting)
 
     def computed(self, forward: Forward) -> list[tuple[BlockRef, int]]:
         """Take the completion of a step. Return the copied blocks with KV that is not finite, see `complete_copies`."""

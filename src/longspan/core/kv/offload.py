@@ -8,7 +8,7 @@ Of a request that outgrows its device the oldest blocks are spilled: they go to 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from longspan.core.blocks import BlockRef
@@ -44,6 +44,7 @@ class Offload:
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
         self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
         self._still_read: dict[int, list[BlockRef]] = {}  # by step, spilled blocks that the step still reads
+        self._readers: dict[int, Request] = {}  # by id, those that may read blocks on hosts
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
         """Goes on with another cluster and its account, which has the same pools on hosts and disks."""
@@ -58,17 +59,20 @@ class Offload:
         self._still_read.clear()
 
     def moved(self, copy: Copy) -> list[MoveKV]:
-        """Takes a copy to a host that is done; returns the moves to disks that follow."""
-        saves = self._save(copy)
-        if copy.spilled is None:
+        """Takes a copy to a host, or of a spilled request, that is done; returns the moves to disks that follow."""
+        is_out = copy.move.way == "out"
+        saves = self._save(copy) if is_out else []
+        if (owner := copy.spilled) is None:
             self._account.let_go(reversed(copy.held))
         else:
-            owner = copy.spilled
-            owner.hosted.update(
-                [target.pool for _, target in copy.move.copies if owner.spilling.pop(target, None) is not None]
-            )
+            there = [pair for pair in copy.move.copies if owner.spilling.pop(pair[1], None) is not None]
+            moved = Counter([target.pool if is_out else source.pool for source, target in there])
+            owner.hosted = owner.hosted + moved if is_out else owner.hosted - moved
             self._read_hosted(owner, copy.held)
-        self._keep(copy.move.request_id, copy.kept)
+        if is_out:
+            self._keep(copy.move.request_id, copy.kept)
+        else:
+            self._account.give_back(reversed(copy.kept))
         return saves
 
     def has_given_up(self, request: Request) -> bool:
@@ -107,7 +111,9 @@ class Offload:
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
         contents: defaultdict[int, list[Content]] = defaultdict(list)
-        for ref, content in self._account.contents(request):
+        for named, content in self._account.contents(request):
+            is_coming_back = named in request.spilling and self._cluster.tier(named.pool) == "device"
+            ref = request.spilling[named] if is_coming_back else named
             is_hosted = self._cluster.tier(ref.pool) == "host"
             number = ref.pool if is_hosted else self._cluster.host_pool(ref.instance)
             pool = self._account.pool(number)
@@ -192,7 +198,7 @@ class Offload:
         due, most, asked = self._running.due_blocks, dict[int, int](), 0
         room = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
         for i in room:
-            most[i] = -(-self._step_tokens // self._account.block_size) + len(self._running.on(i))
+            most[i] = self._step_blocks(i)
         if waiting:
             asked = waiting[0].blocks_for(waiting[0].num_tokens)
             asked = 0 if any(room[i] - due[i] >= asked for i in room) else asked
@@ -247,8 +253,49 @@ class Offload:
             self._read_hosted(request, there)
         return len(copies) + len(there)
 
+    def bring_back(self, waiting: Sequence[Request]) -> list[MoveKV]:
+        """Makes moves of hosted blocks, the newest first, to devices with more free blocks than others need soon.
+
+        Two steps and the first waiting request have their room, so that nothing is spilled again at once.
+        """
+        self._readers = {one: request for one, request in self._readers.items() if request.hosted}
+        moves, due = list[MoveKV](), self._running.due_blocks
+        asked = waiting[0].blocks_for(waiting[0].num_tokens) if waiting and self._readers else 0
+        for request in self._readers.values():
+            for i in request.group if not (request.spilling or request.targets) else ():
+                step = self._step_blocks(i)
+                spare = self._account.num_free(i) - max(0, due[i]) - 2 * step - asked
+                if spare > 0 and request.hosted[self._cluster.host_pool(i)]:
+                    self._return(request, i, min(spare, step), moves)
+        return moves
+
+    def _return(self, request: Request, instance: int, most: int, moves: list[MoveKV]) -> None:
+        """Moves up to so many of a request's blocks from its host to an instance."""
+        account, host = self._account, self._cluster.host_pool(instance)
+        places = [index for index, ref in enumerate(request.table) if ref.pool == host][-most:]
+        copies = list[tuple[BlockRef, BlockRef, Content]]()
+        for index in places:
+            source, content = request.table[index], account.content(request, index)
+            target = request.table[index] = BlockRef(instance, account.pool(instance).place(content))
+            account.pool(instance).share(target.block)  # for the copy, which goes on if the request loses its KV
+            request.spilling[target] = source
+            copies.append((source, target, content))
+        sources, targets = [source for source, _, _ in copies], [target for _, target, _ in copies]
+        account.hold(sources)
+        account.give_back(sources)
+        moves.append(self._copies.begin("in", request.id, copies, held=sources, kept=targets, spilled=request))
+
+    def _step_blocks(self, instance: int) -> int:
+        """Bounds the blocks that one step of an instance takes."""
+        return -(-self._step_tokens // self._account.block_size) + len(self._running.on(instance))
+
+    def read(self, request: Request) -> None:
+        """Takes note of a request that reads blocks on hosts."""
+        self._readers[request.id] = request
+
     def _read_hosted(self, request: Request, before: Sequence[BlockRef]) -> None:
-        """Lets ranks read what has come to a host; its blocks `before` are free once no step in flight reads them."""
+        """Lets ranks read what has moved; its blocks `before` are free once no step in flight reads them."""
+        self.read(request)
         request.sent_blocks = request.sent_output = 0
         if request.in_flight:
             self._still_read.setdefault(request.last_step, []).extend(before)

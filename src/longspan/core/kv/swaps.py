@@ -85,9 +85,10 @@ class Swaps:
                 counts.num_disk_hits += len(content.tokens) if move.way == "load" else 0
             elif move.way == "load":
                 account.pool(source.pool).forget(source.block)
-        moves = self.offload.moved(copy) if move.way == "out" else []
+        is_offload = move.way == "out" or copy.spilled is not None
+        moves = self.offload.moved(copy) if is_offload else []
         moves += self.loads.moved(copy, done.failed)
-        if move.way != "out":
+        if not is_offload:
             account.let_go(reversed(copy.held))
             account.give_back(reversed(copy.kept))
         return move.request_id, moves
