@@ -118,8 +118,7 @@ def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int
     found = []
     for cluster in clusters:
         on_host = min(cluster.host_blocks) if cluster.host_blocks and policy.reads_hosts else 0
-        on_devices = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
-        found.append(on_devices + on_host * block_size)
+        found.append((policy.capacity_on(cluster) * cluster.num_blocks[0] + on_host) * block_size)
         decode = [cluster.num_blocks[instance] for instance in cluster.decode]
         others = [sum(decode)] if decode and policy.shards_decodes else decode
         others += cluster.host_blocks if len(clusters) > 1 else ()

@@ -87,9 +87,10 @@ class Policy:
         """The number of instances whose KV pools one request can fill."""
         return 1
 
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """Return the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
-        return self.capacity * num_blocks * block_size
+    def capacity_on(self, cluster: Cluster) -> int:
+        """Return the number of instances of a cluster whose KV pools one request can fill."""
+        del cluster
+        return self.capacity
 
     def admits(self, cluster: Cluster) -> Admitted:
         """Return which waiting requests the policy admits on a cluster."""
