@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Literal
 
 from longspan.core.cluster import Cluster
-from longspan.core.exchange import RING_Q, exchange_of
+from longspan.core.exchange import RING_Q
 from longspan.core.policy import Policy
 from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
@@ -50,16 +50,16 @@ class SeesawOptions(LengthOptions):
     @cached_property
     def sharing(self) -> ContextOptions:
         """The options of the groups. KV is offloaded after the prefill, so a chain leaves it where it is computed."""
-        chains = self.exchange == "auto" or exchange_of(self.exchange).traits.keeps == "later"
-        return ContextOptions(
+        sharing = ContextOptions(
             threshold=self.threshold,
             long_share=self.long_share,
             exchange=self.exchange,
             layout=self.layout,
             decode=self.decode,
             weights=self.weights,
-            home="computed" if chains else "auto",
         )
+        chains = sharing.wanted is None or sharing.wanted.traits.keeps == "later"
+        return replace(sharing, home="computed") if chains else sharing
 
 
 class Seesaw(Policy, name="seesaw"):
@@ -242,9 +242,9 @@ class _PhaseGroups(Context):
         for request in batch.running():
             if request.num_scheduled < request.num_prompt:
                 batch.add(self._group_parts.next(request, batch.budget, self._long_share(view)))
-        if first is not None and room.has(first, is_shared=self.shares(first)):
-            if self._lacks_members(first, view, batch.instances):
-                return Plan()
+        can_admit = first is not None and room.has(first, is_shared=self.shares(first))
+        if first is not None and can_admit and self._lacks_members(first, view, batch.instances):
+            return Plan()
         for request in batch.waiting(self._in_turn(view)):
             if self.shares(request):
                 part = self._first(request, batch.budget)
