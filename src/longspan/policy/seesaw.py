@@ -136,7 +136,7 @@ class Seesaw(Policy, name="seesaw"):
         room = _Room(view, view.running)
         plan = self._groups[view.cluster.spec].prefill(view, room)
         plan.parked = done
-        is_done = not (plan.batches or view.busy) and len(done) == len(view.running)
+        is_done = not (plan.batches or plan.loads or view.busy) and len(done) == len(view.running)
         num_started = len(self._started) + len(done)
         if is_done and num_started and not self._can_go_on(view, room):
             if self._is_worth_decoding(num_started, self._num_new(view)):

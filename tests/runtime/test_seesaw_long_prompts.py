@@ -48,43 +48,37 @@ def test_long_prompts_alongside_short_ones_are_exact_and_computed_once(
     assert exchanges_of(outputs, "decode") == [{"ring_q"} if long else {"local"} for long in is_long]
 
 
-OPTIONS: list[dict[str, str]] = [
-    {"exchange": "chain"},
-    {"threshold": "30", "exchange": "chain"},
-    {"threshold": "30", "exchange": "ring_q", "layout": "striped", "decode": "alltoall"},
-    {"threshold": "30", "exchange": "alltoall", "layout": "contiguous", "long_share": "0.5"},
-]
+OPTIONS: dict[str, dict[str, str]] = {
+    "2 2xtp2": {"threshold": "30", "exchange": "chain"},
+    "2xpp2 2xtp2": {"threshold": "30", "exchange": "ring_q", "layout": "striped", "decode": "alltoall"},
+    "3 2xpp2": {"threshold": "30", "exchange": "alltoall", "layout": "contiguous", "long_share": "0.5"},
+}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("spec", ["2 2xtp2", "2xpp2 2xtp2"])
-def test_options_of_context_are_exact(
-    engines: Engines, odd: Path, odd_oracle: Oracle, spec: str, options: dict[str, str]
-) -> None:
-    llm = turning(engines, odd, spec, **SMALL)
+@pytest.mark.parametrize("spec", OPTIONS)
+def test_options_of_context_are_exact(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str) -> None:
+    llm, options = turning(engines, odd, spec, **SMALL), OPTIONS[spec]
     llm.set_policy("seesaw", options)
     num_before = len(llm.engine.transitions)
     outputs = assert_all_exact(llm, odd_oracle, prompts_of(*LENGTHS), PARAMS)
     assert_computed_once(llm, outputs, LENGTHS, num_before)
-    is_shared = [length + 24 > LIMIT or length > int(options.get("threshold", LIMIT)) for length in LENGTHS]
-    expected = [{options["exchange"]} if shared else {"local"} for shared in is_shared]
+    expected = [{options["exchange"]} if length > 30 else {"local"} for length in LENGTHS]
     assert exchanges_of(outputs, "prefill") == expected
 
 
-@pytest.mark.parametrize("decode", ["tp2", "pp2"])
-def test_one_instance_that_holds_the_kv_of_a_group_decodes_alone(
-    engines: Engines, odd: Path, odd_oracle: Oracle, decode: str
+def test_one_instance_decodes_alone_what_a_group_has_prefilled(
+    engines: Engines, odd: Path, odd_oracle: Oracle
 ) -> None:
-    """Both ranks have memory for 14 blocks of the whole model, or for more blocks of a part of it."""
-    memory = {"host_kv_gib": 0.002, "kv_cache_memory_bytes": 14 * 16 * 5 * 2 * 16 * 4}
-    llm = turning(engines, odd, f"2 {decode}", **memory, num_gpu_blocks_override=None)
-    llm.set_policy("seesaw", {})
-    clusters, num_before = llm.engine.config.fleet, len(llm.engine.transitions)
-    assert clusters[0].num_blocks == (14, 14)
-    lengths = (20, 260, 45) if clusters[1].num_blocks[0] > 17 else (20, 190, 45)
+    """Each rank has memory for 14 blocks of the whole model, or for 23 blocks of three of its five layers."""
+    block_bytes = 16 * 5 * 2 * 16 * 4
+    memory = {"host_kv_gib": 0.002, "kv_cache_memory_bytes": 14 * block_bytes, "num_gpu_blocks_override": None}
+    llm = turning(engines, odd, "2 pp2", **memory)
+    assert [cluster.num_blocks for cluster in llm.engine.config.fleet] == [(14, 14), (23,)]
+    lengths = (20, 260, 45)
     outputs = assert_all_exact(llm, odd_oracle, prompts_of(*lengths), PARAMS)
-    assert_computed_once(llm, outputs, lengths, num_before)
-    print(clusters, lengths)
+    assert_computed_once(llm, outputs, lengths, 0)
+    assert exchanges_of(outputs, "prefill") == [{"local"}, {"ring_kv"}, {"local"}]
+    assert exchanges_of(outputs, "decode") == [{"local"}] * 3
 
 
 @pytest.mark.parametrize("wanted", [{"n": 2, "temperature": 1.0, "seed": 5}, {"logprobs": 2, "prompt_logprobs": 2}])
