@@ -66,9 +66,7 @@ def test_options_of_context_are_exact(engines: Engines, odd: Path, odd_oracle: O
     assert exchanges_of(outputs, "prefill") == expected
 
 
-def test_one_instance_decodes_alone_what_a_group_has_prefilled(
-    engines: Engines, odd: Path, odd_oracle: Oracle
-) -> None:
+def test_one_instance_decodes_alone_what_a_group_has_prefilled(engines: Engines, odd: Path, odd_oracle: Oracle) -> None:
     """Each rank has memory for 14 blocks of the whole model, or for 23 blocks of three of its five layers."""
     block_bytes = 16 * 5 * 2 * 16 * 4
     memory = {"host_kv_gib": 0.002, "kv_cache_memory_bytes": 14 * block_bytes, "num_gpu_blocks_override": None}

@@ -23,8 +23,7 @@ class NoOptions:
 class Policy:
     """Decides the next steps of an engine. Pure: the same views and events, in the same order, give the same plans.
 
-    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`. Everything else has a
-    default.
+    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`. All else has a default.
 
     Attributes:
         name: what users choose it by.

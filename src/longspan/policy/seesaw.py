@@ -129,7 +129,7 @@ class Seesaw(Policy, name="seesaw"):
         return self._prefill_turn(view) if self.admits(view.cluster) == "new" else self._decode_turn(view)
 
     def _prefill_turn(self, view: ClusterView) -> Plan:
-        """Park the requests that have their first token, and prefill prompts whose KV fits into the host pools."""
+        """Compute prompts as far as host pools have free blocks. Park each request after its first token."""
         done = tuple([r for r in view.running if not r.in_flight and _has_output(r)])
         for request in done:
             self._parked.add(request)
