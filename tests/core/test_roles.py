@@ -393,7 +393,7 @@ def test_auto_is_tetris_with_roles() -> None:
     policy = make_policy(
         "auto", num_instances=3, options={"improvement_rate": "0.1"}, facts=Facts(cluster=ROLES.cluster)
     )
-    assert policy.capacity_tokens(num_blocks=10, block_size=16) == 320
+    assert policy.capacity_on(ROLES.cluster) == 2
 
 
 def test_groups_are_of_instances_that_prefill() -> None:

@@ -83,12 +83,13 @@ def setups(draw: st.DrawFn, policy: str, tier: str) -> Setup:
     host_blocks, disk_blocks = TIERS[tier]
     setup = replace(setup, pp=1, host_blocks=host_blocks, disk_blocks=disk_blocks)
     num_held = {"fixed-sp": 2, "seesaw": 1, "loongserve-disagg": 1}.get(policy)
+    if policy == "seesaw":
+        other = ParallelSpec.parse(draw(st.sampled_from(["1xtp2", "1xpp2", "2xtp2", "3xpp2"])))
+        setup, num_held = replace(setup, turns=(ParallelSpec.parse("2"), other)), min(2, other.instances)
+        setup = replace(setup, options=draw(st.sampled_from([{}, {"threshold": "20"}])))
     if num_held is not None:
         most = num_held * setup.num_blocks * setup.block_size
         setup = replace(setup, max_model_len=min(setup.max_model_len or most, most))
-    if policy == "seesaw":
-        other = draw(st.sampled_from(["1xtp2", "1xpp2"]))
-        setup = replace(setup, turns=(ParallelSpec.parse("2"), ParallelSpec.parse(other)))
     if policy == "loongserve-disagg":
         setup = replace(setup, roles=Roles(num_prefill=2, num_decode=2, backends=draw(st.integers(1, 3))))
     return setup

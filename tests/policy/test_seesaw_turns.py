@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from cluster import Cluster, Setup
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan import SamplingParams
+from longspan.core.cluster import ParallelSpec
 from longspan.core.options import SchedulingArgs
 from longspan.policy.seesaw import drain
 from longspan.sim.spec import ClusterSpec
@@ -60,3 +63,17 @@ def test_a_prompt_goes_to_a_host_that_has_room_for_it(strict: str) -> None:
     ]
     result = make_experiment("llama-7b", turns, scheduling).run(Workload(arrivals=arrivals, shares=False))
     assert len(result.served) == 2
+
+
+@pytest.mark.parametrize("host_blocks", range(10, 24))
+def test_further_outputs_of_a_prompt_are_loaded_before_the_cluster_changes(host_blocks: int) -> None:
+    """A host pool that holds few prompts. Both outputs of a prompt use the same blocks."""
+    turns = ParallelSpec.parse("pp2"), ParallelSpec.parse("tp2")
+    setup = Setup(num_blocks=12, policy="seesaw", turns=turns, host_blocks=(host_blocks,), max_num_batched_tokens=48)
+    cluster, params = Cluster(setup), SamplingParams(n=2, max_tokens=20, ignore_eos=True)
+    for number, length in enumerate((20, 100, 45, 7, 90)):
+        leader = cluster.add([number] * length, params)
+        cluster.follow(leader, 1)
+    cluster.run(max_steps=1000)
+    assert len(cluster.engine.transitions) < 30
+    assert all(request.output == cluster.expected_output(request) for request in cluster.requests)

@@ -74,10 +74,9 @@ def setups(draw: st.DrawFn) -> Setup:
     locations = tuple(Location(host=i % num_hosts, device=i) for i in range(num_instances))
     facts = draw(st.sampled_from([setup.facts, machine(*range(1, num_instances + 1), start_s=0.0)]))
     setup = replace(setup, facts=facts, locations=locations)
-    capacity = make_policy(policy, num_instances=num_instances, options=options, facts=setup.facts).capacity_tokens(
-        num_blocks=setup.num_blocks, block_size=setup.block_size
-    )
+    made = make_policy(policy, num_instances=num_instances, options=options, facts=setup.facts)
     assert setup.max_model_len is not None
+    capacity = made.capacity_on(setup.cluster) * setup.num_blocks * setup.block_size
     return replace(setup, max_model_len=min(setup.max_model_len, capacity))
 
 

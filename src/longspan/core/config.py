@@ -122,8 +122,7 @@ def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int
             pools = {cluster.host_pool(instance) for instance in policy.instances}
             sizes = [cluster.pool_blocks[pool] for pool in pools]
             on_host = min(sizes) if policy.capacity < len(policy.instances) else sum(sizes)
-        on_devices = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
-        found.append(on_devices + on_host * block_size)
+        found.append((policy.capacity_on(cluster) * cluster.num_blocks[0] + on_host) * block_size)
         decode = [cluster.num_blocks[instance] for instance in cluster.decode]
         others = [sum(decode)] if decode and policy.shards_decodes else decode
         others += cluster.host_blocks if len(clusters) > 1 else ()

@@ -23,8 +23,7 @@ class NoOptions:
 class Policy:
     """Decides the next steps of an engine. Pure: the same views and events, in the same order, give the same plans.
 
-    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`. Everything else has a
-    default.
+    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`. All else has a default.
 
     Attributes:
         name: what users choose it by.
@@ -87,9 +86,10 @@ class Policy:
         """The number of instances whose KV pools one request can fill."""
         return 1
 
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """Return the longest request, in tokens, that fits alone when each pool has `num_blocks`."""
-        return self.capacity * num_blocks * block_size
+    def capacity_on(self, cluster: Cluster) -> int:
+        """Return the number of instances of a cluster whose KV pools one request can fill."""
+        del cluster
+        return self.capacity
 
     def admits(self, cluster: Cluster) -> Admitted:
         """Return which waiting requests the policy admits on a cluster."""

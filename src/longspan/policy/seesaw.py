@@ -1,39 +1,69 @@
-"""Seesaw: prefill and decode take turns, each on a cluster that is split as suits it (Su et al., 2025).
+"""Seesaw: prefill and decode alternate on the same devices, each phase with its own cluster (Su et al., 2025).
 
-Prompts are prefilled until the memory of the hosts is full, or nothing waits; their KV goes there as each is done. Then
-the model is re-sharded, and all of it is decoded, while further KV comes in from hosts; and so on (§4.2).
+The prefill phase computes prompts until the host pools are full or no prompt waits. The KV of each finished prompt is
+offloaded to its hosts. Then the model is re-sharded, and the decode phase loads and decodes these requests (§4.2).
 
-Where costs are known, clusters only change when that gains more than it takes; else it is as in the paper.
+If costs are known, the cluster changes only if that saves more time than the change takes. Otherwise it changes as in
+the paper. A request larger than one KV pool is shared by all instances of the phase, by the rules of `context`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
 from longspan.core.cluster import Cluster
+from longspan.core.exchange import RING_Q
 from longspan.core.policy import Policy
 from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
-from longspan.policy.batching import Batch, single_part
+from longspan.policy.batching import Batch
 from longspan.policy.chunked import admit_alone
+from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeesawOptions:
-    """Options that say when `seesaw` changes clusters.
+class SeesawOptions(LengthOptions):
+    """Options of `seesaw`: when it changes clusters, and how instances share a request.
 
     Attributes:
-        strict: change clusters whenever the paper does, also when that takes longer than it gains.
+        strict: change clusters whenever the paper does, even if the change takes longer than it saves.
+        threshold: all instances share a prompt with more tokens than this. `auto` shares only the requests that exceed
+            one KV pool, because single instances have a higher throughput.
+        exchange, layout, decode, weights: as of `context`.
     """
 
     strict: bool = False
+    exchange: str = "auto"
+    layout: Literal["auto", "zigzag", "striped", "contiguous"] = "auto"
+    decode: str = RING_Q.kind
+    weights: Literal["auto", "host", "peers"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.sharing  # checks the options
+
+    @cached_property
+    def sharing(self) -> ContextOptions:
+        """The options of the groups. KV is offloaded after the prefill, so a chain leaves it where it is computed."""
+        sharing = ContextOptions(
+            threshold=self.threshold,
+            long_share=self.long_share,
+            exchange=self.exchange,
+            layout=self.layout,
+            decode=self.decode,
+            weights=self.weights,
+        )
+        chains = sharing.wanted is None or sharing.wanted.traits.keeps == "later"
+        return replace(sharing, home="computed") if chains else sharing
 
 
 class Seesaw(Policy, name="seesaw"):
-    """Prefills on one cluster and decodes on the other; each request is on one instance."""
+    """Prefills on one cluster and decodes on the other. Requests that exceed one instance are shared by all."""
 
     Options = SeesawOptions
     takes_phases = True
@@ -44,6 +74,7 @@ class Seesaw(Policy, name="seesaw"):
             problem = "seesaw prefills and decodes on the same devices, one after the other: give prefill_parallel and"
             raise ParameterError("policy", f"{problem} decode_parallel", "seesaw")
         self._prefill, self._decode = facts.turns
+        self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.turns}
         self._cost = None if options.strict else facts.turn_cost
         self._mixes = False  # what is left is not worth a change: it is prefilled and decoded where it is
         self._parked = _Parked()
@@ -61,6 +92,10 @@ class Seesaw(Policy, name="seesaw"):
             "what steps take on CPUs, for instances of each cluster"
         )
 
+    def capacity_on(self, cluster: Cluster) -> int:
+        """Return the number of instances: all of them share a request that exceeds one."""
+        return cluster.num_instances
+
     def arrived(self, request: RequestView) -> None:
         self._num_unfinished += 1
         if _has_output(request) and not request.group:
@@ -69,10 +104,14 @@ class Seesaw(Policy, name="seesaw"):
     def ended(self, request: RequestView) -> None:
         self._num_unfinished -= 1
         self._started.discard(request.id)
+        for groups in self._groups.values():
+            groups.ended(request)
 
     def preempted(self, request: RequestView) -> None:
         if _has_output(request):
             self._started.add(request.id)
+        for groups in self._groups.values():
+            groups.preempted(request)
 
     def resumed(self, request: RequestView) -> None:
         self._started.discard(request.id)
@@ -90,21 +129,14 @@ class Seesaw(Policy, name="seesaw"):
         return self._prefill_turn(view) if self.admits(view.cluster) == "new" else self._decode_turn(view)
 
     def _prefill_turn(self, view: ClusterView) -> Plan:
-        """Parks whoever has its first token, and prefills as many others as hosts have room for."""
+        """Compute prompts as far as host pools have free blocks. Park each request after its first token."""
         done = tuple([r for r in view.running if not r.in_flight and _has_output(r)])
         for request in done:
             self._parked.add(request)
         room = _Room(view, view.running)
-        batch, instances = Batch(view, frozenset(view.cluster.instances)), tuple(view.cluster.instances)
-        for request in batch.running():
-            if request.num_scheduled < request.num_prompt:
-                batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
-        for request in batch.waiting():
-            part = admit_alone(request, batch.budget, room.instances(request, instances))
-            batch.add(part if part is not None and room.take(part) else None)
-        plan = batch.plan()
+        plan = self._groups[view.cluster.spec].prefill(view, room)
         plan.parked = done
-        is_done = not (plan.batches or view.busy) and len(done) == len(view.running)
+        is_done = not (plan.batches or plan.loads or view.busy) and len(done) == len(view.running)
         num_started = len(self._started) + len(done)
         if is_done and num_started and not self._can_go_on(view, room):
             if self._is_worth_decoding(num_started, self._num_new(view)):
@@ -115,25 +147,24 @@ class Seesaw(Policy, name="seesaw"):
         return plan
 
     def _can_go_on(self, view: ClusterView, room: _Room) -> bool:
-        """Tells whether a prompt waits that hosts have room for: devices have it soon."""
+        """Return True if the KV of the first waiting prompt fits into host pools. Its device blocks become free."""
         if not view.startable:
             return self._num_new(view) > 0  # its prefix is on its way
-        return room.has(view.startable[0])
+        return self._has_room(view.startable[0], room)
+
+    def _has_room(self, request: RequestView, room: _Room) -> bool:
+        """Return True if the KV of a prompt fits into host pools after its prefill."""
+        return room.has(request, is_shared=self._groups[self._prefill.spec].shares(request))
 
     def _decode_turn(self, view: ClusterView) -> Plan:
-        """Decodes with continuous batching, until hosts have nothing more to decode and new prompts are worth it."""
+        """Decode with continuous batching, until hosts hold no request to decode and a change to prefill pays off."""
         if self.admits(view.cluster) == "started" and not self._started and view.waiting:
             first, room, num_new = view.waiting[0], _Room(view, view.running), self._num_new(view)
-            if room.is_ample(first, num_new):
+            if self._has_room(first, room) and room.is_ample(first, num_new):
                 if self._is_worth_prefilling(first, room, num_new):
                     return Plan(reshard=self._prefill)
                 self._mixes = True
-        batch, instances = Batch(view, frozenset(view.cluster.instances)), tuple(view.cluster.instances)
-        for request in batch.running():
-            batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
-        for request in batch.waiting():
-            batch.add(admit_alone(request, batch.budget, instances))
-        plan = batch.plan()
+        plan = self._groups[view.cluster.spec].plan(view)
         if self._mixes and not (plan.batches or view.busy or view.waiting):
             self._mixes = False  # all have ended
         return plan
@@ -166,8 +197,80 @@ class Seesaw(Policy, name="seesaw"):
         return here_s - there_s > cost.reshard_s(self._prefill) + cost.reshard_s(self._decode) + swapped_s
 
 
+class _PhaseGroups(Context):
+    """Places the requests of one phase: on single instances, or on a group of all instances.
+
+    Args:
+        facts: the facts of the prefill cluster. A profile of instances with another tp is not used.
+    """
+
+    def __init__(self, cluster: Cluster, sharing: ContextOptions, facts: Facts) -> None:
+        if cluster.spec.tp == 1:
+            sharing = replace(sharing, weights="auto")
+        profile = facts.profile if cluster.spec.tp == facts.tp else None
+        instances = tuple(sorted(cluster.instances, key=cluster.location))
+        super().__init__(instances, sharing, replace(facts, cluster=cluster, profile=profile))
+        self._pool_blocks = min(cluster.num_blocks, default=0)
+        self._spread: set[int] | None = set() if len(set(self._host.values())) > 1 else None
+        """Waiting requests with an output whose KV is in the pools of several hosts. None on a single host."""
+
+    def preempted(self, request: RequestView) -> None:
+        if self._spread is not None and len(request.group) > 1:
+            self._spread.add(request.id)
+
+    def ended(self, request: RequestView) -> None:
+        if self._spread is not None:
+            self._spread.discard(request.id)
+
+    def shares(self, request: RequestView) -> bool:
+        """Return True for a request larger than one KV pool, a prompt beyond the threshold, or KV on several hosts."""
+        if len(self.instances) == 1:
+            return False
+        if request.blocks_for(request.num_tokens) > self._pool_blocks:
+            return True
+        if _has_output(request):
+            return self._spread is not None and request.id in self._spread
+        threshold = self._sharing.threshold
+        return threshold != "auto" and request.num_tokens > threshold
+
+    def prefill(self, view: ClusterView, room: _Room) -> Plan:
+        """Continue running prompts, and admit prompts whose KV fits into the host pools. No request is decoded.
+
+        If all instances are to share the first waiting prompt, instances that could step wait until all of them can.
+        """
+        batch, first = Batch(view, self._all), next(self._in_turn(view), None)
+        for request in batch.running():
+            if request.num_scheduled < request.num_prompt:
+                batch.add(self._group_parts.next(request, batch.budget, self._long_share(view)))
+        can_admit = first is not None and room.has(first, is_shared=self.shares(first))
+        if first is not None and can_admit and self._lacks_members(first, view, batch.instances):
+            return Plan()
+        for request in batch.waiting(self._in_turn(view)):
+            if self.shares(request):
+                part = self._first(request, batch.budget)
+            else:
+                part = admit_alone(request, batch.budget, room.instances(request, self.instances))
+            batch.add(part if part is not None and room.take(part) else None)
+        return batch.plan()
+
+    @property
+    def _side_by_side(self) -> bool:
+        """Shared prompts are prefilled one after the other, because each takes all instances."""
+        return False
+
+    def _group_size(self, request: RequestView, view: ClusterView) -> int:
+        return self._members(request, 0, view)
+
+    def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
+        del cached_tokens, view
+        return len(self.instances) if self.shares(request) else 1
+
+
 class _Room:
-    """Blocks in the memory of hosts, but for those that running requests will need when they leave the devices."""
+    """Free blocks of host pools, without the blocks that running requests need when they are offloaded.
+
+    A shared request reserves all of its blocks on each host of its group, because its shares are not known before.
+    """
 
     def __init__(self, view: ClusterView, running: Iterable[RequestView]) -> None:
         cluster, kv = view.cluster, view.kv
@@ -177,35 +280,39 @@ class _Room:
         self.num_running = 0
         for request in running:
             number = request.blocks_for(request.num_tokens)
-            self._left[self._pool[request.group[0]]] -= number
+            self._left.subtract(dict.fromkeys(self._pools(request.group), number))
             self.num_running += number
 
     @property
     def num_blocks(self) -> int:
         return sum(self._left.values())
 
-    def has(self, request: RequestView) -> bool:
-        """Tells whether any host has room for a request."""
-        return max(self._left.values()) >= _needed(request)
+    def _pools(self, group: Sequence[int]) -> set[int]:
+        """Return the host pools of a group."""
+        return {self._pool[instance] for instance in group}
+
+    def has(self, request: RequestView, *, is_shared: bool) -> bool:
+        """Return True if the KV of a request fits into the pool of a host, or of every host if it is shared."""
+        blocks = self._left.values()
+        return (min(blocks) if is_shared else max(blocks)) >= _needed(request)
 
     def is_ample(self, first: RequestView, num_new: int) -> bool:
-        """Tells whether hosts have room for all new requests, if they are like the first, or for that and half empty.
+        """Return True if all new requests fit, at the size of the first, or running requests need at most half.
 
-        Where devices hold more than hosts, a change for each prompt that fits would take most of the time.
+        If device pools are larger than host pools, a change for each prompt that fits would take most of the time.
         """
-        lacks = self.num_blocks < num_new * _needed(first)
-        return self.has(first) and not (lacks and 2 * self.num_running > self._size)
+        return self.num_blocks >= num_new * _needed(first) or 2 * self.num_running <= self._size
 
     def instances(self, request: RequestView, instances: Sequence[int]) -> list[int]:
-        """Returns those whose host has room for a request."""
+        """Return the instances whose host pool has free blocks for a request."""
         return [instance for instance in instances if self._left[self._pool[instance]] >= _needed(request)]
 
     def take(self, part: ScheduledPart) -> bool:
-        """Takes the room for a request to be admitted; returns whether there was any."""
-        pool, number = self._pool[part.group[0]], _needed(part.request)
-        if self._left[pool] < number:
+        """Reserve the host blocks of an admitted request. Return False, and reserve none, if they are not free."""
+        pools, number = self._pools(part.group), _needed(part.request)
+        if any(self._left[pool] < number for pool in pools):
             return False
-        self._left[pool] -= number
+        self._left.subtract(dict.fromkeys(pools, number))
         return True
 
 
