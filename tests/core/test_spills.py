@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
 
-from longspan.core.cluster import locations_of_ranks
+from longspan.core.cluster import ParallelSpec, locations_of_ranks
+from longspan.core.config import capacity_tokens
 from longspan.core.exchange import RING_Q
-from longspan.core.request import ContextLengthError
+from longspan.core.regrouping import Change
+from longspan.core.request import ContextLengthError, Request
 from longspan.core.steps import MoveKV, Step
+from longspan.policy.registry import make_policy
 
 SMALL = Setup(num_blocks=6, block_size=4, policy="chunked", max_num_batched_tokens=8, host_blocks=(60,))
 """Room for 24 tokens on the device, and 240 on the host."""
@@ -324,3 +328,70 @@ def test_workers_are_lost_at_any_time(policy: str, num_instances: int, data: st.
             cluster.restart()
     cluster.assert_at_rest()
     assert all(request.output == cluster.expected_output(request) for request in requests)
+
+
+@pytest.mark.full
+def test_random_operations_change_no_answer() -> None:
+    """2,000 answers at least, among losses of workers and re-shards: each is that of a run alone, or its beginning if
+    a smaller cluster had no room for more.
+    """
+    num_answers = num_hosted = num_reshards = seed = 0
+    while num_answers < 2000 or num_hosted < 1000 or num_reshards < 50:
+        cluster, requests = _random_run(random.Random(seed))
+        seed, num_reshards = seed + 1, num_reshards + len(cluster.engine.transitions)
+        cluster.assert_at_rest()
+        for request in (one for one in requests if one.error is None):
+            alone, found = cluster.expected_output(request), request.output
+            assert found == alone or (cluster.engine.transitions and found and found == alone[: len(found)]), seed
+            num_answers += 1
+            num_hosted += any(part.hosted for part in cluster.parts_of(request))
+
+
+def _random_run(draw: random.Random) -> tuple[Cluster, list[Request]]:
+    """Runs random requests, some beyond all devices, on a random cluster that loses workers or changes its split."""
+    policy, num_instances, hosts = draw.choice(["chunked", *GROUPS]), draw.choice([2, 3, 4]), draw.choice([1, 1, 2])
+    num_blocks, host_blocks, size = draw.randint(1, 8), draw.randint(1, 60), draw.choice([1, 2, 4, 8])
+    cluster = Cluster(
+        Setup(
+            num_instances=num_instances,
+            num_blocks=num_blocks,
+            block_size=size,
+            policy=policy,
+            max_num_batched_tokens=draw.choice([size * 2, 16, 64]),
+            max_num_seqs=draw.choice([2, 4, 16]),
+            host_blocks=(host_blocks,) * hosts,
+            disk_blocks=draw.choice([(), (30,) * hosts]),
+            locations=locations_of_ranks(num_instances, "2") if hosts == 2 else (),
+            max_steps_in_flight=draw.choice([1, 2]),
+        )
+    )
+    capacity = capacity_tokens(cluster.policy, (cluster.setup.cluster,), size)
+    longest, loses, splits = min(200, capacity), draw.random() < 0.3, draw.random() < 0.4
+    shared, requests, left = [draw.randrange(99) for _ in range(longest)], list[Request](), draw.randint(1, 7)
+    for _ in range(30_000):
+        while left and (draw.random() < 0.3 or not cluster.engine.has_unfinished):
+            left, length = left - 1, draw.randint(1, max(1, longest - 1))
+            same = draw.choice([0, 0, length // 2, length])
+            prompt = shared[:same] + [draw.randrange(99) for _ in range(length - same)]
+            with suppress(ContextLengthError):  # a smaller cluster has no room for it
+                requests.append(cluster.add(prompt, max_tokens=draw.randint(1, 20)))
+                requests += [cluster.follow(requests[-1], 1)] if draw.random() < 0.2 else []
+        if not (left or cluster.engine.has_unfinished):
+            return cluster, requests
+        if splits and hosts == 1 and num_instances != 3 and draw.random() < 0.01:
+            _split_otherwise(cluster)
+        if loses and draw.random() < 0.02:
+            cluster.restart()
+        cluster.step(0.0 if draw.random() < 0.3 else None)
+    raise AssertionError("it never ends")
+
+
+def _split_otherwise(cluster: Cluster) -> None:
+    """Changes to instances of twice as many ranks, or back, unless a change is under way."""
+    setup = cluster.setup
+    whole, halves = ParallelSpec(instances=setup.num_instances), ParallelSpec(instances=setup.num_instances // 2, tp=2)
+    other = setup.split(halves if cluster.engine.config.cluster.spec == whole else whole)
+    facts, number = replace(setup.facts, cluster=other), other.num_instances
+    policy = make_policy(setup.policy, num_instances=number, options=setup.options, facts=facts, is_resized=True)
+    with suppress(RuntimeError):
+        cluster.engine.reshard(Change(cluster=other, policy=policy))
