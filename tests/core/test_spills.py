@@ -299,7 +299,7 @@ def tight(draw: st.DrawFn, policy: str, num_instances: int) -> Setup:
     """Few blocks on devices, more on the host, and requests of up to all of them."""
     setup, host_blocks = draw(setups_of(policy, num_instances, {})), draw(st.integers(1, 60))
     num_blocks, disk_blocks = draw(st.integers(1, 8)), draw(st.sampled_from([(), (), (30,)]))
-    members = 1 if policy in {"chunked", "prefill-first", "decode-first"} else num_instances
+    members = {"context": num_instances, "auto": num_instances, "tetris": 2}.get(policy, 1)
     most = max(2, min(150, (members * num_blocks + host_blocks) * setup.block_size))
     changes = {"num_blocks": num_blocks, "disk_blocks": disk_blocks, "prefix_caching": True, "max_model_len": most}
     return replace(setup, host_blocks=(host_blocks,), **changes)  # type: ignore[arg-type]

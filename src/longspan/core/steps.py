@@ -148,7 +148,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
+    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names.
+
+    `parent` is a root for the first block of a prompt, and else the key of the block before.
+    """
 
     parent: bytes
     tokens: Sequence[int]

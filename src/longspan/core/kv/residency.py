@@ -1,8 +1,8 @@
 """The place of a request's KV: one value per request, which the manager alone changes.
 
     WAITING --admit--> RESIDENT or Loading --all loaded--> RESIDENT
-    RESIDENT --offload--> Offloading --copied--> OFFLOADED --admit--> Loading
-    RESIDENT --transfer--> Transferring --all there--> RESIDENT
+    RESIDENT --offload--> OFFLOADING --copied--> OFFLOADED --admit--> Loading
+    RESIDENT --transfer--> TRANSFERRING --all there--> RESIDENT
 
 Every state with KV goes back to WAITING when the request ends, or when workers are lost.
 """
