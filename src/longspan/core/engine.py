@@ -10,7 +10,7 @@ from itertools import count, product
 from typing import Protocol, get_args
 
 from longspan.core.blocks import BlockRef
-from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.config import EngineConfig
 from longspan.core.exchange import shown_names
 from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
@@ -91,8 +91,9 @@ class Engine:
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that is empty, leaves no room for an output, or is refused by the policy."""
-        check_length(num_prompt_tokens, self._max_len)
-        self._policy.check_prompt(num_prompt_tokens)
+        policy, config = self._regrouping.target(self._policy, self.config)
+        check_length(num_prompt_tokens, config.longest(policy))
+        policy.check_prompt(num_prompt_tokens)
 
     def add(
         self,
@@ -106,14 +107,15 @@ class Engine:
     ) -> Request:
         """Queues a request. For `params.n` outputs, add the first and then the others with it as their `leader`.
         `grammar` is what `params.structured_outputs` asks for, see `Sampling`. KV is shared with requests of the same
-        `cache_salt` only.
+        `cache_salt` only. During a change of clusters, the bounds and the settings are those after the change.
 
         Raises:
             ValueError: see `check`.
         """
         self.check(len(prompt))
         assert (leader is None) == (choice == 0), "the first choice leads the others"
-        room = self._max_len - len(prompt)
+        policy, config = self._regrouping.target(self._policy, self.config)
+        room = config.longest(policy) - len(prompt)
         request = Request(
             id=next(self._request_ids),
             prompt=prompt,
@@ -122,9 +124,7 @@ class Engine:
             choice=choice,
             leader=leader,
             grammar=grammar,
-            sparse=leader.sparse
-            if leader
-            else self._policy.sparse(len(prompt), self.config.block_size, self.config.cluster.num_blocks[0]),
+            sparse=leader.sparse if leader else config.sparse(policy, len(prompt)),
             cache_salt=leader.cache_salt if leader else cache_salt,
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
@@ -204,9 +204,6 @@ class Engine:
         for request in self._requests.values():
             if request.finish_reason is None:
                 policy.arrived(request)
-        config = self.config
-        capacity = capacity_tokens(policy, config.fleet, config.block_size)
-        self._max_len = min(config.max_model_len, capacity)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
@@ -303,7 +300,7 @@ class Engine:
         self.kv.regroup(self.config.cluster)
         if change.policy is not None:
             self._adopt(change.policy)
-            for request in bounded(self._queues.unfinished, self._max_len):
+            for request in bounded(self._queues.unfinished, self.config.longest(change.policy)):
                 self.finish(request, "error")
         self._regrouping.resumed(self._clock.now())
 

@@ -79,6 +79,16 @@ class Regrouping:
         """Return prefill, decode or transition for an engine with phases. Empty without phases."""
         return "transition" if self._idle_s is not None else phase_of(config.cluster, config.turns)
 
+    def target(self, policy: Policy, config: EngineConfig) -> tuple[Policy, EngineConfig]:
+        """Return what replaces a policy and a configuration once the changes under way are complete.
+
+        Requests that arrive during a change are computed after it.
+        """
+        for change in (self._change, self._next):
+            if change is not None:
+                policy, config = change.policy or policy, change.config(config)
+        return policy, config
+
     def ask(self, change: Change, now_s: float) -> None:
         """Begin a change. It follows a change of the policy that is under way.
 
