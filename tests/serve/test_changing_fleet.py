@@ -98,7 +98,7 @@ def test_sparse_attention_is_off_from_the_answer_on_also_during_a_change_of_the_
 
 
 @pytest.mark.usefixtures("slow_change")
-@pytest.mark.parametrize("policy", ["auto", "context"])
+@pytest.mark.parametrize("policy", ["context", "loongserve"])
 def test_the_longest_request_follows_the_fleet(tiny: Path, oracle: Oracle, policy: str) -> None:
     """It does so from the beginning of a change on, and in a new engine core."""
     case = Case(name=policy, engine={"parallel": "1"})
