@@ -5,6 +5,7 @@ A field of a dataclass is an option if an `Option` annotates it. Its name, type 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -31,6 +32,7 @@ class Option:
         metavar: stands for the value; by default, its type.
         default: what the default means, in words; empty to show none, since the value is secret.
         minimum: the least number.
+        may_be_infinite: infinity is a value of it, too.
         repeatable: the option is given once for each of several texts.
         configures: the option configures an engine or a server, so that an environment variable may set it, too. What
             belongs to a single call, such as a prompt, comes from no variable.
@@ -45,6 +47,7 @@ class Option:
     metavar: str | None = None
     default: str | None = None
     minimum: float | None = None
+    may_be_infinite: bool = False
     repeatable: bool = False
     configures: bool = False
     read: Callable[[Any], object] | None = None
@@ -93,6 +96,24 @@ def at_least_one(**values: int | None) -> None:
             raise ParameterError(name, f"must be at least 1, but {value} given", value)
 
 
+MAX_NUMBER = 1e15
+"""Upper bound of options that are seconds, GiB or ratios. Larger values overflow timeouts and sizes, and JSON has no
+infinity. A petabyte is 1e6 GiB, and 1e15 seconds are 32 million years.
+"""
+
+
+def check_number(name: str, value: object, *, may_be_infinite: bool = False) -> None:
+    """Raise a ParameterError for a float that is NaN, infinite or beyond `MAX_NUMBER`. Ignore other types."""
+    if isinstance(value, float) and not (abs(value) <= MAX_NUMBER or (may_be_infinite and abs(value) == math.inf)):
+        raise ParameterError(name, f"must be a number of at most {MAX_NUMBER:g}, but {value:g} given", value)
+
+
+def check_numbers(options: Any) -> None:  # noqa: ANN401 - any dataclass
+    """Apply `check_number` to every field of a dataclass."""
+    for one in fields(options):
+        check_number(one.name, getattr(options, one.name))
+
+
 def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str]) -> OptionsT:
     """Reads texts into the dataclass `kind`.
 
@@ -105,13 +126,15 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
             valid = f"its options are {', '.join(known)}" if known else "it has none, but context and others do"
             raise ValueError(f"policy {policy} has no option {key!r}: {valid}")
     try:
-        return msgspec.convert(dict(options), kind, strict=False)
+        parsed = msgspec.convert(dict(options), kind, strict=False)
+        check_numbers(parsed)
     except msgspec.ValidationError as error:
         if isinstance(cause := error.__cause__, ParameterError):
             raise ParameterError(cause.parameter, f"{cause.problem} (policy {policy})", cause.value) from cause
         if isinstance(cause, PluginError):
             raise cause from None
         raise ValueError(f"policy {policy}: {_explained(error, kind, options)}") from error
+    return parsed
 
 
 def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> str:
@@ -253,6 +276,7 @@ class SchedulingArgs:
     async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         at_least_one(
             max_model_len=self.max_model_len,
             block_size=self.block_size,

@@ -28,6 +28,8 @@ from longspan.runtime.child import how_ended, lack_of_memory, unless_forked
 if TYPE_CHECKING:
     from longspan.runtime.disk_pool import DiskLane, DiskPool
 
+_MAX_POLL_S = 2.0**31 / 1000 - 1
+"""Longest timeout of a poll: ZeroMQ counts milliseconds in 32 bits."""
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _BLAME_TIMEOUT_S = 3.0
@@ -279,7 +281,7 @@ class WorkerExecutor:
         poller.register(self._reports, zmq.POLLIN)
         if wakeup is not None:
             poller.register(wakeup, zmq.POLLIN)
-        ready = dict(poller.poll(None if timeout_s is None else int(max(0.0, timeout_s) * 1000)))
+        ready = dict(poller.poll(None if timeout_s is None else int(min(max(0.0, timeout_s), _MAX_POLL_S) * 1000)))
         return self._decoder.decode(self._reports.recv()) if self._reports in ready else None
 
     def _take(self, report: messages.Report) -> Completion | None:
