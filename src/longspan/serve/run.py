@@ -235,7 +235,7 @@ def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.so
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listening.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(_MAX_MS, int(reader_timeout_s * 1000))
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(_MAX_MS, reader_timeout_s * 1000))
             )
         return listening
     except (OSError, OverflowError) as error:
