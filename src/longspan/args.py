@@ -13,7 +13,7 @@ from longspan import limits
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.errors import ParameterError
-from longspan.policy.registry import turns_of
+from longspan.policy.registry import check_sparse, turns_of
 
 AUTO = "auto"
 """Stands in place of a parallel spec for the best one, where `longspan.planning` looks for it first."""
@@ -119,6 +119,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         if "csa" in options:
             from longspan.csa_file import csa_settings  # noqa: PLC0415 - only some policies have the option
 
+            check_sparse(self.policy, options)
             options["csa"] = csa_settings(options["csa"], self.model)
         turns = turns_of(self.policy, cluster)
         for one in turns or (cluster,):

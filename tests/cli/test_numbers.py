@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.cli.app import app
-from longspan.core.options import MAX_NUMBER, options_of, parse_options
+from longspan.core.option_values import MAX_NUMBER, parse_options
+from longspan.core.options import options_of
 from longspan.errors import ParameterError
 from longspan.policy.registry import policy_class, policy_names
 from longspan.serve.messages import EngineSetup

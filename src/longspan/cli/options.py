@@ -26,7 +26,8 @@ import longspan
 from longspan.args import EngineArgs
 from longspan.cli.signals import finishing, unwinding
 from longspan.core.exchange_plugins import exchange_names
-from longspan.core.options import Option, check_number, options_of
+from longspan.core.option_values import check_number
+from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
 from longspan.limits import read_bytes
 from longspan.policy.registry import policy_names

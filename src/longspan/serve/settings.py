@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from longspan.core.options import Option, check_numbers
+from longspan.core.option_values import check_numbers
+from longspan.core.options import Option
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
