@@ -76,7 +76,7 @@ def test_auto_takes_options_that_count_on_one_instance(options: dict[str, str], 
 
 
 def test_auto_names_the_roles_that_rule_an_option_out() -> None:
-    facts = Facts(cluster=Cluster.of("2", "1"))
+    facts = Facts(cluster=Instances.of("2", "1"))
     with pytest.raises(ValueError, match="policy auto has no option 'fractions' where instances have roles"):
         make_policy("auto", num_instances=3, options={"fractions": "0.5,0.5"}, facts=facts)
 

@@ -132,9 +132,9 @@ def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool
     if known.keys() >= options.keys() and exchange in able:
         return "auto"
     found = wide if _SPARSE.isdisjoint(options) else "csps"
-    names = {**known, **_option_names(wide), **({} if has_roles else _option_names("csps"))}
+    names = {**known, **_option_names(wide), **(dict.fromkeys(sorted(_SPARSE)) if has_roles else _option_names("csps"))}
     needs = [one for one in options if one not in known] or ["exchange"]
-    for key in (one for one in options if one not in _option_names(found)):
+    for key in sorted(options.keys() - _option_names(found).keys(), key=lambda one: (one in known, one)):
         if key not in known:
             where = " where instances have roles" if has_roles else ""
             raise ValueError(f"policy auto has no option {key!r}{where}: its options are {', '.join(names)}")
