@@ -161,6 +161,10 @@ class Service:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
+        if "csa" in options:
+            from longspan.csa_file import csa_settings  # noqa: PLC0415 - exact attention needs no settings
+
+            options = {**options, "csa": csa_settings(options["csa"], self.setup.given.model)}
         setup = self.setup.with_policy(policy, options)
         self.engine.set_policy(setup.policy)
         self._take(setup)

@@ -141,6 +141,16 @@ def test_options_that_change_during_a_change_of_the_fleet_apply_to_later_request
         service.close()
 
 
+def test_an_engine_of_python_takes_files_of_settings_when_its_policy_changes(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "drop.yaml"
+    file.write_text("levels: 3\ndrop: 0.25\n")
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, parallel="2", block_size=16) as llm:
+        llm.set_policy("csps", {"csa": str(file)})
+        assert json.loads(str(llm.service.policy_settings.options["csa"])) == {"levels": 3, "drop": 0.25}
+        with pytest.raises(ParameterError, match="auto has no tuned file"):
+            llm.set_policy("csps", {"csa": "auto"})
+
+
 def test_the_longest_request_follows_the_policy_of_an_engine_of_python(tiny: Path) -> None:
     sizes = {"block_size": 16, "num_gpu_blocks_override": 60}
     with ThreadLLM(str(tiny), skip_tokenizer_init=True, parallel="2", policy="chunked", **sizes) as llm:
