@@ -11,6 +11,7 @@ from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from longspan import limits
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
+from longspan.core.option_values import check_text
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.errors import ParameterError
 from longspan.policy.registry import check_sparse, turns_of
@@ -106,6 +107,8 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)
+        for name in ("parallel", "prefill_parallel", "decode_parallel"):
+            check_text(name, getattr(self, name))
         cluster = parse_parallel(
             self.parallel,
             self.prefill_parallel,

@@ -17,6 +17,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.fleets import Fleet, parts, without
 from longspan.core.kv_record import KvRecord
+from longspan.core.option_values import check_text
 from longspan.core.options import PolicySettings
 from longspan.core.regrouping import Change
 from longspan.core.sparse import is_tuned
@@ -262,6 +263,7 @@ class Service:
                 lost worker where none is replaced.
             RuntimeError: while another change is under way.
         """
+        check_text("parallel", spec)
         chosen = replace(self.setup, choice=self.setup.choice.changed(changes))
         setup = self._on(chosen, chosen.fleet_of(spec, self.engine.config.cluster))
         reason = self._why_not_smaller(setup) if self._max_worker_restarts == 0 else None

@@ -126,6 +126,28 @@ def test_faults_name_the_number_that_is_wrong(slow: dict[int, float], named: str
         Faults(slow=slow)
 
 
+@pytest.mark.parametrize("name", ["parallel", "prefill_parallel", "decode_parallel"])
+def test_specs_are_texts(name: str) -> None:
+    with pytest.raises(ParameterError, match=f"{name} must be a text such as '2' or 'tp2', but 2 given"):
+        EngineArgs(**{name: 2}).resolve()  # type: ignore[arg-type]
+
+
+def test_an_engine_of_python_refuses_a_number_as_its_next_spec(tiny: Path) -> None:
+    with (
+        ThreadLLM(str(tiny), skip_tokenizer_init=True, block_size=16) as llm,
+        pytest.raises(ParameterError, match="must be a text"),
+    ):
+        llm.reshard(2)  # type: ignore[arg-type]
+
+
+def test_phases_without_pools_on_hosts_are_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--policy", "seesaw", "--prefill-parallel", "pp2", "--decode-parallel", "tp2")
+    assert run("generate", "hello", "--model", "no/such-model", *flags) == 2
+    assert "--host-kv-gib" in capsys.readouterr().err
+
+
 def test_an_engine_works_with_the_largest_numbers(tiny: Path) -> None:
     options = {"target_tbt": f"{MAX_NUMBER:g}"}
     given = {"parallel": "2", "block_size": 16, "num_gpu_blocks_override": 60, "step_timeout_s": MAX_NUMBER}

@@ -74,9 +74,7 @@ class EngineConfig:
         if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:
             problem = f"{scheduling.host_kv_gib:g} keeps KV for prefix caching, which is off: leave one of them out"
             raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
-        if turns and not scheduling.host_kv_gib:
-            problem = f"is where KV lies while clusters change, which policy {scheduling.policy} has them do: give some"
-            raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
+        check_phases(scheduling, turns)
         capacity = capacity_tokens(policy, turns or (cluster,), scheduling.block_size)
         wanted = scheduling.max_model_len
         if wanted is not None and context_length is not None and wanted > context_length:
@@ -116,6 +114,13 @@ class EngineConfig:
         if switch is None:
             return 0
         return switch + 1 if num_tokens > switch else switch
+
+
+def check_phases(scheduling: SchedulingArgs, turns: Sequence[Cluster]) -> None:
+    """Raise ParameterError for clusters that take turns without pools on hosts."""
+    if turns and not scheduling.host_kv_gib:
+        problem = f"is where KV lies while clusters change, which policy {scheduling.policy} has them do: give some"
+        raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
 
 
 def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int) -> int:

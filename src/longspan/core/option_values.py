@@ -31,6 +31,12 @@ def check_numbers(options: Any) -> None:  # noqa: ANN401 - any dataclass
         check_number(one.name, getattr(options, one.name))
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise a ParameterError for a parallel spec that is neither a text nor None."""
+    if not isinstance(value, str | None):
+        raise ParameterError(name, f"must be a text such as '2' or 'tp2', but {value!r:.60} given", value)
+
+
 def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str]) -> OptionsT:
     """Reads texts into the dataclass `kind`.
 

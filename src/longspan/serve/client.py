@@ -311,8 +311,8 @@ class EngineClient:
                 self._take_start(report)
             case messages.Ended(reason):
                 self._end_reason = f": {reason}"
-            case messages.Restarting(reason):
-                _log.error("%s; new workers are being started", reason)
+            case messages.Restarting(reason, is_replaced):
+                _log.error("%s; %s", reason, "new workers are being started" if is_replaced else "the others go on")
                 self.state = "restarting"
             case messages.Restarted():
                 self.state = "restarting" if self._changes.are_replayed else "serving"

@@ -291,7 +291,7 @@ class EngineLoop:
         most = self._setup.max_worker_restarts
         does_without = most is not None and self._num_restarts >= most
         _log.error("%s; %s", error, "going on without its instance" if does_without else "starting new workers")
-        self._send(messages.Restarting(str(error)))
+        self._send(messages.Restarting(str(error), is_replaced=not does_without))
         failed = []
         for served in self._served.values():
             if any(choice.request.group for choice in served.state.choices):

@@ -271,9 +271,10 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Restarting(msgspec.Struct, frozen=True, tag=True):
-    """The workers were lost; nothing is served until `Restarted`."""
+    """The workers were lost; nothing is served until `Restarted`. Without a replacement the other instances go on."""
 
     reason: str
+    is_replaced: bool = True
 
 
 class Restarted(msgspec.Struct, frozen=True, tag=True):
