@@ -10,8 +10,8 @@ from functools import partial, wraps
 from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from longspan import limits
+from longspan.core.checks import check_text
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
-from longspan.core.option_values import check_text
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.errors import ParameterError
 from longspan.policy.registry import check_sparse, turns_of

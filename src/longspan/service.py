@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from longspan.args import EngineArgs
+from longspan.core.checks import check_text
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.fleets import Fleet, parts, without
 from longspan.core.kv_record import KvRecord
-from longspan.core.option_values import check_text
 from longspan.core.options import PolicySettings
 from longspan.core.regrouping import Change
 from longspan.core.sparse import is_tuned

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.cli.app import app
-from longspan.core.option_values import MAX_NUMBER, parse_options
+from longspan.core.checks import MAX_NUMBER
+from longspan.core.option_values import parse_options
 from longspan.core.options import options_of
 from longspan.errors import ParameterError
 from longspan.policy.registry import policy_class, policy_names
@@ -144,7 +145,7 @@ def test_phases_without_pools_on_hosts_are_refused_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ("--policy", "seesaw", "--prefill-parallel", "pp2", "--decode-parallel", "tp2")
-    assert run("generate", "hello", "--model", "no/such-model", *flags) == 2
+    assert run("generate", "no/such-model", "--prompt", "hello", *flags) == 2
     assert "--host-kv-gib" in capsys.readouterr().err
 
 

@@ -25,8 +25,8 @@ from cyclopts.validators import Number
 import longspan
 from longspan.args import EngineArgs
 from longspan.cli.signals import finishing, unwinding
+from longspan.core.checks import check_number
 from longspan.core.exchange_plugins import exchange_names
-from longspan.core.option_values import check_number
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
 from longspan.limits import read_bytes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from longspan.core.option_values import check_numbers
+from longspan.core.checks import check_numbers
 from longspan.errors import ParameterError
 
 

@@ -111,8 +111,7 @@ class EngineLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
         self._resharding: messages.SetParallel | None = None
-        self._stats_due_s = 0.0
-        self._quitting = False
+        self._stats_due_s, self._quitting = 0.0, False
         self._most_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
         service.executor.wakeup = socket
 
@@ -160,9 +159,10 @@ class EngineLoop:
     def _set_policy(self, number: int | None, options: dict[str, str | None]) -> None:
         try:
             self._service.update_policy(options)
-            self._send(messages.PolicySet(self._service.policy_settings, number))
         except ValueError as error:
             self._send(messages.Failed(number, str(error)))
+        else:
+            self._send(messages.PolicySet(self._service.policy_settings, number))
 
     def _set_parallel(self, command: messages.SetParallel) -> None:
         """Begin a change of the fleet. Its options are set also if the fleet cannot change."""
@@ -186,11 +186,10 @@ class EngineLoop:
             state = RequestState(engine_request, self._service.input_processor.tokenizer)
             served = _Served(id=number, state=state, sent=[_Sent() for _ in range(engine_request.params.n)])
             self._outputs.start(served)
-        except ContextLengthError as error:  # the API server may not know yet that the fleet has changed
-            self._send(messages.Failed(number, str(error), "prompt", code=error.code))
-            return
-        except ValueError as error:  # the API server has checked it; what it overlooked must not end all the others
-            self._send(messages.Failed(number, f"the engine refused the request: {error}", "prompt"))
+        except ValueError as error:  # the fleet has changed meanwhile, or the check of the API server lacks something
+            code = error.code if isinstance(error, ContextLengthError) else None
+            reason = f"{'' if code else 'the engine refused the request: '}{error}"
+            self._send(messages.Failed(number, reason, "prompt", code=code))
             return
         self._served[number] = served
         self._send(messages.Accepted(number))
@@ -283,9 +282,9 @@ class EngineLoop:
         self._resharding = None
         for served in self._outgrown(()):
             self._drop(served, "error")
-        parallel = fleet_text(self._engine.config.fleet)
-        self._send(messages.RequestLength(self._service.max_model_len))
-        self._send(messages.ParallelSet(parallel, self._service.policy_settings, number))
+        service = self._service
+        self._send(messages.RequestLength(service.max_model_len))
+        self._send(messages.ParallelSet(fleet_text(service.engine.config.fleet), service.policy_settings, number))
 
     def _restart(self, error: WorkerLostError) -> None:
         most = self._setup.max_worker_restarts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from longspan.core.option_values import check_numbers
+from longspan.core.checks import check_numbers
 from longspan.core.options import Option
 from longspan.errors import ParameterError
 
