@@ -1,4 +1,4 @@
-"""Counts the code: lines of packages, long classes and files, closures of policies and exchanges, imports of a prompt.
+"""Counts the code: lines of packages, long classes and files, closures of policies and exchanges, import circles.
 
     python tools/house.py [ROOT]      # prints the counts; ROOT is the folder of the package
 

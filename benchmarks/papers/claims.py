@@ -7,6 +7,7 @@ Exits with 1 when a required claim fails. Claims about serving go by stored runs
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -42,4 +43,5 @@ def main() -> bool:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.exit(not main())

@@ -10,10 +10,11 @@ from functools import partial, wraps
 from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from longspan import limits
+from longspan.core.checks import check_text
 from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.errors import ParameterError
-from longspan.policy.registry import turns_of
+from longspan.policy.registry import check_sparse, turns_of
 
 AUTO = "auto"
 """Stands in place of a parallel spec for the best one, where `longspan.planning` looks for it first."""
@@ -106,6 +107,8 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)
+        for name in ("parallel", "prefill_parallel", "decode_parallel"):
+            check_text(name, getattr(self, name))
         cluster = parse_parallel(
             self.parallel,
             self.prefill_parallel,
@@ -119,6 +122,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         if "csa" in options:
             from longspan.csa_file import csa_settings  # noqa: PLC0415 - only some policies have the option
 
+            check_sparse(self.policy, options)
             options["csa"] = csa_settings(options["csa"], self.model)
         turns = turns_of(self.policy, cluster)
         for one in turns or (cluster,):

@@ -20,6 +20,8 @@ from longspan.text.input_processor import Message, Prompt, TemplateOptions
 
 if TYPE_CHECKING:
     from longspan.core.sparse_plan import Savings
+    from longspan.cost.profile_key import ProfileKey
+    from longspan.policy.facts import Facts
 
 ResultT = TypeVar("ResultT")
 
@@ -44,7 +46,6 @@ class LocalEngine:
     def __init__(self, given: EngineArgs) -> None:
         self.service = service = type(self).make_service(given)
         self.input_processor, self.info = service.input_processor, service.info
-        self.facts, self.profile_key, self.max_model_len = service.facts, service.profile_key, service.max_model_len
         self._driver = Driver(service)
         self._finalizer = weakref.finalize(self, unless_forked(self._driver.close))
 
@@ -53,6 +54,21 @@ class LocalEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of the model, the hardware and the cluster, which policies go by."""
+        return self.service.facts
+
+    @property
+    def profile_key(self) -> ProfileKey:
+        """The key of profiles of the model on this machine."""
+        return self.service.profile_key
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request to come, see `Service.max_model_len`."""
+        return self.service.max_model_len
 
     @property
     def engine(self) -> Engine:

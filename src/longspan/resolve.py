@@ -19,7 +19,7 @@ import torch
 from longspan import native
 from longspan.args import EngineArgs
 from longspan.core.cluster import MOST_GROWN, Cluster
-from longspan.core.config import EngineConfig
+from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.fleets import Fleet, parse_fleet
 from longspan.core.kv_record import KvRecord
@@ -141,6 +141,7 @@ class ResolvedEngine:
         if given.device == "cuda" and not torch.cuda.is_available():
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
+        check_phases(given, resolved.turns)
         cluster, options = resolved.cluster, resolved.policy_options
         early = Facts(cluster=cluster, turns=resolved.turns)
         wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)

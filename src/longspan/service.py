@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from longspan.args import EngineArgs
+from longspan.core.checks import check_text
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.fleets import Fleet, parts, without
@@ -110,15 +111,15 @@ class Service:
         self._tuned = csa if is_tuned(csa) else None
         if self.hint is not None:
             _log.info(self.hint)
-        self.max_model_len = config.max_model_len
-        if given.max_model_len is None and self.max_model_len < self.info.context_length:
+        longest = config.longest(policy)
+        if given.max_model_len is None and longest < self.info.context_length:
             where = "on devices"
             if cluster.host_blocks and (config.turns or policy.reads_hosts):
                 where += f", {'or' if config.turns else 'and'} on the host (host_kv_gib),"
             words = "the KV pools %s hold %d tokens, less than the model's context of %d"
-            _log.info(words, where, self.max_model_len, self.info.context_length)
+            _log.info(words, where, longest, self.info.context_length)
         self.input_processor = InputProcessor(
-            tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
+            tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=longest
         )
         saved = [disk.contents() for disk in self._disks.values()]
         self.engine = Engine(policy=policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved)
@@ -161,14 +162,28 @@ class Service:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
+        if "csa" in options:
+            from longspan.csa_file import csa_settings  # noqa: PLC0415 - exact attention needs no settings
+
+            options = {**options, "csa": csa_settings(options["csa"], self.setup.given.model)}
         setup = self.setup.with_policy(policy, options)
         self.engine.set_policy(setup.policy)
+        self._take(setup)
+
+    def _take(self, setup: ResolvedEngine) -> None:
+        """Check the requests to come by other options of the engine. They are in force, or will be after a change."""
         self.setup = setup
+        self.input_processor.max_model_len = setup.config.longest(setup.policy)
 
     @property
     def facts(self) -> Facts:
         """The facts of the model, the hardware and the present cluster, which policies go by."""
         return self.setup.facts
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request to come, prompt and output together, in tokens. A change under way counts as made."""
+        return self.input_processor.max_model_len
 
     @property
     def profile_key(self) -> ProfileKey:
@@ -232,7 +247,7 @@ class Service:
         self.executor.close()
         self.executor = self._start_workers(setup.config.cluster)
         self.engine.restart(self.executor, Change.to(setup.config, setup.policy))
-        self.setup = setup
+        self._take(setup)
 
     def reshard(self, spec: str, changes: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Move the workers to their places in another fleet while requests go on, see `Engine.reshard`.
@@ -248,6 +263,7 @@ class Service:
                 lost worker where none is replaced.
             RuntimeError: while another change is under way.
         """
+        check_text("parallel", spec)
         chosen = replace(self.setup, choice=self.setup.choice.changed(changes))
         setup = self._on(chosen, chosen.fleet_of(spec, self.engine.config.cluster))
         reason = self._why_not_smaller(setup) if self._max_worker_restarts == 0 else None
@@ -258,7 +274,7 @@ class Service:
             )
             raise ParameterError("parallel", problem, spec)
         self.engine.reshard(Change.to(setup.config, setup.policy))
-        self.setup = setup
+        self._take(setup)
 
     def _on(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
         """Resolve the choice of a policy for another fleet."""

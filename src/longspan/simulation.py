@@ -24,7 +24,7 @@ from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
 from longspan.model.files import config_dtype
-from longspan.policy.registry import policy_class
+from longspan.policy.registry import check_sparse, policy_class
 from longspan.sim.experiment import Experiment
 from longspan.sim.resolve import computed_experiment, measured_experiment
 from longspan.sim.run import Result
@@ -75,6 +75,7 @@ def make_experiment(
         ValueError: for unknown names, a model that does not fit the devices, or a profile that cannot be read or is of
             another model.
     """
+    check_sparse(scheduling.policy, scheduling.all_policy_options())
     scheduling = replace(scheduling, csa=csa_settings(scheduling.csa, model))
     if cluster.profile is None:
         cluster = replace(cluster, dtype=resolved_dtype(model, cluster.dtype))

@@ -111,7 +111,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 7=-1.5 --logit-bias 8=2 --logprobs 3 "
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
         "--attention-backend torch --enforce-eager "
-        "--load-format dummy --policy context -o threshold=100 -o other=a=b "
+        "--load-format dummy --policy csps -o threshold=100 -o other=a=b "
         '--exchange chain --layout contiguous --fractions 0.6,0.4 --csa {"levels":2} --max-accuracy-loss 2.5 '
         "--max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
@@ -155,7 +155,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "attention_backend": "torch",
         "quantization": None,
         "enforce_eager": True,
-        "policy": "context",
+        "policy": "csps",
         "policy_options": {"threshold": "100", "other": "a=b"},
         "exchange": "chain",
         "layout": "contiguous",

@@ -76,7 +76,7 @@ def test_a_longer_context_than_the_models_or_the_pools_is_refused() -> None:
 
     def longest(wanted: int | None, context_length: int) -> int:
         asked = SchedulingArgs(block_size=16, max_model_len=wanted)
-        return EngineConfig.of(asked, cluster, policy, context_length=context_length).max_model_len
+        return EngineConfig.of(asked, cluster, policy, context_length=context_length).longest(policy)
 
     assert (longest(None, 100), longest(None, 50), longest(50, 50), longest(64, 100)) == (64, 50, 50, 64)
     with pytest.raises(ValueError, match="max_model_len 51 exceeds the model's context of 50 tokens"):

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import count
 
 import pytest
+from cluster import Cluster as Simulated
+from cluster_setup import Setup
 
 from longspan.core.cluster import Cluster
+from longspan.core.config import EngineConfig
 from longspan.core.policy import Policy
 from longspan.core.regrouping import Change, Regrouping
 from longspan.core.steps import Completion
+from longspan.policy.chunked import Chunked
 from longspan.policy.registry import make_policy
 
-ONE, TWO = (Cluster.of(spec) for spec in ("tp2", "pp2"))
+ONE, TWO = (Cluster.of(spec, num_blocks=[4]) for spec in ("tp2", "pp2"))
+ONE_POOL, TWO_POOLS = Cluster.of("1", num_blocks=[4]), Cluster.of("2", num_blocks=[4, 4])
+
+
+class Choosy(Chunked, name="choosy"):
+    """Refuses prompts of 7 tokens."""
+
+    def check_prompt(self, num_prompt_tokens: int) -> None:
+        if num_prompt_tokens == 7:
+            raise ValueError("7 tokens are refused")
 
 
 def policy() -> Policy:
@@ -76,3 +90,26 @@ def test_lost_workers_end_a_change_in_any_state(num_events: int, is_of_policy: b
             "of workers that are lost"
         )
         assert not regrouping.transitions
+
+
+@pytest.mark.parametrize("is_refused_after", [False, True])
+def test_prompts_are_checked_by_the_policy_after_a_change_under_way(is_refused_after: bool) -> None:
+    chunked, choosy = policy(), Choosy((0,), Choosy.Options(), None)
+    before, after = (chunked, choosy) if is_refused_after else (choosy, chunked)
+    cluster = Simulated(Setup(num_instances=1))
+    cluster.engine.set_policy(before)
+    for is_refused in (not is_refused_after, is_refused_after):
+        with pytest.raises(ValueError, match="7 tokens are refused") if is_refused else nullcontext():
+            cluster.engine.check(7)
+        if is_refused != is_refused_after:
+            cluster.engine.reshard(Change(cluster=cluster.engine.config.cluster, policy=after))
+
+
+def test_a_change_of_the_user_bounds_requests_behind_a_change_of_the_policy() -> None:
+    regrouping, config = Regrouping(), EngineConfig(cluster=ONE_POOL, block_size=16, max_model_len=1000)
+    first, second = policy(), policy()
+    assert regrouping.target(first, config) == (first, config)
+    regrouping.ask(Change(cluster=TWO), 1.0)
+    regrouping.ask(Change(cluster=TWO_POOLS, policy=second), 1.5)
+    chosen, after = regrouping.target(first, config)
+    assert (chosen, after.cluster) == (second, TWO_POOLS)

@@ -92,6 +92,14 @@ def test_a_simulation_takes_them(example: Path, flags: list[str], built_in: list
     assert done.stdout != other.stdout
 
 
+@pytest.mark.parametrize("most", ["0", "-3"])
+def test_the_options_of_a_plug_in_are_checked(example: Path, most: str) -> None:
+    cluster = ("--hardware", "a100-sxm-80g", "--hosts", "1", "--gpus-per-host", "2", "--rate", "1")
+    done = longspan(example, "simulate", "llama-3-8b", *cluster, "--policy", "last", "-o", f"most={most}")
+    assert done.returncode == 2
+    assert f"most must be at least 1, but {most} given" in done.stderr
+
+
 def test_the_command_line_lists_them(example: Path) -> None:
     done = longspan(example, "serve", "--help")
     assert done.returncode == 0, done.stderr

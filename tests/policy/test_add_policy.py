@@ -13,6 +13,7 @@ from fake_llm import FakeLLM, run
 from workloads import ALONE, assert_lawful
 
 from longspan import SamplingParams
+from longspan.core.options import at_least_one
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan
 from longspan.policy import registry
@@ -24,6 +25,9 @@ class LastOptions:
     """Options of `last`."""
 
     most: int = 100
+
+    def __post_init__(self) -> None:
+        at_least_one(most=self.most)
 
 
 class Last(Policy, name="last"):
@@ -83,6 +87,7 @@ def test_the_command_line_takes_and_lists_it(
     ("options", "message"),
     [
         ({"least": "1"}, "policy last has no option 'least': its options are most"),
+        ({"most": "0"}, r"most must be at least 1, but 0 given \(policy last\)"),
         ({"most": "all"}, "option most is a whole number, but 'all' given"),
     ],
 )

@@ -179,7 +179,7 @@ def test_objectives_change_while_it_serves() -> None:
         ({"target_ttft": "soon"}, "option target_ttft is a number, but 'soon' given"),
         ({"exchange": "ring_kv"}, "csa is for exchange alltoall, gather_hidden"),
         ({"csa": '{"tuned_for": "x"}'}, "not a file of longspan tune csa"),
-        ({"csa": "auto"}, "csa is off, auto or a file of settings"),
+        ({"csa": "auto"}, "csa is off, auto or settings as JSON, but"),
         ({"csa": '{"levels": 2, "drop": {"2": []}}'}, "drop has an empty list"),
     ],
 )

@@ -64,6 +64,24 @@ def test_auto_keeps_options_of_shared_prompts_when_one_instance_is_left(options:
 
 
 @pytest.mark.parametrize(
+    ("options", "name"), [({"target_tbt": "0.5"}, "auto"), ({"csa": '{"levels": 2, "drop": 0.5}'}, "csps")]
+)
+def test_auto_takes_options_that_count_on_one_instance(options: dict[str, str], name: str) -> None:
+    """It takes them at the start as after a re-shard."""
+    at_start, resized = (
+        make_policy("auto", num_instances=1, options=options, is_resized=is_resized) for is_resized in (False, True)
+    )
+    assert (at_start.name, at_start.options) == (resized.name, resized.options)
+    assert at_start.name == name
+
+
+def test_auto_names_the_roles_that_rule_an_option_out() -> None:
+    facts = Facts(cluster=Instances.of("2", "1"))
+    with pytest.raises(ValueError, match="policy auto has no option 'fractions' where instances have roles"):
+        make_policy("auto", num_instances=3, options={"fractions": "0.5,0.5"}, facts=facts)
+
+
+@pytest.mark.parametrize(
     ("name", "instances", "options", "message"),
     [
         ("fast", 1, {}, "policy 'fast' is unknown: choose from auto, chunked, context, runahead, tetris, fixed-sp"),
@@ -72,15 +90,21 @@ def test_auto_keeps_options_of_shared_prompts_when_one_instance_is_left(options:
             "auto",
             1,
             {"exchange": "ring_kv"},
-            "option 'exchange' is of prompts .* there is 1 instance: set parallel to 2",
+            "option 'exchange' is for prompts .* there is 1 instance: set parallel to 2",
         ),
+        ("auto", 1, {"foo": "1"}, "policy auto has no option 'foo': its options are .*target_tbt.*csa"),
+        ("auto", 1, {"target_tbt": "0.5", "layout": "zigzag"}, "option 'layout' is for prompts that instances share"),
+        ("auto", 2, {"target_tbt": "0.5", "threshold": "9"}, "target_tbt and threshold exclude .* policy context"),
+        ("auto", 2, {"target_tbt": "0.5", "csa": "{}"}, "target_tbt and csa exclude each other: csa needs policy csps"),
+        ("auto", 2, {"target_tbt": "0.5", "exchange": "chain"}, "target_tbt and exchange exclude each other"),
+        ("context", 2, {"exchange": None}, "option exchange is a text, but None given"),
         ("context", 2, {"exchange": "ring"}, "exchange is one of auto, ring_kv, .*, chain, but 'ring' given"),
         ("runahead", 2, {"exchange": "ring_kv"}, "exchange is one of auto, chain, but 'ring_kv' given"),
         (
             "auto",
             2,
             {"treshold": "9"},
-            "policy context has no option 'treshold': its options are exchange, decode, .*, threshold, long_share",
+            "policy auto has no option 'treshold': its options are exchange, decode, .*, threshold, long_share, .*csa",
         ),
         ("context", 2, {"threshold": "many"}, "option threshold is one of a whole number, auto, but 'many' given"),
         ("context", 2, {"threshold": "-1"}, "threshold must be at least 0, but -1 given"),

@@ -68,6 +68,9 @@ def test_auto_is_told_by_its_real_name() -> None:
         ("fixed-sp", {"sp": "4"}, SettledError, "option sp of policy fixed-sp cannot .*: none"),
         ("context", {"threshold": "1"}, SettledError, "option threshold of policy context cannot"),
         ("runahead", {"home": "last"}, SettledError, "option home of policy runahead cannot"),
+        ("csps", {"csa": "/some/file"}, ParameterError, "csa is off, auto or settings as JSON, but '/some/file' given"),
+        ("csps", {"csa": "Off"}, ParameterError, "csa is off, auto or settings as JSON, but 'Off' given"),
+        ("csps", {"csa": ""}, ParameterError, "csa is off, auto or settings as JSON, but '' given"),
         ("chunked", {"improvement_rate": "0.3"}, ValueError, "policy chunked has no option 'improvement_rate'.*: none"),
     ],
 )

@@ -181,7 +181,7 @@ def test_bytes_are_those_of_the_formula(parallel: str, tiny: Path) -> None:
         ({"layout": "zigzag"}, "but layout zigzag given"),
         ({"weights": "host"}, "weights and csa exclude each other, but host given"),
         ({"fractions": "0.4,0.2,0.2,0.2"}, "fractions and csa exclude each other"),
-        ({"csa": "{"}, "csa is off, auto or a file of settings"),
+        ({"csa": "{"}, "csa is off, auto or settings as JSON, but"),
         ({"csa": csa(levels=0)}, "levels are 1 to 4, but 0 given"),
         ({"csa": csa(drop=1.5)}, "drop ratios are from 0 to 1, but 1.5 given"),
         ({"csa": csa(drop={"4": 0.1})}, "drop names level 4, but ratios are of levels 2 to 3"),

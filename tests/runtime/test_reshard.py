@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from test_exact import prompts_of
 from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.core.fleets import fleet_text
-from longspan.core.request import Request
+from longspan.core.request import ContextLengthError, Request
 from longspan.errors import ParameterError, WorkerLostError
 from longspan.runtime.executor.threads import WorkerThread
 from longspan.service import Service
@@ -88,6 +89,81 @@ def test_what_does_not_fit_is_refused(tiny: Path) -> None:
             service.reshard("tp2")
     finally:
         service.close()
+
+
+@pytest.mark.parametrize(("before", "after", "length", "fits"), [("1", "4", 1200, True), ("4", "1", 1200, False)])
+def test_requests_that_arrive_during_a_change_are_bounded_by_the_next_fleet(
+    tiny: Path, oracle: Oracle, before: str, after: str, length: int, fits: bool
+) -> None:
+    service = make_service(tiny, parallel=before, policy="context")
+    try:
+        engine, prompt = service.engine, [3 + at * 37 % 190 for at in range(length)]
+        first = engine.add([5, 9, 3], LONG)
+        for _ in range(3):
+            engine.step()
+        for is_under_way in (False, True):
+            if is_under_way:
+                service.reshard(after)
+            if fits != is_under_way:
+                for check in (engine.check, lambda _: service.input_processor.process(prompt, LONG)):
+                    with pytest.raises(ContextLengthError, match="maximum context length is 960 tokens"):
+                        check(length)
+            else:
+                service.input_processor.process(prompt, LONG)
+                engine.check(length)
+        assert service.max_model_len == 960 * int(after)
+        second = engine.add(prompt if fits else prompt[:300], LONG)
+        while engine.has_unfinished:
+            engine.step()
+        for request in (first, second):
+            assert request.output == oracle.complete(request.prompt, 30).token_ids
+    finally:
+        service.close()
+
+
+def test_options_that_change_during_a_change_of_the_fleet_apply_to_later_requests(tiny: Path, oracle: Oracle) -> None:
+    options = {"threshold": "30", "csa": json.dumps({"levels": 3, "drop": {"2": 0.5, "3": 0.9}})}
+    service = make_service(tiny, parallel="2", policy="csps", policy_options=options)
+    try:
+        engine = service.engine
+        sparse = engine.add([3 + at * 37 % 190 for at in range(300)], LONG)
+        assert sparse.sparse is not None
+        engine.step()
+        service.reshard("3")
+        still_sparse = engine.add(sparse.prompt, LONG)
+        service.update_policy({"csa": "off"})
+        exact = engine.add(sparse.prompt, LONG)
+        assert (still_sparse.sparse is not None, exact.sparse) == (True, None)
+        while engine.has_unfinished:
+            engine.step()
+        assert exact.output == oracle.complete(exact.prompt, 30).token_ids
+    finally:
+        service.close()
+
+
+def test_an_engine_of_python_takes_files_of_settings_when_its_policy_changes(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "drop.yaml"
+    file.write_text("levels: 3\ndrop: 0.25\n")
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, parallel="2", block_size=16) as llm:
+        llm.set_policy("csps", {"csa": str(file)})
+        assert json.loads(str(llm.service.policy_settings.options["csa"])) == {"levels": 3, "drop": 0.25}
+        with pytest.raises(ParameterError, match="auto has no tuned file"):
+            llm.set_policy("csps", {"csa": "auto"})
+
+
+def test_the_longest_request_follows_the_policy_of_an_engine_of_python(tiny: Path) -> None:
+    sizes = {"block_size": 16, "num_gpu_blocks_override": 60}
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, parallel="2", policy="chunked", **sizes) as llm:
+        prompt = [3 + at * 37 % 190 for at in range(1200)]
+        with pytest.raises(ContextLengthError):
+            llm.check(prompt)
+        llm.set_policy("context", {})
+        llm.check(prompt)
+        assert llm.max_model_len == 1920
+        llm.reshard("1")
+        assert llm.max_model_len == 960
+        with pytest.raises(ContextLengthError):
+            llm.check(prompt)
 
 
 def test_an_engine_of_python_takes_another_spec(tiny: Path, oracle: Oracle) -> None:

@@ -39,10 +39,10 @@ from server_client import Client, Reply, completion, post, send_completion
 
 from longspan.args import EngineArgs
 from longspan.serve import run
-from longspan.serve.client import OutputQueue
 from longspan.serve.errors import EngineLostError
 from longspan.serve.messages import EngineSetup
 from longspan.serve.middleware import HttpProtocol
+from longspan.serve.output_queue import OutputQueue
 from longspan.serve.run import RareLines, listening_socket, max_connections, raise_file_limit, serve
 from longspan.serve.settings import ServerSettings
 

@@ -86,6 +86,7 @@ class Cluster:
 
     block_bytes = 100
     policy_settings = PolicySettings(name="context", options={})
+    max_model_len = _CAPACITY
 
     def __init__(self, num_instances: int) -> None:
         self._clock = VirtualClock()
@@ -215,9 +216,10 @@ class ApiServer:
                 self.reasons.append(reason)
                 self._end(number, "full")
             case Failed(int(number), reason, param):
-                assert ("refused" in reason) == (param == "prompt"), "its sender is told what to mend"
+                is_refused = "refused" in reason or "maximum context length" in reason
+                assert is_refused == (param == "prompt"), "its sender is told what to mend"
                 self.reasons.append(reason)
-                self._end(number, "refused" if "refused" in reason else "failed" if param is None else param)
+                self._end(number, "refused" if is_refused else "failed" if param is None else param)
             case StepOutputs() as step:
                 for delta in step.deltas:
                     self._take(delta)

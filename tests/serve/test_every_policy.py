@@ -157,7 +157,11 @@ class ProcessServer:
 
     @property
     def _num_losses(self) -> int:
-        return len(re.findall("new workers are being started|starting another engine core", self._server.text()))
+        return len(
+            re.findall(
+                "new workers are being started|the others go on|starting another engine core", self._server.text()
+            )
+        )
 
 
 @contextmanager

@@ -31,9 +31,10 @@ from msgspec.structs import replace
 from longspan import SamplingParams, limits
 from longspan.args import EngineArgs
 from longspan.serve import client, run
-from longspan.serve.client import EngineClient, Output, OutputQueue
+from longspan.serve.client import EngineClient
 from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.messages import Delta, EngineSetup
+from longspan.serve.output_queue import Output, OutputQueue
 from longspan.text.input_processor import EngineRequest
 
 

@@ -114,7 +114,7 @@ def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]
         (("--policy", "tetris,chunked", "--profile-improvement-rates"), "--policy must be tetris"),
         (("--profile-improvement-rates", "--slo-tbt", "1"), "--slo-tbt is of a single run"),
         (("--slo-ttft", "0"), "--slo-ttft must be above 0 seconds, but 0.0 given"),
-        (("--slo-tbt", "nan"), "--slo-tbt must be above 0 seconds, but nan given"),
+        (("--slo-tbt", "nan"), "--slo-tbt must be a number of at most 1e+15, but nan given"),
     ],
 )
 def test_mistakes(options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

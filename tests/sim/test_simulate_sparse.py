@@ -105,7 +105,7 @@ def test_dropped_tokens_shorten_a_simulated_prompt(
     assert ttft_s[0.5] < 0.95 * ttft_s[0.25] < 0.9 * exact_s
     found, words = simulated(capsys, *base, *requests, "--csa", "auto", "--max-accuracy-loss", "30")
     assert found["ttft_p50_s"] < 0.95 * exact_s
-    assert f"csa goes by the profile of {MACHINE}" in words
+    assert f"csa goes by the speeds of {MACHINE}" in words
 
 
 @pytest.mark.parametrize("kind", ["alltoall", "gather_hidden"])

@@ -11,8 +11,9 @@ from starlette.testclient import TestClient
 
 from longspan.core.options import PolicySettings
 from longspan.serve.app import make_app
-from longspan.serve.client import EngineClient, OutputQueue
+from longspan.serve.client import EngineClient
 from longspan.serve.messages import Delta, FinishedChoice, Started, Stats, StepOutputs
+from longspan.serve.output_queue import OutputQueue
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import EngineRequest, InputProcessor

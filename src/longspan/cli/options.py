@@ -25,6 +25,7 @@ from cyclopts.validators import Number
 import longspan
 from longspan.args import EngineArgs
 from longspan.cli.signals import finishing, unwinding
+from longspan.core.checks import check_number
 from longspan.core.exchange_plugins import exchange_names
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
@@ -113,6 +114,7 @@ class _Flag:
 
     def read(self, value: object) -> object:
         """Applies the option's own reader to the text or texts, if it has one."""
+        check_number(self.field, value, may_be_infinite=self.option.may_be_infinite)
         if self.option.read is None:
             return value
         try:

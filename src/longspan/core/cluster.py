@@ -156,7 +156,7 @@ class Cluster:
             ParameterError: when the instances have no roles, or those of both are split alike.
         """
         if self.decode_spec is None:
-            problem = "and decode_parallel say which instances prefill and which decode, by turns: give both"
+            problem = "is one of two specs of instances, which prefill and decode by turns: give both"
             raise ParameterError("prefill_parallel", problem)
         if self.decode_spec == self.spec:
             problem = f"{self.spec} is what prefill_parallel is, too: give another, or parallel and another policy"

@@ -13,6 +13,7 @@ from longspan.errors import ParameterError
 
 if TYPE_CHECKING:  # types alone
     from longspan.core.kv.lookup import SwapPrices
+    from longspan.core.sparse import SparseSetting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class EngineConfig:
     Attributes:
         cluster: with the sizes of its pools.
         turns: all clusters that take turns on the same devices, this one among them; empty when it stays.
-        max_model_len: the longest request, prompt and output together, in tokens.
+        max_model_len: the bound of user and model for the tokens of a request, see `longest`.
         rope_switch_length: requests longer than this use other rotary factors; None for most models.
         max_num_batched_tokens: tokens that one instance computes in one step, at most.
         max_num_seqs: requests that one instance takes part in at once, at most.
@@ -73,9 +74,7 @@ class EngineConfig:
         if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:
             problem = f"{scheduling.host_kv_gib:g} keeps KV for prefix caching, which is off: leave one of them out"
             raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
-        if turns and not scheduling.host_kv_gib:
-            problem = f"is where KV lies while clusters change, which policy {scheduling.policy} has them do: give some"
-            raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
+        check_phases(scheduling, turns)
         capacity = capacity_tokens(policy, turns or (cluster,), scheduling.block_size)
         wanted = scheduling.max_model_len
         if wanted is not None and context_length is not None and wanted > context_length:
@@ -90,7 +89,7 @@ class EngineConfig:
             cluster=cluster,
             turns=turns,
             block_size=scheduling.block_size,
-            max_model_len=wanted or min(capacity, context_length or capacity),
+            max_model_len=wanted or context_length or capacity,
             eos_token_ids=eos_token_ids,
             rope_switch_length=rope_switch_length,
             max_num_batched_tokens=scheduling.max_num_batched_tokens or cls.max_num_batched_tokens,
@@ -101,12 +100,27 @@ class EngineConfig:
             swap=swap,
         )
 
+    def longest(self, policy: Policy) -> int:
+        """Return the tokens of the longest request, prompt and output together, that a policy can place."""
+        return min(self.max_model_len, capacity_tokens(policy, self.fleet, self.block_size))
+
+    def sparse(self, policy: Policy, num_prompt_tokens: int) -> SparseSetting | None:
+        """Return how the prefill of a prompt drops tokens. None is exact."""
+        return policy.sparse(num_prompt_tokens, self.block_size, self.cluster.num_blocks[0])
+
     def rope_length(self, num_tokens: int) -> int:
         """Returns the length that such a request's rotary embeddings are pinned to; 0 for most models."""
         switch = self.rope_switch_length
         if switch is None:
             return 0
         return switch + 1 if num_tokens > switch else switch
+
+
+def check_phases(scheduling: SchedulingArgs, turns: Sequence[Cluster]) -> None:
+    """Raise ParameterError for clusters that take turns without pools on hosts."""
+    if turns and not scheduling.host_kv_gib:
+        problem = f"is where KV lies while clusters change, which policy {scheduling.policy} has them do: give some"
+        raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
 
 
 def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int) -> int:

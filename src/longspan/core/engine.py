@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from longspan.core.config import EngineConfig, device_limit
 from longspan.core.intake import Intake, RequestOptions
@@ -18,8 +18,10 @@ from longspan.core.request import FinishReason, Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.stats import Counts, Load
 from longspan.core.steps import Content, Executor
-from longspan.core.transitions import Transition
 from longspan.core.view import ClusterView, Plan
+
+if TYPE_CHECKING:  # types alone
+    from longspan.core.transitions import Transition
 
 
 class Engine:
@@ -45,7 +47,7 @@ class Engine:
     ) -> None:
         self.config, self._clock = config, clock
         self._queues = Queues(config.cluster, config.max_steps_in_flight)
-        self._ranks, self._intake = Ranks(executor), Intake(config)
+        self._ranks, self._intake = Ranks(executor), Intake(config.seed)
         self.kv = KvManager(config, self._queues, self._ranks.number, saved=saved)
         self._lifecycle = Lifecycle(config, self._queues, self.kv, self._ranks, clock)
         self.counts: Counts = self._lifecycle.counts
@@ -56,15 +58,16 @@ class Engine:
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise ValueError for a prompt that is empty, too long for any output, or refused by the policy."""
-        self._intake.check(num_prompt_tokens)
+        self._intake.check(num_prompt_tokens, *self._regrouping.target(self._policy, self.config))
 
     def add(self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
-        """Queue a request.
+        """Queue a request. During a change of clusters, its bounds and settings are those after the change.
 
         Raises:
             ValueError: see `check`.
         """
-        request = self._intake.make(prompt, params, self._clock.now(), **options)
+        policy, config = self._regrouping.target(self._policy, self.config)
+        request = self._intake.make(prompt, params, self._clock.now(), policy, config, **options)
         self._is_checked = False
         self._lifecycle.add(request)
         return request
@@ -140,7 +143,6 @@ class Engine:
     def _adopt(self, policy: Policy) -> None:
         self._policy = policy
         self._lifecycle.adopt(policy)
-        self._intake.adopt(policy)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
@@ -186,12 +188,12 @@ class Engine:
 
     def _resume(self, change: Change) -> None:
         """Serve on the cluster of a change, whose ranks have their places."""
-        self.config = self._intake.config = self._lifecycle.config = change.config(self.config)
+        self.config = self._lifecycle.config = change.config(self.config)
         self._queues.replace(self.config.cluster)
         self.kv.regroup(self.config.cluster)
         if change.policy is not None:
             self._adopt(change.policy)
-            for request in bounded(self._queues.unfinished, self._intake.max_len):
+            for request in bounded(self._queues.unfinished, self.config.longest(change.policy)):
                 self.finish(request, "error")
         self._regrouping.resumed(self._clock.now())
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TypedDict, Unpack
 
-from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.config import EngineConfig
 from longspan.core.policy import Policy
 from longspan.core.request import Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
@@ -29,39 +29,34 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Intake:
-    """Numbers requests, and resolves the sampling parameters that were not given.
+    """Numbers requests, and resolves the sampling parameters that were not given."""
 
-    Attributes:
-        config: of the present cluster.
-        max_len: the largest number of tokens of a request, prompt and output together.
-    """
+    def __init__(self, seed: int) -> None:
+        self._ids, self._seeds = count(), random.Random(seed)
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self._ids, self._seeds = count(), random.Random(config.seed)
-
-    def adopt(self, policy: Policy) -> None:
-        """Use the limits of another policy from the next request on."""
-        self._policy, config = policy, self.config
-        self.max_len = min(config.max_model_len, capacity_tokens(policy, config.fleet, config.block_size))
-
-    def check(self, num_prompt_tokens: int) -> None:
+    def check(self, num_prompt_tokens: int, policy: Policy, config: EngineConfig) -> None:
         """Raise ValueError for a prompt that is empty, too long for any output, or refused by the policy."""
-        check_length(num_prompt_tokens, self.max_len)
-        self._policy.check_prompt(num_prompt_tokens)
+        check_length(num_prompt_tokens, config.longest(policy))
+        policy.check_prompt(num_prompt_tokens)
 
     def make(
-        self, prompt: Sequence[int], params: SamplingParams, now_s: float, **options: Unpack[RequestOptions]
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        now_s: float,
+        policy: Policy,
+        config: EngineConfig,
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Return a new request.
+        """Return a new request, which this policy will place on the cluster of this configuration.
 
         Raises:
             ValueError: see `check`.
         """
-        self.check(len(prompt))
+        self.check(len(prompt), policy, config)
         choice, leader = options.get("choice", 0), options.get("leader")
         assert (leader is None) == (choice == 0), "the first choice leads the others"
-        config, max_tokens = self.config, self.max_len - len(prompt)
+        max_tokens = config.longest(policy) - len(prompt)
         request = Request(
             id=next(self._ids),
             prompt=prompt,
@@ -70,9 +65,7 @@ class Intake:
             choice=choice,
             leader=leader,
             grammar=options.get("grammar", ""),
-            sparse=leader.sparse
-            if leader
-            else self._policy.sparse(len(prompt), config.block_size, config.cluster.num_blocks[0]),
+            sparse=leader.sparse if leader else config.sparse(policy, len(prompt)),
             cache_salt=leader.cache_salt if leader else options.get("cache_salt", ""),
             block_size=config.block_size,
             max_tokens=max_tokens if params.max_tokens is None else min(max_tokens, params.max_tokens),

@@ -5,16 +5,13 @@ A field of a dataclass is an option if an `Option` annotates it. Its name, type 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import msgspec
-
-from longspan.errors import ParameterError, PluginError
-
-OptionsT = TypeVar("OptionsT")
+from longspan.core.checks import check_numbers
+from longspan.errors import ParameterError
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class Option:
         metavar: stands for the value; by default, its type.
         default: what the default means, in words; empty to show none, since the value is secret.
         minimum: the least number.
+        may_be_infinite: infinity is a value of it, too.
         repeatable: the option is given once for each of several texts.
         configures: the option configures an engine or a server, so that an environment variable may set it, too. What
             belongs to a single call, such as a prompt, comes from no variable.
@@ -45,6 +43,7 @@ class Option:
     metavar: str | None = None
     default: str | None = None
     minimum: float | None = None
+    may_be_infinite: bool = False
     repeatable: bool = False
     configures: bool = False
     read: Callable[[Any], object] | None = None
@@ -91,45 +90,6 @@ def at_least_one(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < 1:
             raise ParameterError(name, f"must be at least 1, but {value} given", value)
-
-
-def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str]) -> OptionsT:
-    """Reads texts into the dataclass `kind`.
-
-    Raises:
-        ValueError: for an unknown key or a value of the wrong type.
-    """
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every options class is a dataclass
-    for key in options:
-        if key not in known:
-            valid = f"its options are {', '.join(known)}" if known else "it has none, but context and others do"
-            raise ValueError(f"policy {policy} has no option {key!r}: {valid}")
-    try:
-        return msgspec.convert(dict(options), kind, strict=False)
-    except msgspec.ValidationError as error:
-        if isinstance(cause := error.__cause__, ParameterError):
-            raise ParameterError(cause.parameter, f"{cause.problem} (policy {policy})", cause.value) from cause
-        if isinstance(cause, PluginError):
-            raise cause from None
-        raise ValueError(f"policy {policy}: {_explained(error, kind, options)}") from error
-
-
-def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> str:
-    key = str(error).rpartition("$.")[2].rstrip("`")
-    if key not in options:
-        return str(error)
-    wanted = list(_wanted(get_type_hints(kind)[key]))
-    return f"option {key} is {'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)}, but {options[key]!r} given"
-
-
-def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a literal or what it lists
-    if isinstance(hint, str):
-        yield hint
-    elif choices := get_args(hint):
-        for choice in choices:
-            yield from _wanted(choice)
-    else:
-        yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",)}.get(hint, ())
 
 
 OptionValue = str | int | float | bool | None
@@ -253,6 +213,7 @@ class SchedulingArgs:
     async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         at_least_one(
             max_model_len=self.max_model_len,
             block_size=self.block_size,

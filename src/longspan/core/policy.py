@@ -39,7 +39,7 @@ class Policy:
         given: the options that users gave, as texts.
 
     Args:
-        facts: `policy.choosing.Facts` of the model and the hardware.
+        facts: `policy.facts.Facts` of the model and the hardware.
     """
 
     name: ClassVar[str] = ""
@@ -124,7 +124,7 @@ class Policy:
         Raises:
             ValueError: for an unknown option, a bad value, or an option that may not change. Nothing changes then.
         """
-        from longspan.core.options import parse_options  # noqa: PLC0415 - most policies never change
+        from longspan.core.option_values import parse_options  # noqa: PLC0415 - most policies never change
 
         self.settings.check_changes(changes)
         given = {name: value for name, value in self.merged(changes).items() if value is not None}

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.policy import Policy
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Reshard
-from longspan.core.transitions import Transition, phase_of
+
+if TYPE_CHECKING:  # types alone
+    from longspan.core.transitions import Transition
 
 State = Literal["running", "draining", "switching", "resuming"]
 
@@ -77,7 +79,21 @@ class Regrouping:
 
     def phase(self, config: EngineConfig) -> str:
         """Return prefill, decode or transition for an engine with phases. Empty without phases."""
-        return "transition" if self._idle_s is not None else phase_of(config.cluster, config.turns)
+        if self._idle_s is not None or not config.turns:
+            return "" if self._idle_s is None else "transition"
+        from longspan.core.transitions import phase_of  # noqa: PLC0415 - most clusters stay
+
+        return phase_of(config.cluster, config.turns)
+
+    def target(self, policy: Policy, config: EngineConfig) -> tuple[Policy, EngineConfig]:
+        """Return what replaces a policy and a configuration once the changes under way are complete.
+
+        Requests that arrive during a change are computed after it.
+        """
+        for change in (self._change, self._next):
+            if change is not None:
+                policy, config = change.policy or policy, change.config(config)
+        return policy, config
 
     def ask(self, change: Change, now_s: float) -> None:
         """Begin a change. It follows a change of the policy that is under way.
@@ -107,6 +123,8 @@ class Regrouping:
         if self._state != "switching" or done.number != self._number:
             return None
         assert self._change is not None and self._idle_s is not None, "ranks switch when no step is in flight"
+        from longspan.core.transitions import Transition  # noqa: PLC0415 - most clusters stay
+
         self._state = "resuming"
         self.transitions.append(
             Transition(

@@ -363,7 +363,13 @@ def _salt_key(cache_salt: str) -> bytes:
 
 
 class ContextLengthError(ValueError):
-    """A prompt is longer than the model's context, or than the memory for its keys and values."""
+    """A prompt is longer than the model's context, or than the memory for its keys and values.
+
+    Attributes:
+        code: the error code in responses of the API, as in OpenAI's.
+    """
+
+    code = "context_length_exceeded"
 
 
 def check_length(num_prompt_tokens: int, max_model_len: int) -> None:

@@ -8,11 +8,14 @@ from functools import lru_cache
 from longspan.core.cluster import Cluster
 from longspan.core.kv_record import KvRecord
 from longspan.core.options import SchedulingArgs
+from longspan.errors import ParameterError
 
 CPU_KV_BYTES = 4 * 2**30
 """Memory that the ranks on a CPU share for KV when the user names none, if so much is available."""
 CPU_STEP_SHARE = 0.25
 """The part of that which a rank's activations may take beside it, so that a prompt is one step."""
+MAX_TIER_BLOCKS = 2**25
+"""Upper bound for the blocks of a pool on a host or a disk: its account takes some 50 bytes of memory for each."""
 USED_MEMORY = 0.9
 """The part of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 
@@ -35,6 +38,10 @@ def with_pools(
 
     Each rank of an instance may have so many bytes of KV as `memory` returns.
     """
+    for name, gib in (("host_kv_gib", options.host_kv_gib), ("disk_kv_gib", options.disk_kv_gib)):
+        if gib * 2**30 > MAX_TIER_BLOCKS * record.block_bytes:
+            most = MAX_TIER_BLOCKS * record.block_bytes / 2**30
+            raise ParameterError(name, f"{gib:g} is more than {MAX_TIER_BLOCKS:,} blocks: allow at most {most:g}", gib)
     cluster = cluster.with_tiers(record.block_bytes, host_kv_gib=options.host_kv_gib, disk_kv_gib=options.disk_kv_gib)
     if (given := options.num_gpu_blocks_override) is not None:
         return cluster.with_blocks([given] * cluster.num_instances)

@@ -91,7 +91,7 @@ class CsaChooser:
         members = len(self._hosts)
         words = f"csa goes by speeds of {self._tuned.machine}, where its file was tuned: run longspan profile"
         if self._facts.profile is not None and _of_facts(self._facts, self._hosts) is not None:
-            words = f"csa goes by the profile of {self._facts.profile.profile_key.machine}"
+            words = f"csa goes by the speeds of {self._facts.profile.profile_key.machine}"
         if objective.target_s is None or members == 1:
             return words
         met = [length for length in _LENGTHS if self.choose(length, members, objective).is_met]

@@ -87,7 +87,8 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(text.encode(), type=cls)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise ParameterError("csa", f"is {_OFF}, auto or a file of settings: {error}", text[:60]) from error
+            problem = f"is {_OFF}, auto or settings as JSON, but {text[:60]!r} given ({error})"
+            raise ParameterError("csa", problem, text[:60]) from error
 
     def pieces(self) -> tuple[int, ...]:
         """Returns the micro-partitions of each level from 2 on."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from longspan.core.exchange import BUILT_IN, Exchange, of_any_layout
 from longspan.core.extensions import POLICIES, extensions
-from longspan.core.options import parse_options
+from longspan.core.option_values import parse_options
 from longspan.core.policy import Policy
 from longspan.errors import ParameterError, PluginError
 
@@ -41,6 +41,8 @@ _REGISTRY: dict[str, str | type[Policy]] = {
 _BUILT_IN = frozenset(_REGISTRY)
 _SPARSE = frozenset({"csa", "max_accuracy_loss", "target_ttft"})
 """Options of sparse attention, which `csps` alone has."""
+_ALONE = _SPARSE | {"target_tbt"}
+"""Options of `auto` that count on one instance, too. All others are for prompts that several instances share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +101,18 @@ def make_policy(
     facts = facts or Facts()
     if name == "auto":
         name = _resolved(num_instances, options, has_roles=facts.has_roles)
-        if num_instances == 1 and options and not is_resized:
+        shared = next((one for one in options if one not in _ALONE), None)
+        if num_instances == 1 and shared is not None and not is_resized:
             raise ValueError(
-                f"option {next(iter(options))!r} is of prompts that instances share, but there is 1 instance: set "
-                "parallel to 2 or more, or policy to one that has this option"
+                f"option {shared!r} is for prompts that instances share, but there is 1 instance: set parallel to 2 or "
+                "more, or policy to one that has this option"
             )
     kind = policy_class(name)
     if facts.has_roles and not kind.knows_roles:
         able = " or ".join(other for other in _REGISTRY if policy_class(other).knows_roles)
         problem = f"{name} prefills and decodes on the same instances, but they have roles here: choose {able}, or give"
         raise ParameterError("policy", f"{problem} parallel instead of prefill_parallel and decode_parallel", name)
-    if name != "csps" and (given := sorted(_SPARSE & options.keys() - {one.name for one in fields(kind.Options)})):
-        problem = f"is for policy csps, but policy {name} given: leave policy out, or choose csps"
-        raise ParameterError(given[0], problem, options[given[0]])
+    check_sparse(name, options)
     instances = tuple(sorted(facts.prefill(num_instances), key=facts.location))
     policy = kind(instances, parse_options(name, kind.Options, options), facts)
     policy.given = dict(options)
@@ -120,19 +121,37 @@ def make_policy(
 
 def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool) -> str:
     """Return the name of the policy that `auto` stands for."""
-    if not _SPARSE.isdisjoint(options):
-        return "csps"
-    if num_instances == 1 and not options:
-        return "chunked"
-    known = {one.name for one in fields(policy_class("auto").Options)}
+    if not options:
+        return "chunked" if num_instances == 1 else "auto"
+    known, wide = _option_names("auto"), "tetris" if has_roles else "context"
     exchange = options.get("exchange", "auto")
     if exchange not in BUILT_IN | {"auto"}:
         with suppress(KeyError):  # an unknown name is refused with the other options
             _ = Exchange(exchange).traits  # loads a plug-in
     able = {"auto", *(one.kind for one in of_any_layout())}
-    if known.issuperset(options) and exchange in able:
+    if known.keys() >= options.keys() and exchange in able:
         return "auto"
-    return "tetris" if has_roles else "context"
+    found = wide if _SPARSE.isdisjoint(options) else "csps"
+    names = {**known, **_option_names(wide), **(dict.fromkeys(sorted(_SPARSE)) if has_roles else _option_names("csps"))}
+    needs = [one for one in options if one not in known] or ["exchange"]
+    for key in sorted(options.keys() - _option_names(found).keys(), key=lambda one: (one in known, one)):
+        if key not in known:
+            where = " where instances have roles" if has_roles else ""
+            raise ValueError(f"policy auto has no option {key!r}{where}: its options are {', '.join(names)}")
+        problem = f"and {needs[0]} exclude each other: {needs[0]} needs policy {found}, which has no {key}"
+        raise ParameterError(key, f"{problem}; leave one of them out", options[key][:60])
+    return found
+
+
+def _option_names(name: str) -> dict[str, None]:
+    return dict.fromkeys(one.name for one in fields(policy_class(name).Options))
+
+
+def check_sparse(name: str, options: Mapping[str, str]) -> None:
+    """Raise ParameterError if options of sparse attention are given to a policy that lacks them."""
+    if name not in {"auto", "csps"} and (given := sorted(_SPARSE & options.keys() - _option_names(name).keys())):
+        problem = f"is for policy csps, but policy {name} given: leave policy out, or choose csps"
+        raise ParameterError(given[0], problem, options[given[0]][:60])
 
 
 def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:

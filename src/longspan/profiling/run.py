@@ -39,9 +39,15 @@ class Instances(Protocol):
     """Instances of a model as the profiler needs them: `longspan.LLM` is one."""
 
     info: ModelInfo
-    facts: Facts
-    profile_key: ProfileKey
-    max_model_len: int
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def profile_key(self) -> ProfileKey: ...
+
+    @property
+    def max_model_len(self) -> int: ...
 
     @property
     def engine(self) -> Engine: ...

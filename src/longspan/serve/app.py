@@ -77,9 +77,13 @@ def make_app(server: Server) -> FastAPI:
 def _describe(app: FastAPI, server: Server) -> None:
     """Adds to the document the schemas of bodies, which the routes read themselves, and what this server has."""
     find, settings = app.openapi, server.settings
+    shown: tuple[object, ...] = ()
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
+        nonlocal shown
+        before, shown = shown, (server.served.input_processor.max_model_len, server.engine.policy.changeable)
+        if shown != before:  # another fleet changes both
+            app.openapi_schema = None
             document = find()
             components = document.setdefault("components", {})
             components.setdefault("schemas", {}).update(body_schemas())

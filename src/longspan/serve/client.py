@@ -8,7 +8,6 @@ import itertools
 import logging
 import shutil
 import subprocess
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from longspan.errors import ParameterError
 from longspan.runtime.child import lack_of_memory, make_run_dir, start_child
 from longspan.serve import messages
 from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError, ServeError
+from longspan.serve.output_queue import OutputQueue, end_with
 from longspan.text.input_processor import EngineRequest
 
 _log = logging.getLogger("longspan")
@@ -45,6 +45,7 @@ class EngineClient:
         started, stats, policy, parallel: the latest that an engine core has said of them.
         on_step: called with all that metrics are made of.
         on_loss: called when an engine core that has served is lost.
+        on_length: called with the length of the longest request from now on, in tokens.
         down: set when the state is so.
     """
 
@@ -56,13 +57,13 @@ class EngineClient:
         self.parallel: str
         self.on_step: Callable[[messages.StepOutputs], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
+        self.on_length: Callable[[int], None] = lambda _: None
         self.down = asyncio.Event()
         self._setup = setup
         self._first: asyncio.Future[messages.Started] = asyncio.get_running_loop().create_future()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
-        self._policy_changes: dict[str, str | None] = {}  # to set a new engine core as the last one was
-        self._parallel_change: str | None = None
+        self._changes = _Changes()
         self._answers: dict[int, asyncio.Future[PolicySettings | str]] = {}  # of commands, by their number
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -166,7 +167,7 @@ class EngineClient:
         Raises:
             QueueFullError: when there is no room.
         """
-        setup, serving = self._setup, self.state == "serving"
+        serving = self.state == "serving"
         waiting = [
             queue.engine_requests[index]
             for queue, index in self._waiting.values()
@@ -174,13 +175,7 @@ class EngineClient:
         ]
         num_reqs = len(waiting) + len(engine_requests)
         num_tokens = sum(len(one.token_ids) for one in (*waiting, *engine_requests))
-        room, room_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
-        if serving and self.started is not None:  # some may run at once
-            num_instances, num_kv_blocks = self.started.num_instances, self.started.num_kv_blocks
-            if self.stats is not None:  # they may have changed
-                num_instances, num_kv_blocks = len(self.stats.used_blocks), self.stats.num_kv_blocks
-            room += num_instances * self.started.max_num_seqs
-            room_tokens += num_kv_blocks * self.started.block_size
+        room, room_tokens = _room(self._setup, self.started if serving else None, self.stats)
         if num_reqs > room:
             words = f"{num_reqs} requests would wait for the engine, of at most {room}"
             raise QueueFullError(f"{words} (--max-num-queued-reqs)")
@@ -226,7 +221,7 @@ class EngineClient:
             self.down.set()
             self.fail_all("the engine is down")
             if not self._first.done():
-                _end_with(self._first, EngineLostError(reason))
+                end_with(self._first, EngineLostError(reason))
 
     async def _run_core(self) -> str:
         """Runs one engine core and returns why it ended."""
@@ -259,7 +254,7 @@ class EngineClient:
             lost = f"the engine core was lost{self._end_reason}"
             for answer in self._answers.values():
                 if not answer.done():
-                    _end_with(answer, EngineLostError(lost))
+                    end_with(answer, EngineLostError(lost))
             if was_connected:
                 for queue in self._queues():  # what can be repeated waits for the next one
                     if self._closing or not queue.repeat():
@@ -308,30 +303,32 @@ class EngineClient:
             case messages.ParallelSet(parallel, policy, number):
                 self.parallel, self.policy = parallel, policy
                 if number is not None:
-                    self._parallel_change = parallel
-                    self._take_answer(number, parallel)
+                    self._changes.parallel = parallel
+                self._take_answer(number, parallel)
+            case messages.RequestLength(max_model_len):
+                self.on_length(max_model_len)
             case messages.Started() | messages.NotStarted():
                 self._take_start(report)
             case messages.Ended(reason):
                 self._end_reason = f": {reason}"
-            case messages.Restarting(reason):
-                _log.error("%s; new workers are being started", reason)
+            case messages.Restarting(reason, is_replaced):
+                _log.error("%s; %s", reason, "new workers are being started" if is_replaced else "the others go on")
                 self.state = "restarting"
             case messages.Restarted():
-                self.state = "serving"
+                self.state = "restarting" if self._changes.are_replayed else "serving"
 
     def _take_start(self, report: messages.Started | messages.NotStarted) -> None:
         if isinstance(report, messages.Started):
-            self.started, self.state, self._connected, self._end_reason = report, "serving", True, ""
+            self.started, self._connected, self._end_reason = report, True, ""
             self.policy, self.parallel = report.policy, report.parallel
-            self._replay()
+            self._replay(report)
             if not self._first.done():
                 self._first.set_result(report)
         elif not self._first.done():
             error = ValueError(report.reason) if report.is_mistake else EngineLostError(report.reason)
             if report.parameter is not None:
                 error = ParameterError(report.parameter, report.reason)
-            _end_with(self._first, error)
+            end_with(self._first, error)
 
     def _take_step(self, outputs: messages.StepOutputs) -> None:
         self.on_step(outputs)
@@ -351,35 +348,75 @@ class EngineClient:
 
     def _take_failure(self, failed: messages.Failed) -> None:
         if failed.id is None:
-            words = "the engine is set as it was at the start: it refused what was changed since"
-            _log.warning("%s: %s", words, failed.reason)
+            _log.warning("the new engine core refused a change that was made before the restart: %s", failed.reason)
+            self._take_answer(None, "")
         elif failed.id in self._waiting:
             reason, queue = failed.reason, self._waiting[failed.id][0]
             error = QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param, failed.code)
             self._fail(queue, error)
         elif failed.id in self._answers and not self._answers[failed.id].done():
-            _end_with(self._answers[failed.id], ValueError(failed.reason))
+            end_with(self._answers[failed.id], ValueError(failed.reason))
 
     def _take_settings(self, settings: PolicySettings, number: int | None) -> None:
         self.policy = settings
-        if number is not None:  # else a new engine core was set as the last one
-            # A re-shard may have chosen a policy with other options: the changes of the one before stay.
-            self._policy_changes |= {name: settings.given.get(name) for name in settings.changeable}
-            self._take_answer(number, settings)
+        if number is not None:
+            self._changes.add(settings)
+        self._take_answer(number, settings)
 
-    def _take_answer(self, number: int, value: PolicySettings | str) -> None:
-        if number in self._answers and not self._answers[number].done():
+    def _take_answer(self, number: int | None, value: PolicySettings | str) -> None:
+        if number is None and self._changes.are_replayed:  # it serves once it has answered the changes
+            self._changes.are_replayed, self.state = False, "serving"
+        elif number in self._answers and not self._answers[number].done():
             self._answers[number].set_result(value)
 
-    def _replay(self) -> None:
+    def _replay(self, started: messages.Started) -> None:
         """Sends what waits to a new engine core; what was accepted once stays accepted."""
-        if self._parallel_change is not None:
-            self._send(messages.SetParallel(None, self._parallel_change, self._policy_changes))
-        elif self._policy_changes:
-            self._send(messages.SetPolicy(None, self._policy_changes))
+        if (command := self._changes.replay()) is not None:
+            self._send(command)
+        else:
+            self.state = "serving"
+            self.on_length(started.max_model_len)
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
             self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
+
+
+def _room(
+    setup: messages.EngineSetup, started: messages.Started | None, stats: messages.Stats | None
+) -> tuple[int, int]:
+    """Return how many requests and tokens of prompts may wait or run, by the latest of what an engine core reports."""
+    room, room_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
+    if started is None:
+        return room, room_tokens
+    num_instances, num_kv_blocks = started.num_instances, started.num_kv_blocks
+    if stats is not None:
+        num_instances, num_kv_blocks = len(stats.used_blocks), stats.num_kv_blocks
+    return room + num_instances * started.max_num_seqs, room_tokens + num_kv_blocks * started.block_size
+
+
+class _Changes:
+    """The changes of policy and fleet since the start, which each new engine core has to make.
+
+    Attributes:
+        parallel: the parallel spec. None if it is that of the start.
+        are_replayed: a new engine core has not answered them yet.
+    """
+
+    def __init__(self) -> None:
+        self.parallel: str | None = None
+        self.are_replayed = False
+        self._options: dict[str, str | None] = {}
+
+    def add(self, settings: PolicySettings) -> None:
+        """Add changed options. A re-shard may choose a policy with other options: earlier changes stay."""
+        self._options |= {name: settings.given.get(name) for name in settings.changeable}
+
+    def replay(self) -> messages.Command | None:
+        """Return the command that makes them. None if there are no changes."""
+        self.are_replayed = self.parallel is not None or bool(self._options)
+        if self.parallel is not None:
+            return messages.SetParallel(None, self.parallel, self._options)
+        return messages.SetPolicy(None, self._options) if self._options else None
 
 
 def abandon(task: asyncio.Future[Any]) -> None:
@@ -388,107 +425,6 @@ def abandon(task: asyncio.Future[Any]) -> None:
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
 
-def _end_with(future: asyncio.Future[Any], error: Exception) -> None:
-    """Ends a future with an error, which asyncio does not log if the task that waited for it was cancelled before."""
-    future.set_exception(error)
-    future.exception()
-
-
 async def _ended(process: subprocess.Popen[bytes]) -> int:
     """Waits in a thread of its own until a process has ended; returns its exit code."""
     return await run_sync(process.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))
-
-
-Output = tuple[int, messages.Delta]
-"""The index of an engine request, and new tokens of one of its choices."""
-_MAX_OUTPUTS = 64
-"""Few are handed out at once, because making their chunks holds up the event loop."""
-
-
-class OutputQueue:
-    """Holds what came for an HTTP request and was not taken; close it to cancel what has not come.
-
-    Who takes from it when the rest cannot come gets the error that says why.
-
-    Attributes:
-        accepted: done when the engine core has queued all engine requests; its exception says why it has not.
-        finished: the choices that have finished, each with the index of its engine request.
-    """
-
-    def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[OutputQueue], None]) -> None:
-        self.engine_requests = engine_requests
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.finished: list[tuple[int, messages.FinishedChoice]] = []
-        self._cancel = cancel
-        self._unaccepted = set(range(len(engine_requests)))
-        self._num_open = {index: request.params.n for index, request in enumerate(engine_requests)}
-        self._taken: set[int] = set()  # engine requests of which somebody has taken outputs
-        self._was_repeated = False
-        self._outputs: deque[Output] = deque()
-        self._error: ServeError | None = None
-        self._changed = asyncio.Event()
-
-    async def get(self) -> list[Output]:
-        """Takes what has come; waits if there is nothing; returns nothing when all has been taken."""
-        while not self._outputs and self._error is None and self._num_open:
-            await self._change()
-        taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MAX_OUTPUTS))]
-        self._taken.update(index for index, _ in taken)
-        if not taken and self._error is not None:
-            raise self._error
-        return taken
-
-    async def get_all(self) -> list[Output]:
-        """Waits until everything has come, and returns it; until then nothing counts as taken."""
-        while self._num_open and self._error is None:
-            await self._change()
-        if self._error is not None:
-            raise self._error
-        return list(self._outputs)
-
-    def close(self) -> None:
-        """Cancels what is not finished; its KV is freed on every rank."""
-        self._num_open.clear()
-        self._outputs.clear()
-        self._changed.set()
-        self._cancel(self)
-
-    def accept(self, index: int) -> None:
-        """Notes that the engine core has queued an engine request."""
-        self._unaccepted.discard(index)
-        if not self._unaccepted and not self.accepted.done():
-            self.accepted.set_result(None)
-
-    def put(self, index: int, delta: messages.Delta) -> bool:
-        """Adds a delta; returns whether it is the last one of its engine request."""
-        self._outputs.append((index, delta))
-        if delta.finish_reason is not None and index in self._num_open:
-            self._num_open[index] -= 1
-            if not self._num_open[index]:
-                del self._num_open[index]
-        self._changed.set()
-        return index not in self._num_open
-
-    def fail(self, error: ServeError) -> None:
-        """Raises `error` to whoever takes the rest: nothing more will come."""
-        self._error = error
-        self._changed.set()
-        if not self.accepted.done():
-            _end_with(self.accepted, error)
-
-    def repeat(self) -> bool:
-        """Forgets what is not finished, if it can be computed from its beginning, and returns whether it can.
-
-        It can be once, and not when something of it has been taken already: the second time, it may differ.
-        """
-        if self._was_repeated or self._taken & self._num_open.keys():
-            return False
-        self._was_repeated = True
-        self._outputs = deque(output for output in self._outputs if output[0] not in self._num_open)
-        self.finished = [pair for pair in self.finished if pair[0] not in self._num_open]
-        self._num_open = {index: self.engine_requests[index].params.n for index in self._num_open}
-        return True
-
-    async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()

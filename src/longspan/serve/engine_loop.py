@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from longspan.core.fleets import fleet_text
-from longspan.core.request import FinishReason, Request
+from longspan.core.request import ContextLengthError, FinishReason, Request
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
 from longspan.serve import messages
 from longspan.service import Service
@@ -63,7 +63,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             tokenizer_dir=None if service.input_processor.tokenizer is None else str(files.tokenizer_dir),
             trust_remote_code=files.trust_remote_code,
             vocab_size=service.input_processor.vocab_size,
-            max_model_len=config.max_model_len,
+            max_model_len=service.max_model_len,
             max_num_seqs=config.max_num_seqs,
             parallel=fleet_text(config.fleet),
             num_instances=config.cluster.num_instances,
@@ -110,8 +110,7 @@ class EngineLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
         self._resharding: messages.SetParallel | None = None
-        self._stats_due_s = 0.0
-        self._quitting = False
+        self._stats_due_s, self._quitting = 0.0, False
         self._most_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
         service.executor.wakeup = socket
 
@@ -151,21 +150,31 @@ class EngineLoop:
                 if id in self._served:
                     self._drop(self._served[id], "abort")
             case messages.SetPolicy(id, options):
-                try:
-                    self._service.update_policy(options)
-                    self._send(messages.PolicySet(self._service.policy_settings, id))
-                except ValueError as error:
-                    self._send(messages.Failed(id, str(error)))
-            case messages.SetParallel(id, parallel, options):
-                try:
-                    self._service.reshard(parallel, options)
-                    self._resharding = command
-                except ValueError as error:
-                    self._send(messages.Failed(id, str(error)))
-                except RuntimeError:
-                    self._send(messages.Failed(id, "another change is under way: ask again once it is done"))
+                self._set_policy(id, options)
+            case messages.SetParallel():
+                self._set_parallel(command)
             case messages.Quit():
                 self._quitting = True
+
+    def _set_policy(self, number: int | None, options: dict[str, str | None]) -> None:
+        try:
+            self._service.update_policy(options)
+            self._send(messages.PolicySet(self._service.policy_settings, number))
+        except ValueError as error:
+            self._send(messages.Failed(number, str(error)))
+
+    def _set_parallel(self, command: messages.SetParallel) -> None:
+        """Begin a change of the fleet. Its options are set also if the fleet cannot change."""
+        try:
+            self._service.reshard(command.parallel, command.options)
+            self._resharding = command
+            self._send(messages.RequestLength(self._service.max_model_len))
+        except ValueError as error:
+            if command.options:
+                self._set_policy(None, command.options)
+            self._send(messages.Failed(command.id, str(error)))
+        except RuntimeError:
+            self._send(messages.Failed(command.id, "another change is under way: ask again once it is done"))
 
     def _add(self, command: messages.Add) -> None:
         number, engine_request = command.id, command.engine_request
@@ -176,8 +185,10 @@ class EngineLoop:
             state = RequestState(engine_request, self._service.input_processor.tokenizer)
             served = _Served(id=number, state=state, sent=[_Sent() for _ in range(engine_request.params.n)])
             self._outputs.start(served)
-        except ValueError as error:  # the API server has checked it; what it overlooked must not end all the others
-            self._send(messages.Failed(number, f"the engine refused the request: {error}", "prompt"))
+        except ValueError as error:  # the fleet has changed meanwhile, or the check of the API server lacks something
+            code = error.code if isinstance(error, ContextLengthError) else None
+            reason = f"{'' if code else 'the engine refused the request: '}{error}"
+            self._send(messages.Failed(number, reason, "prompt", code=code))
             return
         self._served[number] = served
         self._send(messages.Accepted(number))
@@ -267,17 +278,17 @@ class EngineLoop:
 
     def _resharded(self, number: int | None) -> None:
         """Tells that other instances serve now, and ends what they have no room for."""
-        self._resharding = None
+        self._resharding, service = None, self._service
         for served in self._outgrown(()):
             self._drop(served, "error")
-        parallel = fleet_text(self._engine.config.fleet)
-        self._send(messages.ParallelSet(parallel, self._service.policy_settings, number))
+        self._send(messages.RequestLength(service.max_model_len))
+        self._send(messages.ParallelSet(fleet_text(service.engine.config.fleet), service.policy_settings, number))
 
     def _restart(self, error: WorkerLostError) -> None:
         most = self._setup.max_worker_restarts
         does_without = most is not None and self._num_restarts >= most
         _log.error("%s; %s", error, "going on without its instance" if does_without else "starting new workers")
-        self._send(messages.Restarting(str(error)))
+        self._send(messages.Restarting(str(error), is_replaced=not does_without))
         failed = []
         for served in self._served.values():
             if any(choice.request.group for choice in served.state.choices):

@@ -118,7 +118,7 @@ def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) ->
     except ParameterError as error:
         raise WireError(str(error), (names or {}).get(error.parameter, error.parameter)) from error
     except ContextLengthError as error:
-        raise WireError(str(error), param, code="context_length_exceeded") from error
+        raise WireError(str(error), param, code=error.code) from error
     except ValueError as error:
         raise WireError(str(error), param) from error
 

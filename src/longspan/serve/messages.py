@@ -172,6 +172,12 @@ class ParallelSet(msgspec.Struct, frozen=True, tag=True):
     id: int | None
 
 
+class RequestLength(msgspec.Struct, frozen=True, tag=True):
+    """The longest request from now on: prompt and output together, in tokens. A change under way counts as made."""
+
+    max_model_len: int
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The engine core has queued a request."""
 
@@ -267,9 +273,10 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Restarting(msgspec.Struct, frozen=True, tag=True):
-    """The workers were lost; nothing is served until `Restarted`."""
+    """The workers were lost; nothing is served until `Restarted`. Without a replacement the other instances go on."""
 
     reason: str
+    is_replaced: bool = True
 
 
 class Restarted(msgspec.Struct, frozen=True, tag=True):
@@ -277,7 +284,17 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
 
 
 Report = (
-    Started | NotStarted | Ended | PolicySet | ParallelSet | Accepted | Failed | StepOutputs | Restarting | Restarted
+    Started
+    | NotStarted
+    | Ended
+    | PolicySet
+    | ParallelSet
+    | RequestLength
+    | Accepted
+    | Failed
+    | StepOutputs
+    | Restarting
+    | Restarted
 )
 
 

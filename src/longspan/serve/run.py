@@ -30,6 +30,8 @@ from longspan.text.tokenizer import import_tokenizers, tokenizer_in
 
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05
+_MAX_MS = 2**31 - 1
+"""Longest timeout of a socket: the system counts milliseconds in 32 bits."""
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16
 """Connections that are taken before any is counted: many would use up open files instead of being refused."""
@@ -232,7 +234,9 @@ def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.so
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(reader_timeout_s * 1000))
+            listening.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(_MAX_MS, reader_timeout_s * 1000))
+            )
         return listening
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another host or port") from None

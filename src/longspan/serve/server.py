@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from longspan.core.options import PolicySettings
 from longspan.serve.chat_requests import TextRequest
-from longspan.serve.client import EngineClient, Output, OutputQueue, abandon
+from longspan.serve.client import EngineClient, abandon
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request
 from longspan.serve.errors import (
     ClientGoneError,
@@ -41,6 +41,7 @@ from longspan.serve.errors import (
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
+from longspan.serve.output_queue import Output, OutputQueue
 from longspan.serve.requests import CompletionRequest, Parallel, PolicyUpdate
 from longspan.serve.responses import Assembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
@@ -64,7 +65,7 @@ class Server:
 
     def __init__(self, engine: EngineClient, input_processor: InputProcessor, settings: ServerSettings) -> None:
         assert engine.started is not None, "the engine was started"
-        names, created, max_model_len = settings.model_names, int(time.time()), input_processor.max_model_len
+        names, self._created = settings.model_names, int(time.time())
         self.engine, self.settings = engine, settings
         self.served = ServedModel(
             input_processor=input_processor,
@@ -72,9 +73,6 @@ class Server:
             limits=settings.limits,
             tool_call_parser=settings.tool_call_parser,
             enable_auto_tool_choice=settings.enable_auto_tool_choice,
-        )
-        self.models = ModelList(
-            data=[ModelCard(id=name, created=created, root=names[0], max_model_len=max_model_len) for name in names]
         )
         if input_processor.tokenizer is not None:
             _ = input_processor.max_prompt_chars  # now, and not while a request waits for it
@@ -86,12 +84,20 @@ class Server:
             num_kv_blocks=engine.started.num_kv_blocks,
         )
         engine.on_step, engine.on_loss = self.metrics.take_step, self.metrics.take_loss
+        engine.on_length = partial(setattr, input_processor, "max_model_len")
         if engine.stats is not None:  # sent before
             self.metrics.take_step(StepOutputs(stats=engine.stats))
         self._quick = WorkerPool("requests", 2)
         # Large things go one by one, which bounds the memory that they take.
         self._bodies, self._texts = WorkerPool("large bodies", 1), WorkerPool("large texts", 1)
         self.grammars = WorkerPool("grammars", 2, max_waiting=_MAX_GRAMMARS)
+
+    @property
+    def models(self) -> ModelList:
+        """The names of the model, with the longest request at present."""
+        names, length = self.served.names, self.served.input_processor.max_model_len
+        cards = [ModelCard(id=one, created=self._created, root=names[0], max_model_len=length) for one in names]
+        return ModelList(data=cards)
 
     def retry_after_s(self) -> int:
         """Returns the whole seconds after which a queue that is full now has probably some room again."""

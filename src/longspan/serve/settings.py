@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from longspan.core.checks import check_numbers
 from longspan.core.options import Option
 from longspan.errors import ParameterError
 
@@ -234,6 +235,7 @@ class ServerSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if not all(self.model_names):
             raise ParameterError("model_names", f"must not be empty, but {list(self.model_names)} given")
         if not all(_KEY.fullmatch(key) for key in self.api_keys):

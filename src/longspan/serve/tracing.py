@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longspan.errors import ParameterError
-from longspan.serve.client import OutputQueue
 from longspan.serve.middleware import path_of
+from longspan.serve.output_queue import OutputQueue
 
 _TRACED = frozenset({"/v1/completions", "/v1/chat/completions"})
 _SERVER_ERROR = 500

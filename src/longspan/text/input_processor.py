@@ -88,12 +88,13 @@ class EngineRequest:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class InputProcessor:
     """Makes engine requests for one model; without a tokenizer from token ids only.
 
     Attributes:
-        max_model_len: the longest request, prompt and output together, in tokens.
+        max_model_len: the longest request, prompt and output together, in tokens. Its owner sets it when the fleet
+            changes.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -149,13 +150,17 @@ class InputProcessor:
         ids = tuple(token_ids)
         return EngineRequest(text=text, token_ids=ids, params=params, grammar=grammar, cache_salt=cache_salt)
 
-    @cached_property
+    @property
     def max_prompt_chars(self) -> int:
         """The most characters of a text that may fit: no token has more than the longest name in the vocabulary.
 
         That tokenizers may drop blanks, or take an unknown word for one token, is left out of account.
         """
-        return self.max_model_len * max(map(len, self._need_tokenizer().get_vocab()))
+        return self.max_model_len * self._max_token_chars
+
+    @cached_property
+    def _max_token_chars(self) -> int:
+        return max(map(len, self._need_tokenizer().get_vocab()))
 
     def check_chars(self, num_chars: int) -> None:
         """Raises ValueError for a text that is too long whatever its tokens are, or when there is no tokenizer."""

@@ -33,7 +33,11 @@ class WorkloadSpec:
     ] = "short"
     rate: Annotated[
         float | None,
-        _workload("Requests per second; a trace with times is stretched to it.", default="a trace's own"),
+        _workload(
+            "Requests per second; a trace with times is stretched to it.",
+            default="a trace's own",
+            may_be_infinite=True,
+        ),
     ] = None
     offline: Annotated[bool, _workload("All requests are there at the start, as with --rate inf.")] = False
     burstiness: Annotated[

@@ -28,13 +28,13 @@ from longspan.runtime.child import how_ended, lack_of_memory, unless_forked
 if TYPE_CHECKING:
     from longspan.runtime.disk_pool import DiskLane, DiskPool
 
+_MAX_POLL_S = 2e6  # ZeroMQ counts milliseconds in 32 bits
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _BLAME_TIMEOUT_S = 3.0
 """Wait this long for the rank that caused it when another one only noticed a lost peer, or ended by an exception."""
 _LEAST_WAIT_S = 0.1
 """Wait this long for reports that may be there already: this process may have been stopped, not its workers."""
-
 
 ReportT = TypeVar("ReportT", messages.Ready, messages.Measured)
 
@@ -279,7 +279,7 @@ class WorkerExecutor:
         poller.register(self._reports, zmq.POLLIN)
         if wakeup is not None:
             poller.register(wakeup, zmq.POLLIN)
-        ready = dict(poller.poll(None if timeout_s is None else int(max(0.0, timeout_s) * 1000)))
+        ready = dict(poller.poll(None if timeout_s is None else int(min(max(0.0, timeout_s), _MAX_POLL_S) * 1000)))
         return self._decoder.decode(self._reports.recv()) if self._reports in ready else None
 
     def _take(self, report: messages.Report) -> Completion | None:

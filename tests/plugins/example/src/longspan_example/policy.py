@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longspan.core.options import at_least_one
 from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan
 from longspan.policy.batching import Batch, single_part
@@ -18,6 +19,9 @@ class LastOptions:
     """
 
     most: int = 100
+
+    def __post_init__(self) -> None:
+        at_least_one(most=self.most)
 
 
 class Last(Policy, name="last"):

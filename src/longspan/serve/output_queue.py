@@ -1,0 +1,112 @@
+"""Outputs of the engine core for an HTTP request, until they are taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from longspan.serve import messages
+from longspan.serve.errors import ServeError
+from longspan.text.input_processor import EngineRequest
+
+Output = tuple[int, messages.Delta]
+"""The index of an engine request, and new tokens of one of its choices."""
+_MAX_OUTPUTS = 64
+"""Few are handed out at once, because making their chunks holds up the event loop."""
+
+
+class OutputQueue:
+    """Holds what came for an HTTP request and was not taken; close it to cancel what has not come.
+
+    Who takes from it when the rest cannot come gets the error that says why.
+
+    Attributes:
+        accepted: done when the engine core has queued all engine requests; its exception says why it has not.
+        finished: the choices that have finished, each with the index of its engine request.
+    """
+
+    def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[OutputQueue], None]) -> None:
+        self.engine_requests = engine_requests
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.finished: list[tuple[int, messages.FinishedChoice]] = []
+        self._cancel = cancel
+        self._unaccepted = set(range(len(engine_requests)))
+        self._num_open = {index: request.params.n for index, request in enumerate(engine_requests)}
+        self._taken: set[int] = set()  # engine requests of which somebody has taken outputs
+        self._was_repeated = False
+        self._outputs: deque[Output] = deque()
+        self._error: ServeError | None = None
+        self._changed = asyncio.Event()
+
+    async def get(self) -> list[Output]:
+        """Takes what has come; waits if there is nothing; returns nothing when all has been taken."""
+        while not self._outputs and self._error is None and self._num_open:
+            await self._change()
+        taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MAX_OUTPUTS))]
+        self._taken.update(index for index, _ in taken)
+        if not taken and self._error is not None:
+            raise self._error
+        return taken
+
+    async def get_all(self) -> list[Output]:
+        """Waits until everything has come, and returns it; until then nothing counts as taken."""
+        while self._num_open and self._error is None:
+            await self._change()
+        if self._error is not None:
+            raise self._error
+        return list(self._outputs)
+
+    def close(self) -> None:
+        """Cancels what is not finished; its KV is freed on every rank."""
+        self._num_open.clear()
+        self._outputs.clear()
+        self._changed.set()
+        self._cancel(self)
+
+    def accept(self, index: int) -> None:
+        """Notes that the engine core has queued an engine request."""
+        self._unaccepted.discard(index)
+        if not self._unaccepted and not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def put(self, index: int, delta: messages.Delta) -> bool:
+        """Adds a delta; returns whether it is the last one of its engine request."""
+        self._outputs.append((index, delta))
+        if delta.finish_reason is not None and index in self._num_open:
+            self._num_open[index] -= 1
+            if not self._num_open[index]:
+                del self._num_open[index]
+        self._changed.set()
+        return index not in self._num_open
+
+    def fail(self, error: ServeError) -> None:
+        """Raises `error` to whoever takes the rest: nothing more will come."""
+        self._error = error
+        self._changed.set()
+        if not self.accepted.done():
+            end_with(self.accepted, error)
+
+    def repeat(self) -> bool:
+        """Forgets what is not finished, if it can be computed from its beginning, and returns whether it can.
+
+        It can be once, and not when something of it has been taken already: the second time, it may differ.
+        """
+        if self._was_repeated or self._taken & self._num_open.keys():
+            return False
+        self._was_repeated = True
+        self._outputs = deque(output for output in self._outputs if output[0] not in self._num_open)
+        self.finished = [pair for pair in self.finished if pair[0] not in self._num_open]
+        self._num_open = {index: self.engine_requests[index].params.n for index in self._num_open}
+        return True
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+def end_with(future: asyncio.Future[Any], error: Exception) -> None:
+    """Ends a future with an error, which asyncio does not log if the task that waited for it was cancelled before."""
+    future.set_exception(error)
+    future.exception()
