@@ -217,9 +217,9 @@ def test_a_table_has_the_tokens_of_each_instance_if_they_differ(capsys: pytest.C
         *(
             (
                 (*BASE, "--context", "1K", "--link-gbytes-per-s", speed),
-                f"--link-gbytes-per-s must be above 0 and finite, but {speed} given",
+                f"--link-gbytes-per-s must be {wanted}, but {speed} given",
             )
-            for speed in ("0", "inf")
+            for speed, wanted in (("0", "above 0 and finite"), ("inf", "a number of at most 1e+15"))
         ),
         ((*BASE, "--context", "1K", "--link", "nvlink3", "--link-gbytes-per-s", "5"), "both give its speed"),
         ((*BASE, "--context", "1K", "--phase", "decode", "--cached", "5"), "leave them out with --phase decode"),
