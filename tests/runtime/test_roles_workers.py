@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ThreadLLM
+from engines import Engines, ThreadLLM
 from oracle import Oracle, assert_exact
 
 from longspan import LLM, SamplingParams
 from longspan.core.steps import Forward, MoveKV, Step
 from longspan.errors import WorkerLostError
+from longspan.runtime.executor.control_plane import WorkerExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_logits=True)
 PLANS = {"min_chunk": "16", "improvement_rate": "0"}
@@ -188,3 +189,23 @@ def test_what_cannot_be(tiny: Path, arguments: dict[str, object], says: str) -> 
     } | arguments
     with pytest.raises(ValueError, match=says):
         LLM(str(tiny), **given)  # type: ignore[arg-type]  # of LLM
+
+
+def test_members_send_and_receive_kv_of_one_step(
+    engines: Engines, tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two members of a group of four decode a prompt that no instance holds: each gets blocks from the other, too."""
+    submit, both = WorkerExecutor.submit, set[int]()
+
+    def noting(executor: WorkerExecutor, step: Step) -> None:
+        submit(executor, step)
+        for move in step.streams if isinstance(step, Forward) else ():
+            both.update(*(set(move.targets).intersection(other.sources) for other in step.streams))
+
+    monkeypatch.setattr(WorkerExecutor, "submit", noting)
+    options = {"policy": "auto", "num_gpu_blocks_override": 60, "max_num_batched_tokens": 64}
+    llm = engines(tiny, parallel="4", **options)
+    prompt = [3 + at * 37 % 190 for at in range(1200)]
+    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    assert output.outputs[0].token_ids == oracle.complete(prompt, 8).token_ids
+    assert both, "an instance sends and receives"

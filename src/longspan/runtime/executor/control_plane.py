@@ -165,9 +165,9 @@ class WorkerExecutor:
             self._send(messages.RunMoves((step,)), self._in_flight.ranks([*step.sources, *step.targets]))
             return
         self._send(messages.RunForward(step), self._in_flight.ranks(step.instances))
-        if step.streams:
-            targets = sorted({target for move in step.streams for target in move.targets})
-            self._send(messages.RunMoves(step.streams), self._in_flight.ranks(targets))
+        for target in sorted({target for move in step.streams for target in move.targets}):
+            coming = tuple(move for move in step.streams if target in move.targets)  # it may send others in this step
+            self._send(messages.RunMoves(coming), self._in_flight.ranks((target,)))
 
     def measure(self, step: Forward) -> tuple[messages.RankMemory, ...]:
         """Runs the largest step, and returns what memory each rank found then.
