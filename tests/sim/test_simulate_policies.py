@@ -109,7 +109,7 @@ def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]
         (("--policy", "chunked,best"), "--policy 'best' is unknown: choose from auto, chunked"),
         (("--policy", "auto,auto"), "--policy auto,auto names one twice"),
         (("--policy", "context,context"), "--policy context,context names one twice"),
-        (("--policy", "context,fixed-sp"), "sp must be given: the number of instances"),
+        (("--policy", "context,fixed-sp"), "sp must be 1 or more: give the number of instances"),
         (("--policy", "chunked", "--exchange", "ring_kv"), "policy chunked has no option 'exchange'"),
         (("--policy", "tetris,chunked", "--profile-improvement-rates"), "--policy must be tetris"),
         (("--profile-improvement-rates", "--slo-tbt", "1"), "--slo-tbt is of a single run"),

@@ -274,6 +274,8 @@ class Offload:
         account, host = self._account, self._cluster.host_pool(instance)
         places = [index for index, ref in enumerate(request.table) if ref.pool == host][-most:]
         copies = list[tuple[BlockRef, BlockRef, Content]]()
+        if not places:
+            return  # all of them come back already
         for index in places:
             source, content = request.table[index], account.content(request, index)
             target = request.table[index] = BlockRef(instance, account.pool(instance).place(content))

@@ -102,7 +102,7 @@ class FixedOptions(GroupOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sp < 1:
-            raise ParameterError("sp", "must be given: the number of instances of each group, 1 or more", self.sp)
+            raise ParameterError("sp", "must be 1 or more: give the number of instances of each group", self.sp)
 
 
 class Tetris(Cdsp, name="tetris"):
