@@ -84,8 +84,7 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
         for pool, parts in ((DEVICE, own), (HOST, there)):
             owners = Owners(table=table, group=(pool,), block_size=BLOCK)
             blocks = [first + block for block in owners.blocks(pool)]
-            if blocks:
-                parts.append(MemberPart(rows=rows, q_runs=(runs,), kv_runs=owners.held(cached + new), blocks=blocks))
+            parts.append(MemberPart(rows=rows, q_runs=(runs,), kv_runs=owners.held(cached + new), blocks=blocks))
         position, key = torch.arange(cached, cached + new)[:, None], torch.arange(cached + new)[None]
         hidden = key > position
         if spec.window is not None:
@@ -103,7 +102,7 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
         return PagedKv(keys=torch.cat([kv.keys for kv in kvs]), values=torch.cat([kv.values for kv in kvs]))
 
     q = torch.cat(queries, dim=1)
-    source = HostSource(parts=MemberParts(there, backend), kv=joined(host_kv), staging=staging)
+    source = HostSource(parts=MemberParts(there, backend), member=0, kv=joined(host_kv), staging=staging)
     call = Call(
         exchange=GROUP,
         group=GROUP,

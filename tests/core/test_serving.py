@@ -183,11 +183,10 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
     num_blocks = [120 // cluster.num_instances] * cluster.num_instances
     cluster = cluster.with_blocks(num_blocks).with_layers(3, llm.info.head_layers)
     cluster = cluster.with_tiers(llm.service.block_bytes, host_kv_gib=host_kv_gib, disk_kv_gib=0.0)
-    room = 16 * (num_blocks[0] + min(cluster.host_blocks, default=0))
     assert replace(config, swap=None) == EngineConfig(
         cluster=cluster,
         block_size=16,
-        max_model_len=min(llm.info.context_length, room),
+        max_model_len=llm.info.context_length,
         eos_token_ids=(2,),
         max_num_batched_tokens=256,
         max_num_seqs=12,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,12 +219,17 @@ def test_the_prefix_cache_is_reset_on_disk_too(tiny: Path, oracle: Oracle, tmp_p
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"disk_kv_gib": 1e9}, r"disk_kv_gib .*needs .* GiB more in .*: allow less"),
+        ({"disk_kv_gib": 1e9}, r"disk_kv_gib .* is more than .* blocks: allow at most"),
+        ({"disk_kv_gib": 500.0}, r"disk_kv_gib .*needs .* GiB more in .*: allow less"),
         ({"disk_kv_gib": 1e-9}, r"disk_kv_gib.*holds no block of .* bytes: allow more"),
         ({"host_kv_gib": 0.0}, r"disk_kv_gib.*by way of the host's memory: give that some, too"),
         ({"disk_kv_dir": "/dev/null/kv"}, r"disk_kv_dir .*cannot be used .*: give another one"),
     ],
 )
-def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path, given: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_is_refused(
+    tiny: Path, tmp_path: Path, given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk with 100 GiB left."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100 * 2**30))
     with pytest.raises(ParameterError, match=problem):
         ThreadLLM(str(tiny), skip_tokenizer_init=True, **{"disk_kv_dir": str(tmp_path), **SIZES, **given})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,9 +81,9 @@ def test_devices_that_are_not_there_are_refused_first(monkeypatch: pytest.Monkey
         ThreadLLM("no/such/model", device="cuda")
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_a_step_has_some_time(seconds: float) -> None:
-    with pytest.raises(ValueError, match=f"step_timeout_s must be more than 0, but {seconds} given"):
+@pytest.mark.parametrize(("seconds", "problem"), [(0.0, "more than 0"), (-1.0, "more than 0"), (math.nan, "a number")])
+def test_a_step_has_some_time(seconds: float, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"step_timeout_s must be {problem}.*, but {seconds} given"):
         ThreadLLM("no/such/model", step_timeout_s=seconds)
 
 
