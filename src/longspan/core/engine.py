@@ -141,7 +141,7 @@ class Engine:
         self._adopt(policy)
 
     def _adopt(self, policy: Policy) -> None:
-        self._policy = policy
+        self._policy, self._device_limit = policy, device_limit(policy, self.config.cluster)
         self._lifecycle.adopt(policy)
 
     def reset_prefix_cache(self) -> None:
@@ -191,6 +191,7 @@ class Engine:
         self.config = self._lifecycle.config = change.config(self.config)
         self._queues.replace(self.config.cluster)
         self.kv.regroup(self.config.cluster)
+        self._device_limit = device_limit(self._policy, self.config.cluster)
         if change.policy is not None:
             self._adopt(change.policy)
             for request in bounded(self._queues.unfinished, self.config.longest(change.policy)):
@@ -238,13 +239,13 @@ class Engine:
     def emit(self) -> None:
         """Emit the steps that the policy plans, until no instance can be given another step."""
         self._lifecycle.hand_over()
-        while not self.is_regrouping:
+        while self._regrouping.is_running:
             num_preemptions = self.counts.num_preemptions
             if self._queues.can_emit and self._emit_plan(self._plan()):
                 continue
             # A plan that only preempted may have freed backends, or blocks for pending transfers.
             has_preempted = self.counts.num_preemptions > num_preemptions
-            if self.is_regrouping or (has_preempted and self._lifecycle.hand_over()):
+            if not self._regrouping.is_running or (has_preempted and self._lifecycle.hand_over()):
                 continue
             if self._queues.steps or self._is_moving or not self._lifecycle.relent():
                 return
@@ -259,7 +260,7 @@ class Engine:
         queues = self._queues
         while True:
             self.kv.make_room(queues.occupancy.full)
-            if (limit := device_limit(self._policy, self.config.cluster)) is not None:
+            if (limit := self._device_limit) is not None:
                 self._ranks.send(*self.kv.spill(queues.waiting.able(self._policy.admits(self.config.cluster)), limit))
             plan = self._policy.plan(self._view())
             for parked in plan.parked:
@@ -289,15 +290,17 @@ class Engine:
             expected=self.kv.expected,
             queue_changes=queues.waiting.changes + self.kv.counts.num_offloaded,
             max_steps_in_flight=self.config.max_steps_in_flight,
-            device_limit=device_limit(self._policy, self.config.cluster),
+            device_limit=self._device_limit,
         )
 
     def _emit_plan(self, plan: Plan) -> bool:
         """Admit requests and emit steps. Return whether there were any."""
+        if not (plan.batches or plan.loads):
+            return False
         parts = [scheduled for batch in plan.batches for scheduled in batch]
         self._lifecycle.admit(plan.loads, parts)
         if any(scheduled.targets for scheduled in parts):
             self._ranks.send(*self.kv.transfers())  # cached blocks can be sent before the others are computed
         for batch in plan.batches:
             self._lifecycle.begin(batch)
-        return bool(parts or plan.loads)
+        return True

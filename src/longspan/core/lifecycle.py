@@ -60,7 +60,8 @@ class Lifecycle:
         moves = self._kv.admit(loads, parts)
         for request, hit in admitted:
             self._join(request, hit)
-        self._ranks.send(*moves)
+        if moves:
+            self._ranks.send(*moves)
         if loads:
             self.go_on_loaded()  # a load ends at once if its host has no free block
 

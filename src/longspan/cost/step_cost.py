@@ -316,18 +316,18 @@ class RooflineCost:
         Those of prompts come beside attention. Those of decodes are priced as if they came, too, with nothing beside:
         the host attends to them in less time, as its memory is faster, but no data sheet of a device says how fast.
         """
-        hosted = Counter[tuple[int, bool]]()
-        for part in forward.parts if not self._is_host else ():
-            for instance, number in zip(part.group, part.hosted, strict=False):  # mostly there are none
-                hosted[instance, part.stop - part.start == 1] += number
-        if not hosted:
+        parts = [part for part in forward.parts if part.hosted]
+        if not parts or self._is_host:
             return
+        hosted = Counter[tuple[int, bool]]()
+        for part in parts:
+            for instance, number in zip(part.group, part.hosted, strict=True):
+                hosted[instance, part.stop - part.start == 1] += number
         waits_s = dict.fromkeys(times, 0.0)
         for (instance, is_decode), number in hosted.items():
             tp = self._line(instance).layer.tp
             seconds = number * self._block_bytes(instance) / (self._bus.bytes_per_s * tp)
-            hidden_s = 0.0 if is_decode else times[instance].attention_s
-            waits_s[instance] += max(0.0, seconds - hidden_s)
+            waits_s[instance] += max(0.0, seconds - (0.0 if is_decode else times[instance].attention_s))
         for coupled in coupled_instances({part.group for part in forward.parts}):  # who waits for each other
             longest_s = max(waits_s[instance] for instance in coupled)
             for instance in coupled:

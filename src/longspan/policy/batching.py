@@ -242,8 +242,7 @@ class Budget:
 
     def hosts_of(self, request: RequestView, group: Iterable[int]) -> tuple[int, ...]:
         """Returns the pools of hosts where a group has what it lacks room for; none unless the request outgrows it."""
-        pools = map(self.view.cluster.host_pool, group if self.outgrows(request) else ())
-        return tuple(dict.fromkeys(pools))
+        return tuple(dict.fromkeys(map(self.view.cluster.host_pool, group if self.outgrows(request) else ())))
 
     def hit(self, request: RequestView, group: tuple[int, ...]) -> PrefixHit:
         """Finds what a group has of a request, on hosts too if it outgrows the group."""
@@ -256,7 +255,8 @@ class Budget:
     def room(self, request: RequestView, group: Sequence[int], cost: Mapping[int, int] = _FREE) -> int:
         """Counts the blocks left for a request on a group, or its hosts, beside what others need and a hit `cost`s."""
         room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in group])
-        return room + sum([self.blocks[host] - cost.get(host, 0) for host in self.hosts_of(request, group)])
+        hosts = self.hosts_of(request, group) if self.view.device_limit is not None else ()
+        return room + sum([self.blocks[host] - cost.get(host, 0) for host in hosts])
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
