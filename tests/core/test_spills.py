@@ -142,9 +142,41 @@ def test_blocks_come_back_once_devices_have_room(policy: str, num_instances: int
     assert any(swap.way == "in" and swap.request_id == long.id for swap in cluster.swaps)
 
 
-def test_tokens_that_rotate_leave_hosts_out() -> None:
+def test_workers_are_lost_while_a_step_reads_what_has_come_back() -> None:
+    """The blocks on the host that the step still reads are free afterwards."""
+    cluster = Cluster(replace(SMALL, policy="chunked", num_blocks=40, host_blocks=(200,), max_num_seqs=4))
+    others = cluster.add([0] * 60, max_tokens=60)
+    while not others.output:
+        cluster.step()
+    long = cluster.add(range(165), max_tokens=150)
+    offload = cluster.engine.kv.swaps.offload
+    while not any(ref.pool == 1 for ref in offload.read_blocks):
+        cluster.step()
+    cluster.restart()
+    cluster.run()
+    assert long.output == cluster.expected_output(long)
+    cluster.assert_at_rest()
+    assert all(pool.num_free == pool.num_blocks for pool in map(cluster.engine.kv.pool, (0, 1)))
+
+
+@pytest.mark.parametrize("policy", ["chunked", "context", "auto"])
+def test_prompts_of_several_steps_go_on_beside_the_answer_of_a_long_one(policy: str) -> None:
+    """It gives room to all of the first that waits, a step at a time."""
+    cluster = Cluster(replace(SMALL, num_instances=2, policy=policy, num_blocks=16, host_blocks=(120,)))
+    long = cluster.add(range(200), max_tokens=120)
+    while not long.output:
+        cluster.step()
+    medium, short = cluster.add([5] * 40, max_tokens=3), cluster.add([6] * 8, max_tokens=3)
+    cluster.run()
+    assert_lawful(cluster)
+    last_s = max(one.metrics.last_token_s or 0.0 for one in (medium, short))
+    assert last_s < 0.7 * (long.metrics.last_token_s or 0.0)
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_tokens_that_rotate_leave_hosts_out(policy: str) -> None:
     options = {"rotate": "token"}
-    cluster = Cluster(replace(SMALL, num_instances=2, policy="context", options=options))
+    cluster = Cluster(replace(SMALL, num_instances=2, policy=policy, options=options))
     with pytest.raises(ContextLengthError, match="maximum context length is 48 tokens"):
         cluster.add(range(60))
 
@@ -350,7 +382,11 @@ def test_random_operations_change_no_answer() -> None:
 def _random_run(draw: random.Random) -> tuple[Cluster, list[Request]]:
     """Runs random requests, some beyond all devices, on a random cluster that loses workers or changes its split."""
     policy, num_instances, hosts = draw.choice(["chunked", *GROUPS]), draw.choice([2, 3, 4]), draw.choice([1, 1, 2])
-    num_blocks, host_blocks, size = draw.randint(1, 8), draw.randint(1, 60), draw.choice([1, 2, 4, 8])
+    num_blocks, host_blocks, size = (
+        draw.randint(1, draw.choice([8, 40])),
+        draw.randint(1, 60),
+        draw.choice([1, 2, 4, 8]),
+    )
     cluster = Cluster(
         Setup(
             num_instances=num_instances,

@@ -29,7 +29,7 @@ class Policy:
         name: what users choose it by.
         Options: a dataclass of options, which checks them.
         changeable: the options that may change while the policy serves, see `change`.
-        reads_hosts: a request that outgrows the devices of the largest group has its oldest blocks on their hosts.
+        reads_hosts: the oldest blocks of a request beyond the largest group are on hosts; never with `rotate=token`.
         knows_roles: some instances may only prefill, or only decode.
         shards_decodes: the KV of a request may lie on several instances that only decode.
         takes_phases: instances of both roles use the same devices, one role after the other, see `admits`.
@@ -59,6 +59,7 @@ class Policy:
     def __init__(self, instances: tuple[int, ...], options: Any, facts: Any) -> None:  # noqa: ANN401 - of a subclass
         del facts
         self.instances, self.options = instances, options
+        self.reads_hosts = type(self).reads_hosts and getattr(options, "rotate", "") != "token"
         self.given: Mapping[str, str] = {}
 
     def plan(self, view: ClusterView) -> Plan:

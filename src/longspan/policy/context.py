@@ -69,7 +69,6 @@ class Context(Policy, name="context"):
         self._host = {i: facts.location(i).host_id for i in instances}
         self._sharing = self._sharing_of(options)
         self._sharing.check_instances(len(instances), facts.tp)
-        self.reads_hosts = type(self).reads_hosts and self._sharing.rotate == "block"
         self._partitions = self._partitions_of(options, facts)
         self._group_parts = GroupParts(len(instances), self._sharing, facts, self._partitions)
 

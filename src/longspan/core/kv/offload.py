@@ -56,6 +56,7 @@ class Offload:
         for request_id, blocks in self._given_up.items():
             self._account.give_back([ref for ref in blocks if ref in incomplete])  # which copies of others were to fill
             self._given_up[request_id] = [ref for ref in blocks if ref not in incomplete]
+        self._account.let_go([ref for ref in self.read_blocks if self._cluster.tier(ref.pool) == "host"])
         self._still_read.clear()
 
     def moved(self, copy: Copy) -> list[MoveKV]:
@@ -95,7 +96,7 @@ class Offload:
 
     @property
     def read_blocks(self) -> list[BlockRef]:
-        """Blocks on devices that steps in flight still read."""
+        """Blocks that steps in flight still read, and that their requests have elsewhere by now."""
         return [ref for blocks in self._still_read.values() for ref in blocks]
 
     def release(self, request: Request) -> None:
@@ -195,18 +196,18 @@ class Offload:
 
         These are what the next step of an instance takes, and the first that waits where that is all it lacks.
         """
-        due, most, asked = self._running.due_blocks, dict[int, int](), 0
+        due, asked = self._running.due_blocks, 0
         room = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
-        for i in room:
-            most[i] = self._step_blocks(i)
+        most = {i: self._step_blocks(i) for i in room}
         if waiting:
             asked = waiting[0].blocks_for(waiting[0].num_tokens)
-            asked = 0 if any(room[i] - due[i] >= asked for i in room) else asked
+            asked = most[0] if asked > device_limit else asked  # it takes a step at a time
+            asked = _lacking(asked, [free - due[i] for i, free in room.items()], self._cluster.num_blocks[0])
         moves = list[MoveKV]()
         for i, free in room.items():
             has_seat = due[i] <= most[i] and len(self._running.on(i)) < self._max_num_seqs
-            num_short = min(max(0, due[i]), most[i]) + (min(asked, most[i]) if has_seat else 0) - free
-            if num_short > 0:
+            num_short = min(max(0, due[i]), most[i]) + (asked if has_seat else 0) - free
+            if (num_short := min(num_short, most[i])) > 0:
                 for request in reversed(list(self._running.on(i))):
                     outgrows = request.blocks_for(request.num_tokens) > device_limit and not request.targets
                     if num_short > 0 and outgrows:
@@ -320,3 +321,10 @@ class Offload:
         for blocks in self._given_up.values():
             self._account.give_back(reversed(blocks))
             blocks.clear()
+
+
+def _lacking(asked: int, room: Sequence[int], num_blocks: int) -> int:
+    """Counts the blocks that a request of so many lacks on each instance; those of several share it evenly."""
+    if asked <= num_blocks:
+        return 0 if max(room) >= asked else asked
+    return 0 if sum(room) >= asked else -(-asked // len(room))
