@@ -110,11 +110,11 @@ class Visit(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """The parts of a visit that meet keys on the host, with their rows among its queries.
+    """The parts of a visit with visible keys on the host.
 
     Attributes:
-        single: parts with one query, which are in `rows`.
-        many: the others, each with its rows.
+        single: parts with one query; `rows` are the rows of these queries.
+        many: parts with several queries, each with its rows.
     """
 
     single: tuple[int, ...]
@@ -138,7 +138,7 @@ class HostSource:
     staging: Staging
 
     def visit(self, asker: int, indices: tuple[int, ...], q: Tensor) -> Visit:
-        """Names whose queries of which parts `q` is, for `ask` and `merge`."""
+        """Return the argument of `ask` and `merge` for the queries `q` of one member in some parts."""
         return Visit(asker, indices, q)
 
     def ask(self, visits: Sequence[Visit], spec: AttnSpec) -> list[Tensor | None]:
@@ -157,7 +157,7 @@ class HostSource:
         partials: Sequence[Partial],
         spec: AttnSpec,
     ) -> None:
-        """Merges what visits see on the host into `partials`, theirs of the device. Each key comes there once at most.
+        """Merge the attention over host keys into `partials`, the results over device keys. Each key is copied once.
 
         Args:
             backend: of the device of the queries.
@@ -187,7 +187,7 @@ class HostSource:
                 start = own.stop
 
     def _met(self, visit: Visit, window: int | None) -> _Met:
-        """Sorts the parts of a visit, the same in all layers with such a window."""
+        """Return the visible parts of a visit. The result is cached for all layers with the same window."""
         key = ("hosted", visit.asker, visit.indices, window)
         known = self.parts.memory.get(key)
         if isinstance(known, _Met):

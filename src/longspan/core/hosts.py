@@ -1,4 +1,4 @@
-"""KV in the pools of hosts: which member of a group attends over it."""
+"""Shares of the members of a group in a request's KV blocks in host pools."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from longspan.core.runs import Run, SpanShards, coalesce
 
 
 def divide_among_hosts(hosted: Mapping[int, int], pools: Sequence[int]) -> tuple[int, ...]:
-    """Divides the blocks in the pools of hosts evenly among the members there; returns `Part.hosted`.
+    """Return `Part.hosted`: the host blocks of a request, divided evenly among the members on each host.
 
     Args:
-        hosted: blocks by pool.
-        pools: that of each member's host.
+        hosted: number of blocks by host pool.
+        pools: the host pool of each member.
     """
     left, members, shares = dict(hosted), Counter(pools), list[int]()
     for pool in pools:
         shares.append(-(-left.get(pool, 0) // members[pool]))
         members[pool] -= 1
         left[pool] = left.get(pool, 0) - shares[-1]
-    assert not any(left.values()), "a member attends over what lies on its host"
+    assert not any(left.values()), "each host pool with blocks of a request has a member of its group"
     return tuple(shares)
 
 
 def shares_of_hosts(
     table: Sequence[BlockRef], pools: Sequence[int], numbers: Sequence[int], block_size: int
 ) -> tuple[SpanShards, tuple[tuple[int, ...], ...]]:
-    """Finds what each member attends over in the pool of its host, and the blocks of that.
+    """Return the token runs that each member attends over on its host, and the block numbers of these runs.
 
     Args:
-        pools: that of each member's host.
-        numbers: blocks of each member, see `Part.hosted`.
+        pools: the host pool of each member.
+        numbers: number of blocks of each member, see `Part.hosted`.
     """
     places: dict[int, list[int]] = {pool: [] for pool in pools}
     for index, ref in enumerate(table):

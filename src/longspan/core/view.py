@@ -168,9 +168,9 @@ class KvView(Protocol):
         """Finds the longest beginning of a request on `group`, or on its hosts and disks if it pays to load that."""
 
     def match_beside(self, request: RequestView, most: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
-        """Finds the longest beginning of a request that lies on the instances of `most`, or in the pools of `hosts`.
+        """Return the longest prefix of a request on the instances of `most` or in the pools of `hosts`, read in place.
 
-        It is read where it is. Of its full blocks on an instance at most so many are in nobody's use, the last ones.
+        `most` bounds the unreferenced full blocks that the hit uses on each instance. The last blocks are kept.
         """
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
@@ -194,7 +194,7 @@ class ClusterView:
         now_s: the engine's clock.
         expected: blocks on decode instances that KV on its way will need, and that are not allocated yet.
         queue_changes: how often requests have begun or ceased to wait, or have become able to start.
-        device_limit: most blocks of one request on devices; its older ones lie on hosts. None: nothing is read there.
+        device_limit: maximum device blocks of one request. Older blocks are read on hosts. None: host reads are off.
     """
 
     cluster: Cluster

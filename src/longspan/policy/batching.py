@@ -237,15 +237,15 @@ class Budget:
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
     def outgrows(self, request: RequestView) -> bool:
-        """Tells whether a request needs more blocks than it may have on devices."""
+        """Return True if a request needs more blocks than `device_limit`."""
         return (limit := self.view.device_limit) is not None and request.blocks_for(request.num_tokens) > limit
 
     def hosts_of(self, request: RequestView, group: Iterable[int]) -> tuple[int, ...]:
-        """Returns the pools of hosts where a group has what it lacks room for; none unless the request outgrows it."""
+        """Return the host pools of a group for a request above `device_limit`, else an empty tuple."""
         return tuple(dict.fromkeys(map(self.view.cluster.host_pool, group if self.outgrows(request) else ())))
 
     def hit(self, request: RequestView, group: tuple[int, ...]) -> PrefixHit:
-        """Finds what a group has of a request, on hosts too if it outgrows the group."""
+        """Return the prefix hit on a group. Requests above `device_limit` also hit host blocks in place."""
         if not self.outgrows(request):
             return self.view.kv.match(request, group)
         from longspan.policy.on_hosts import hit_on_hosts  # noqa: PLC0415 - few requests are so long

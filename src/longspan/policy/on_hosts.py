@@ -1,4 +1,4 @@
-"""Requests that outgrow all devices of their group: what they find on hosts, and how much they compute in a step."""
+"""Requests larger than the device pools of their group: prefix hits on hosts, and the size of the next chunk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # types alone
 
 
 def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -> PrefixHit:
-    """Finds the longest beginning of a request that a group can read, on its devices or its hosts.
+    """Return the longest cached prefix on the devices or hosts of a group. Host blocks are read in place.
 
-    Each device keeps free as many blocks as one step takes.
+    Each device keeps the blocks of one step free.
     """
     step_blocks = -(-budget.view.max_num_batched_tokens // request.block_size) + 1
     most = {i: max(0, budget.blocks[i] - step_blocks) for i in group}
@@ -27,13 +27,12 @@ def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -
 def blocks_now(
     request: RequestView, group: Sequence[int], budget: Budget, free: Sequence[int], *, is_new: bool
 ) -> tuple[int, ...]:
-    """Counts the blocks that a request can have on each member in this step, beside what others need.
+    """Return the number of blocks that each member can allocate for a request in this step.
 
-    More are free once older blocks have gone to hosts. A running request may take what others need rather than have
-    none at all.
+    Blocks reserved for other requests are left out, except when a running request would get none at all.
 
     Args:
-        free: blocks of each member, but for those that the beginning of an admitted request takes.
+        free: free blocks of each member, without those that the prefix hit of a new request takes.
     """
     missing = 0 if is_new else request.blocks_for(request.num_tokens) - len(request.table)
     own = -(-missing // len(request.kv_owners)) if missing else 0
@@ -43,9 +42,9 @@ def blocks_now(
 
 
 def room_now(request: RequestView, group: Sequence[int], budget: Budget, room: Room, hit: PrefixHit | None) -> Room:
-    """Bounds the room of each member by the blocks it has now, with the rest of the block that the request is in.
+    """Bound the tokens of each member by its free blocks, and by the free slots of the request's last block.
 
-    A running request without any room asks for one block all the same, so that others give way.
+    A running request without free blocks still asks for one block, so that preemption can free it.
     """
     table, start = (request.table, request.num_scheduled) if hit is None else (hit.refs, hit.num_tokens)
     blocks, size = blocks_now(request, group, budget, room.blocks, is_new=hit is not None), room.block_size

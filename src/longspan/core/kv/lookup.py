@@ -101,7 +101,7 @@ class Lookup(KvAccount):
         return self._with_room(found, group, size)
 
     def _with_room(self, found: _Found, group: Sequence[int], size: int) -> _Found:
-        """Leaves out what no member near it has a block for, even if nothing else is there, and all behind it."""
+        """Cut a hit before the first block that no member on its host could hold, even with empty pools."""
         cluster, on_devices = self._cluster, Counter(ref.pool for ref in found.refs)
         room = {i: self.num_blocks(i) - on_devices[i] for i in group}
         near = {i: (host := cluster.host_pool(i), cluster.disk_pool(host)) for i in group}

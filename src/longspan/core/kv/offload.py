@@ -96,7 +96,7 @@ class Offload:
 
     @property
     def read_blocks(self) -> list[BlockRef]:
-        """Blocks that steps in flight still read, and that their requests have elsewhere by now."""
+        """Blocks that in-flight steps still read, although their contents have moved."""
         return [ref for blocks in self._still_read.values() for ref in blocks]
 
     def release(self, request: Request) -> None:
@@ -192,9 +192,9 @@ class Offload:
     # ---------------------------------------------------------------- out, and in use there
 
     def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
-        """Makes moves of the oldest blocks of requests that need more than so many, as far as others need their room.
+        """Return moves of the oldest blocks of requests above `device_limit` to hosts, as far as devices lack blocks.
 
-        These are what the next step of an instance takes, and the first that waits where that is all it lacks.
+        An instance needs free blocks for its next step, and for the first waiting request if it lacks only blocks.
         """
         due, asked = self._running.due_blocks, 0
         room = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
@@ -255,9 +255,9 @@ class Offload:
         return len(copies) + len(there)
 
     def bring_back(self, waiting: Sequence[Request]) -> list[MoveKV]:
-        """Makes moves of hosted blocks, the newest first, to devices with more free blocks than others need soon.
+        """Return moves of host blocks back to devices with spare blocks, the newest blocks first.
 
-        Two steps and the first waiting request have their room, so that nothing is spilled again at once.
+        Blocks for two steps and for the first waiting request stay free, to avoid spilling again at once.
         """
         self._readers = {one: request for one, request in self._readers.items() if request.hosted}
         moves, due = list[MoveKV](), self._running.due_blocks
@@ -271,7 +271,7 @@ class Offload:
         return moves
 
     def _return(self, request: Request, instance: int, most: int, moves: list[MoveKV]) -> None:
-        """Moves up to so many of a request's blocks from its host to an instance."""
+        """Append a move of up to `most` blocks of a request from the host pool to an instance."""
         account, host = self._account, self._cluster.host_pool(instance)
         places = [index for index, ref in enumerate(request.table) if ref.pool == host][-most:]
         copies = list[tuple[BlockRef, BlockRef, Content]]()
@@ -289,15 +289,15 @@ class Offload:
         moves.append(self._copies.begin("in", request.id, copies, held=sources, kept=targets, spilled=request))
 
     def _step_blocks(self, instance: int) -> int:
-        """Bounds the blocks that one step of an instance takes."""
+        """Return the largest number of blocks that one step of an instance allocates."""
         return -(-self._step_tokens // self._account.block_size) + len(self._running.on(instance))
 
     def read(self, request: Request) -> None:
-        """Takes note of a request that reads blocks on hosts."""
+        """Register a request that reads blocks on hosts, for `bring_back`."""
         self._readers[request.id] = request
 
     def _read_hosted(self, request: Request, before: Sequence[BlockRef]) -> None:
-        """Lets ranks read what has moved; its blocks `before` are free once no step in flight reads them."""
+        """Send the table anew with the next part. Blocks `before` are freed after the last step that reads them."""
         self.read(request)
         request.sent_blocks = request.sent_output = 0
         if request.in_flight:
@@ -324,7 +324,7 @@ class Offload:
 
 
 def _lacking(asked: int, room: Sequence[int], num_blocks: int) -> int:
-    """Counts the blocks that a request of so many lacks on each instance; those of several share it evenly."""
+    """Return the free blocks that a waiting request of `asked` blocks lacks per instance. Large ones share evenly."""
     if asked <= num_blocks:
         return 0 if max(room) >= asked else asked
     return 0 if sum(room) >= asked else -(-asked // len(room))
