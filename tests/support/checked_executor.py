@@ -261,10 +261,11 @@ class CheckedExecutor:
         return [request.spilling.get(ref, ref) for ref in request.table]
 
     def _is_spilled(self, part: Part, old: BlockRef, new: BlockRef) -> bool:
-        """Tells whether a block has gone to the host, or back, and is there by now."""
+        """Return True if a block has moved to its host, back from it, or both, and the copy is complete."""
         coming = {target for moving in self.moving.values() for _, target in moving.move.copies}
-        device, host = (old.pool, new.pool) if old.pool in part.group else (new.pool, old.pool)
-        return device in part.group and host == self.cluster.host_pool(device) and new not in coming
+        on_devices = [ref.pool for ref in (old, new) if self.cluster.tier(ref.pool) == "device"]
+        hosts = {self.cluster.host_pool(one) if one in on_devices else one for one in (old.pool, new.pool)}
+        return bool(on_devices) and set(on_devices) <= set(part.group) and len(hosts) == 1 and new not in coming
 
     def _check_span(self, part: Part) -> None:
         request, live = self.requests[part.request_id], self.live[part.request_id]
