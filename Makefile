@@ -49,7 +49,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python tools/docstrings.py
+	$(BIN)/python tools/words.py
 
 # Beside each other: tests wait now and then, and mypy takes half a minute of one core.
 test: $(STAMP)

@@ -1,4 +1,4 @@
-"""Check that docstrings open with a sentence; `--list` prints the number of fragments per package.
+"""Check that docstrings open with a sentence. `tools/words.py` prints and counts the findings.
 
 A function's docstring must open with a verb, or have a verb before its first subordinate clause. Properties may open
 with a noun phrase of two words or more, or with "whether" or "why"; modules and classes with a noun phrase of five.
@@ -10,14 +10,8 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("src/longspan", "benchmarks", "docs", "examples", "tools")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -74,8 +68,8 @@ OPENERS = VERBS | _words(
 )
 
 
-def fault(node: ast.AST, text: str) -> str | None:
-    """Returns why a docstring's first sentence is a fragment, or None when it is a sentence."""
+def _why(node: ast.AST, text: str) -> str | None:
+    """Return why a docstring's first sentence is a fragment, or None when it is a sentence."""
     summary = " ".join(text.partition("\n\n")[0].split())
     sentence = re.split(r"(?<=\w\.)\s", re.sub(r"`+[^`]*`+", "x", summary), maxsplit=1)[0]
     words = [word.lower() for word in re.findall(r"[\w'-]+", sentence)]
@@ -95,11 +89,11 @@ def fault(node: ast.AST, text: str) -> str | None:
     return None if has_verb else "has no verb before a subordinate clause"
 
 
-def _faults(node: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Yields line, fault and text of a node's docstring and of those below the assignments in its body."""
+def fault(node: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, fault and text of a node's docstring and of those below the assignments in its body."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node)
-        if text is not None and (why := fault(node, text)):
+        if text is not None and (why := _why(node, text)):
             yield node.body[0].lineno, why, text
     if isinstance(node, ast.Module | ast.ClassDef):
         for statement, below in pairwise(node.body):
@@ -110,7 +104,7 @@ def _faults(node: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def _is_property(node: ast.AST) -> bool:
-    """Tells whether a function is a property, which is described by a noun phrase (PEP 257)."""
+    """Return whether a function is a property, which is described by a noun phrase (PEP 257)."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     return any(ast.unparse(one) in {"property", "cached_property"} for one in decorators)
 
@@ -118,23 +112,3 @@ def _is_property(node: ast.AST) -> bool:
 def _is_verb(word: str) -> bool:
     forms = {word, word.removesuffix("s"), word.removesuffix("es"), re.sub("ies$", "y", word)}
     return not forms.isdisjoint(OPENERS)
-
-
-def main() -> int:
-    counts: Counter[str] = Counter()
-    files = [(folder, path) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    for folder, path in files:
-        package = path.relative_to(ROOT / folder).parts[0] if folder == FOLDERS[0] else folder
-        for node in ast.walk(ast.parse(path.read_text())):
-            for line, why, text in _faults(node):
-                counts[package] += 1
-                if "--list" not in sys.argv:
-                    print(f"{path}:{line}: docstring {why}: {text.splitlines()[0]}")
-    if "--list" in sys.argv:
-        print("\n".join(f"{number:5} {package}" for package, number in counts.most_common()))
-        return 0
-    return int(any(counts.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
