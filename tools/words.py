@@ -105,7 +105,7 @@ def _prose(path: Path, texts: Iterable[tuple[int, str]], *, sentences: bool = Tr
             num_words = len(re.findall(r"\w[\w'/.-]*", sentence))
             if num_words > MAX_WORDS or "; " in sentence:
                 why = f"{num_words} words" if num_words > MAX_WORDS else "a semicolon"
-                at = line + text.count("\n", 0, max(0, text.find(sentence.split("  ")[0][:20])))
+                at = line + plain.count("\n", 0, max(0, plain.find(sentence[:20])))
                 yield Finding(path, at, "sentences", why, sentence)
 
 
@@ -123,7 +123,8 @@ def _sentences(text: str) -> Iterator[str]:
 def _markdown(content: str) -> Iterator[tuple[int, str]]:
     """Yield a page without code blocks, link targets and generated parts, as one text."""
     blanked = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), content)
-    yield 1, re.sub(r"\]\([^)]*\)|<[^>]*>|https?://\S+", "", blanked)
+    unquoted = re.sub(r"`+[^`]*`+", lambda match: "x" + "\n" * match[0].count("\n"), blanked)
+    yield 1, re.sub(r"\]\([^)]*\)|<[^>]*>|https?://\S+", "", unquoted)
 
 
 def _comments(content: str) -> Iterator[tuple[int, str]]:
