@@ -57,13 +57,13 @@ def _flags() -> str:
     for argument in _arguments():
         if (title := _title(argument)) != _LIMITS:
             panels.setdefault(title, []).append(_flag(argument))
-    head = ("flag", "`LONGSPAN_...`", "default", "what it is")
+    head = ("flag", "`LONGSPAN_...`", "default", "description")
     return "\n".join(f"**{title}**\n\n{_table(head, rows)}" for title, rows in panels.items())
 
 
 def _limits() -> str:
     rows = [_flag(argument) for argument in _arguments() if _title(argument) == _LIMITS]
-    return _table(("flag", "`LONGSPAN_...`", "default", "what it bounds"), rows)
+    return _table(("flag", "`LONGSPAN_...`", "default", "bound"), rows)
 
 
 def _arguments() -> list[Argument]:
@@ -95,7 +95,7 @@ def _metrics() -> str:
         name = f"`{family.name}{'_total' if family.type == 'counter' else ''}`"
         labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "le"}
         rows.append((name, family.type, ", ".join(f"`{label}`" for label in sorted(labels)), family.documentation))
-    return _table(("name", "type", "labels", "what it is"), sorted(rows))
+    return _table(("name", "type", "labels", "description"), sorted(rows))
 
 
 def _refused() -> str:
@@ -103,7 +103,7 @@ def _refused() -> str:
         (f"`{name}`", ", ".join(f"`{_json(value)}`" for value in neutral), instead)
         for name, (neutral, instead) in UNSERVED.items()
     ]
-    return _table(("field", "neutral, beside `null`", "otherwise"), rows)
+    return _table(("field", "neutral values, and `null`", "otherwise"), rows)
 
 
 def _computed_errors() -> str:

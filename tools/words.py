@@ -32,7 +32,7 @@ KINDS = ("banned", "openings", "sentences")
 MAX_WORDS = 25
 """Words in a sentence. Longer sentences are hard to read at one pass (style guide, rule 4)."""
 _PEOPLE = r"(?<!engineers )(?<!users )(?<!people )(?<!readers )(?<!operators )(?<!someone )(?<!anyone )(?<!clients )"
-_BEHIND = r"(?:that|who|which|whose|with|without|of|in|on|it|they|for|from|not|at|to|behind|beyond|under|and|are|is)"
+_BEHIND = r"(?:that|who|which|whose|with|without|on|it|they|for|from|not|at|to|behind|beyond|under|and|are|is)"
 PHRASES = {
     rf"\bthose(?: {_BEHIND}\b|[,.;:)]|$)": "name the things: blocks, requests, instances",
     r"\bones? (?:that|which|who|whose)\b": "name the thing",
