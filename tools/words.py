@@ -97,7 +97,7 @@ def findings(path: Path) -> Iterator[Finding]:
 
 def _prose(path: Path, texts: Iterable[tuple[int, str]], *, sentences: bool = True) -> Iterator[Finding]:
     for line, text in texts:
-        plain = re.sub(r"`+[^`]*`+", "x", text)
+        plain = re.sub(r"`+[^`]*`+", "X", text)
         for hit in _BANNED.finditer(plain):
             at = line + plain.count("\n", 0, hit.start())
             yield Finding(path, at, "banned", repr(hit[0].strip()), _around(plain, hit.start()))
@@ -123,7 +123,7 @@ def _sentences(text: str) -> Iterator[str]:
 def _markdown(content: str) -> Iterator[tuple[int, str]]:
     """Yield a page without code blocks, link targets and generated parts, as one text."""
     blanked = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), content)
-    unquoted = re.sub(r"`+[^`]*`+", lambda match: "x" + "\n" * match[0].count("\n"), blanked)
+    unquoted = re.sub(r"`+[^`]*`+", lambda match: "X" + "\n" * match[0].count("\n"), blanked)
     yield 1, re.sub(r"\]\([^)]*\)|<[^>]*>|https?://\S+", "", unquoted)
 
 
