@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
+
+if TYPE_CHECKING:  # types alone
+    from longspan.core.blocks import BlockRef
 
 _MAX_RANKS = 2**12
 MOST_GROWN = 64
@@ -267,6 +270,24 @@ class Cluster:
     def disk_pool(self, host_pool: int) -> int | None:
         """Returns the pool on the disk of the host whose pool this is, if there is one."""
         return host_pool + len(self.host_blocks) if self.disk_blocks else None
+
+    def load_pools(self, instance: int) -> tuple[int, int | None]:
+        """Return the pools that an instance loads KV from: of its host, and of the host's disk if there is one."""
+        host = self.host_pool(instance)
+        return host, self.disk_pool(host)
+
+    def load_owners(self, refs: Iterable[BlockRef], free: dict[int, int]) -> Iterator[tuple[int, int]]:
+        """Yield the index of each block on a host or disk, and the member near it with most free blocks.
+
+        Args:
+            free: number of free blocks of each member of a group. Each yielded block is subtracted after the yield.
+        """
+        pools = {member: self.load_pools(member) for member in free}
+        for index, ref in enumerate(refs):
+            if self.tier(ref.pool) != "device":
+                owner = max((member for member in free if ref.pool in pools[member]), key=free.__getitem__)
+                yield index, owner
+                free[owner] -= 1
 
     # ------------------------------------------------------------ ranks
 

@@ -18,18 +18,13 @@ _STEPS_AHEAD = 4
 
 
 def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
-    """Counts the blocks of a hit that each instance has, or can load from its host or the disk of that."""
+    """Return the number of blocks of a hit that each instance has, or can load from its host or the host's disk."""
     held = Counter[int]()
     for pool, number in Counter([ref.pool for ref in hit.refs]).items():
         is_on_device = cluster.tier(pool) == "device"
-        near = (pool,) if is_on_device else (i for i in cluster.instances if _is_near(i, pool, cluster))
+        near = (pool,) if is_on_device else (i for i in cluster.instances if pool in cluster.load_pools(i))
         held.update(dict.fromkeys(near, number))
     return held
-
-
-def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
-    host = cluster.host_pool(instance)
-    return pool in (host, cluster.disk_pool(host))
 
 
 def load_part(request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit) -> ScheduledPart | None:
@@ -42,20 +37,14 @@ def load_part(request: RequestView, group: tuple[int, ...], budget: Budget, hit:
         return None
     cluster, cost = budget.view.cluster, budget.view.kv.hit_cost(hit, budget.claimed)
     left = {i: budget.blocks[i] - budget.reserved[i] - cost[i] for i in group}
-    owners = []
-    for ref in hit.refs if hit.num_loaded else ():
-        tier = cluster.tier(ref.pool)
-        if tier != "device":
-            near = [i for i in group if _is_near(i, ref.pool, cluster)]
-            owners.append(max(near, key=left.__getitem__))
-            left[owners[-1]] -= 1
+    owners = cluster.load_owners(hit.refs if hit.num_loaded else (), left)
     return ScheduledPart(
         request=request,
         group=group,
         start=hit.num_tokens,
         stop=hit.num_tokens,
         runs=((),) * len(group),
-        block_owners=tuple(owners),
+        block_owners=tuple([owner for _, owner in owners]),
         exchange=LOCAL,
         hit=hit,
     )

@@ -1,4 +1,4 @@
-"""Copies of KV between tiers that are under way, by the numbers of their moves."""
+"""In-flight copies of KV between tiers, by the numbers of their moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longspan.core.request import Request
 from longspan.core.steps import Content, MoveKV, MoveWay
 
 Pair = tuple[BlockRef, BlockRef, Content]
-"""A block, the one that it is copied to, and what both hold then."""
+"""A source block, a target block, and the content of both after the copy."""
 
 
 @dataclass(kw_only=True)
@@ -18,12 +18,13 @@ class Copy:
     """A move from one tier to another.
 
     Attributes:
-        contents: what its targets will hold.
-        held: blocks that others may use, too, and which are not free before the copy is done.
+        contents: contents of the targets after the copy.
+        held: pinned blocks, which requests may use and which are not free before the copy is done.
         kept: blocks with a reference of the copy, so that they are not evicted, in order of position.
-        behind: copies to devices that follow, of what this one brings to a host; each has a reference of its source.
-        spilled: the request whose table names the targets, of a spill or of what comes back. Ranks read them there from
-            then on. None for other copies.
+        behind: copies from a target on the host to devices, which start after this copy. The copy has a reference of
+            each source.
+        spilled: the request whose table names the targets, if this copy moves its resident blocks. Ranks read the
+            targets after the copy. None for other copies.
     """
 
     move: MoveKV
@@ -35,17 +36,17 @@ class Copy:
 
 
 class Copies:
-    """Numbers moves between tiers, and remembers them until they are done.
+    """Numbers moves between tiers, and keeps them until they are done.
 
     Args:
-        number: gives the next step's number.
+        number: returns the next step's number.
     """
 
     def __init__(self, number: Callable[[], int]) -> None:
         self._number = number
         self._copies: dict[int, Copy] = {}
-        self._coming: dict[tuple[int, bytes], int] = {}  # blocks, by their pools and the contents on their way there
-        self._filling: dict[BlockRef, int] = {}  # the move that fills a block
+        self._coming: dict[tuple[int, bytes], int] = {}  # the block being filled, by its pool and content key
+        self._filling: dict[BlockRef, int] = {}  # the number of the move that fills a block
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -55,7 +56,7 @@ class Copies:
 
     @property
     def on_devices(self) -> bool:
-        """Whether any copy is to or from a device."""
+        """Whether a copy is from or to a device."""
         return any(copy.move.way in ("out", "in") for copy in self._copies.values())
 
     def begin(
@@ -68,8 +69,11 @@ class Copies:
         kept: Sequence[BlockRef],
         spilled: Request | None = None,
     ) -> MoveKV:
-        """Makes a move of each pair; see `Copy` for the others."""
-        copies, contents = tuple((source, target) for source, target, _ in pairs), tuple(one for _, _, one in pairs)
+        """Begin a move of each pair. See `Copy` for the other arguments."""
+        copies, contents = (
+            tuple((source, target) for source, target, _ in pairs),
+            tuple(content for _, _, content in pairs),
+        )
         on_disk = contents if way in ("save", "load") else ()
         move = MoveKV(number=self._number(), request_id=request_id, copies=copies, way=way, contents=on_disk)
         self._copies[move.number] = Copy(move=move, contents=contents, held=held, kept=kept, spilled=spilled)
@@ -77,7 +81,7 @@ class Copies:
         return move
 
     def follow(self, number: int, pairs: Sequence[Pair]) -> None:
-        """Lets copies to devices follow one under way, see `Copy.behind`."""
+        """Add copies to devices that start after an in-flight copy, see `Copy.behind`."""
         self._copies[number].behind.extend(pairs)
         self._expect(number, pairs)
 
@@ -86,7 +90,7 @@ class Copies:
         self._filling.update({target: number for _, target, _ in pairs})
 
     def end(self, number: int) -> Copy | None:
-        """Forgets a copy that is done, and returns it; None for other numbers."""
+        """Remove and return a copy that is done. Return None for other numbers."""
         if (copy := self._copies.pop(number, None)) is None:
             return None
         filled = [(target, content) for (_, target), content in zip(copy.move.copies, copy.contents, strict=True)]
@@ -96,7 +100,7 @@ class Copies:
         return copy
 
     def clear(self) -> list[Copy]:
-        """Forgets all copies, and returns them."""
+        """Remove and return all copies."""
         copies = list(self._copies.values())
         self._copies.clear()
         self._coming.clear()
@@ -104,14 +108,14 @@ class Copies:
         return copies
 
     def coming(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
-        """Finds a block, in the first of some pools, that is being filled with a content."""
+        """Return the block being filled with a content, in the first pool that has one."""
         for pool in pools if self._coming else ():
             if (block := self._coming.get((pool, key))) is not None:
                 return BlockRef(pool, block)
         return None
 
     def content(self, ref: BlockRef) -> Content | None:
-        """Returns what a block will hold that is being filled."""
+        """Return the content that an in-flight move fills a block with."""
         if (number := self._filling.get(ref)) is None:
             return None
         copy = self._copies[number]
@@ -119,5 +123,5 @@ class Copies:
         return next((content for (_, target), content in pairs if target == ref), None)
 
     def filling(self, ref: BlockRef) -> int | None:
-        """Returns the number of the move that fills a block, if any does."""
+        """Return the number of the move that fills a block, or None."""
         return self._filling.get(ref)

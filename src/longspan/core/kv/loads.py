@@ -1,7 +1,7 @@
-"""KV on its way from hosts and disks to the devices of a request that is admitted with it.
+"""KV loads: copies from hosts and disks to the devices of a request that is admitted.
 
-The request holds its blocks from its admission on, and computes nothing before all of them are filled. What only a disk
-has is copied to its host first.
+A request holds its blocks from its admission on, and computes nothing before all of them are filled. Blocks that are
+only on a disk are copied to its host first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from longspan.core.steps import Content, MoveKV, MoveWay
 
 @dataclass(kw_only=True)
 class _Load:
-    """The KV of one request on its way.
+    """The load of one request.
 
     Attributes:
         num_tokens: the number of tokens of the table when the load is complete.
@@ -36,7 +36,7 @@ class _Load:
 
 
 class Loads:
-    """Begins the tables of requests with blocks that are filled by moves from hosts and disks.
+    """Begins the tables of requests with blocks that moves from hosts and disks fill.
 
     Args:
         counts: updated by this object.
@@ -50,17 +50,17 @@ class Loads:
         self._loads: dict[int, _Load] = {}
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
-        """Goes on with another account and cluster; requests that wait have lost their blocks."""
+        """Continue with another account and cluster. Requests in loads have lost their blocks."""
         self._loads.clear()
         self._account, self._cluster = account, cluster
 
     def begin(
         self, request: Request, num_tokens: int, owners: Sequence[int], targets: Sequence[Target]
     ) -> list[MoveKV]:
-        """Makes moves of what a request's table names on hosts and disks, to new blocks of `owners`, in order.
+        """Return moves of the table's blocks on hosts and disks to new blocks of `owners`, in order.
 
-        Where a host has no room for what comes from its disk, the table ends. Of the last block a request may use only
-        the beginning, behind which it writes on.
+        If a host has no free block for a block from its disk, the table ends there. A request may use only a prefix of
+        its last block, and writes its own tokens after it.
 
         Args:
             num_tokens: the number of tokens of the table when the load is complete.
@@ -110,15 +110,15 @@ class Loads:
         return next(host for host in self._cluster.host_pools if self._cluster.disk_pool(host) == disk)
 
     def _copy_in(self, request_id: int, pairs: Sequence[Pair]) -> MoveKV:
-        """Makes a move to devices; the sources have a reference for it."""
+        """Begin a move to devices. The sources have a reference for it."""
         sources, targets = [source for source, _, _ in pairs], [target for _, target, _ in pairs]
         self._account.hold(targets)
         return self._copies.begin("in", request_id, pairs, held=targets, kept=sources)
 
     def moved(self, copy: Copy, failed: Sequence[int]) -> list[MoveKV]:
-        """Takes a copy that is done, with the indices of what a disk could not give; returns moves to submit.
+        """Take a complete copy, with the indices of the blocks that a disk failed to read. Return moves to submit.
 
-        A table ends before the first block that nothing fills. What has come to a host goes on to devices.
+        A table ends before its first block that no copy fills. Blocks loaded from disk to a host go on to devices.
         """
         damaged = {copy.move.copies[index][1] for index in failed}
         waiting = [load for load in self._loads.values() if copy.move.number in load.numbers]
@@ -139,7 +139,7 @@ class Loads:
         return [move]
 
     def _cut(self, load: _Load, index: int) -> None:
-        """Ends a table before an entry that nothing fills."""
+        """Truncate a table before an entry that no copy fills."""
         table = load.request.table
         load.num_tokens = min(load.num_tokens, index * load.request.block_size)
         self._account.give_back(reversed(table[index:]))
@@ -156,7 +156,7 @@ class Loads:
 
     @property
     def waiting(self) -> list[Request]:
-        """The requests that wait for moves."""
+        """The requests with unfinished loads."""
         return [load.request for load in self._loads.values()]
 
     @property
@@ -165,6 +165,6 @@ class Loads:
         return set[int]().union(*(load.numbers for load in self._loads.values()))
 
     def num_tokens(self, request: Request) -> int | None:
-        """Returns the tokens that a request will have when all is there; None for one that waits for nothing."""
+        """Return the tokens that a request has at the end of its load. None without a load."""
         load = self._loads.get(request.id)
         return None if load is None else load.num_tokens

@@ -1,20 +1,23 @@
-"""The one owner of KV: which blocks a request has, what others can reuse, and what is on its way between pools.
+"""The one owner of KV: the blocks of each request, the prefix cache, and the moves between pools.
 
-Engine and policies know this object only. Parts, from the ground up:
+Engine and policies know this object only. Parts, from the bottom up:
 
-    pool        the blocks of one pool
-    account     all pools, and the tables of requests
-    lookup      an account that finds what hosts and disks have, too, and whether it pays to load it
-    copies      moves between tiers that are under way
-    offload     from devices to hosts and disks
-    loads       from disks and hosts to devices
-    swaps       the four of them together; an engine without pools on hosts has none
-    transfers   from instances that prefill to those that decode; none before the first
+- pool: the blocks of one pool
+- account: all pools, and the tables of requests
+- lookup: an account that finds prefixes on hosts and disks, too, and checks that a load pays
+- copies: in-flight moves between tiers
+- offload: from devices to hosts and disks
+- loads: from disks and hosts to devices
+- swaps: lookup, copies, offload and loads together, None in an engine without host pools
+- transfers: from prefill to decode instances, None before the first
 
-A tier is a range of pools. What all tiers have in common are five operations on a pool, by which account, offload and
-loads work: `find` and `find_begun` look up what it holds; `place` prepares a block for a content; `publish` completes
-it; `share` and `release` touch it, so that it is evicted last; `forget` tells that a content is damaged. A device's
-blocks are also `allocate`d for what is to be computed.
+A tier is a range of pools. Account, offload and loads use five operations that the pools of all tiers share.
+
+- find, find_begun: look up contents
+- place: allocates a block for a content
+- publish: completes it
+- share, release: make it most recently used
+- forget: unpublishes a damaged content
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from longspan.core.request import Request
 from longspan.core.steps import Completion, Content, Forward, MoveKV, Part
 from longspan.core.view import KvView, ScheduledPart
 
-if TYPE_CHECKING:  # those who need them import them
+if TYPE_CHECKING:  # imported on first use
     from longspan.core.config import EngineConfig
     from longspan.core.kv.swaps import Swaps
     from longspan.core.kv.transfers import Transfers
@@ -44,9 +47,9 @@ class KvManager:
     """Owns every block of every pool. The engine changes it, and submits the moves that it returns.
 
     Args:
-        queues: all requests, who runs on each instance, and what they still need.
-        number: gives the next step's number.
-        saved: what each disk has from an earlier run, by block, the least recently used first.
+        queues: all requests, and the running requests of each instance with their demand.
+        number: returns the next step's number.
+        saved: the contents of each disk from an earlier run, by block, least recently used first.
 
     Attributes:
         counts: the moves between tiers so far.
@@ -76,7 +79,7 @@ class KvManager:
             self.pool(pool).restore(contents)
 
     def _use_pools(self, cluster: Cluster, before: KvAccount | None) -> None:
-        """Makes empty pools of a cluster, on devices only if there are others `before` to go on with."""
+        """Create the pools of a cluster. Keep the pools `before` on hosts and disks, if given."""
         self._cluster, self._transfers = cluster, None
         if self.swaps is not None:
             self.swaps.regroup(cluster, before)
@@ -101,43 +104,43 @@ class KvManager:
 
     @property
     def is_moving(self) -> bool:
-        """Whether any KV is on its way."""
+        """Whether a move of KV is in flight."""
         return self.is_copying or (self._transfers is not None and self._transfers.in_flight)
 
     @property
     def is_copying(self) -> bool:
-        """Whether any KV is on its way between tiers."""
+        """Whether a move between tiers is in flight."""
         return self.swaps is not None and bool(self.swaps.copies)
 
     @property
     def copies_on_devices(self) -> bool:
-        """Whether any KV is on its way from devices to hosts, or back."""
+        """Whether a move between devices and hosts is in flight."""
         return self.swaps is not None and self.swaps.copies.on_devices
 
     @property
     def can_regroup(self) -> bool:
-        """Whether no KV is on its way from a device or to one."""
+        """Whether no move from or to a device is in flight."""
         return not (self.copies_on_devices or (self._transfers is not None and self._transfers.in_flight))
 
     @property
     def expected(self) -> Mapping[int, int]:
-        """Blocks that transfers will need, by target; see `ClusterView`."""
+        """Blocks that transfers will need, by target. See `ClusterView.expected`."""
         return {} if self._transfers is None else self._transfers.expected
 
     def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """Returns those that can start, first come: up to the first whose KV is still on its way to hosts."""
+        """Return the waiting requests in order, up to the first with an offload in flight."""
         return waiting if self.swaps is None else self.swaps.startable(waiting)
 
     @property
     def in_transfer(self) -> Transfers | None:
-        """KV on its way to instances that decode. None before the first."""
+        """The transfers to decode instances. None before the first."""
         return self._transfers
 
     def _update(self, request: Request) -> None:
         """Update the residency of a request."""
         request.residency = residency_of(request, self.swaps)
 
-    # ---------------------------------------------------------------- requests come
+    # ---------------------------------------------------------------- admission
 
     def admit(self, loads: Iterable[ScheduledPart], parts: Iterable[ScheduledPart]) -> list[MoveKV]:
         """Begin and extend the tables of requests as a plan says. Return the moves that load blocks to devices.
@@ -147,7 +150,7 @@ class KvManager:
         for scheduled in (*loads, *parts):
             if scheduled.hit is not None:
                 self._take(self._requests[scheduled.request.id], scheduled, scheduled.hit)
-        moves = [move for one in loads for move in self._load(self._requests[one.request.id], one)]
+        moves = [move for load in loads for move in self._load(self._requests[load.request.id], load)]
         for scheduled in parts:
             if scheduled.hit is not None or scheduled.block_owners:
                 self._extend(self._requests[scheduled.request.id], scheduled)
@@ -163,23 +166,23 @@ class KvManager:
             self.swaps.offload.release(request)
             if not hit.waits:
                 request.hosted = Counter(ref.pool for ref in hit.refs if ref.pool in self._cluster.host_pools)
-                self.swaps.offload.read(request)
+                self.swaps.offload.note_peak()
 
     def _load(self, request: Request, scheduled: ScheduledPart) -> list[MoveKV]:
-        """Makes moves to devices of what a request has taken on hosts and disks."""
+        """Return moves to devices of the blocks of a hit on hosts and disks."""
         hit = scheduled.hit
-        assert hit is not None and self.swaps is not None, "a hit says what to load"
+        assert hit is not None and self.swaps is not None, "a load has a hit"
         moves = self.swaps.loads.begin(request, hit.num_tokens, scheduled.block_owners, scheduled.targets)
         self.swaps.offload.note_peak()
         self._update(request)
         return moves
 
     def loaded(self) -> list[Request]:
-        """Returns the requests that have waited for their KV, and compute from now on."""
-        found = [] if self.swaps is None else self.swaps.loads.complete()
-        for request, targets in found:
+        """Return the requests whose loads are complete. They compute from now on."""
+        completed = [] if self.swaps is None else self.swaps.loads.complete()
+        for request, targets in completed:
             self._open(request, targets)
-        return [request for request, _ in found]
+        return [request for request, _ in completed]
 
     def _extend(self, request: Request, scheduled: ScheduledPart) -> None:
         """Append the blocks that a part asks for to the table of the request."""
@@ -200,19 +203,19 @@ class KvManager:
         self._update(request)
 
     def rebalance(self, request: Request, scheduled: ScheduledPart) -> MoveKV:
-        """Makes a move of blocks between the members of a group, and of a last one that others have, too."""
+        """Return a move of blocks between the members of a group, or to a request's copy of a shared last block."""
         request.sent_blocks = request.sent_output = 0
         if scheduled.hit is None:
             copies = self.account.relocate(request, scheduled.moves)
         else:
-            assert not scheduled.moves, "what is admitted goes where its hit lies"
-            copies = tuple([(old, new) for new, old in request.copying.items()])  # begun when it was admitted
+            assert not scheduled.moves, "blocks of a hit are not moved at admission"
+            copies = tuple([(old, new) for new, old in request.copying.items()])  # since its admission
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
-    # ---------------------------------------------------------------- requests compute
+    # ---------------------------------------------------------------- computation
 
     def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
-        """Makes moves to hosts of the oldest blocks of requests beyond the limit, which are read there, and back."""
+        """Return moves of the oldest blocks of requests above `device_limit` to hosts, or back to devices."""
         if self.swaps is None:
             return []
         return self.swaps.offload.spill(waiting, device_limit) or self.swaps.offload.bring_back(waiting)
@@ -233,44 +236,44 @@ class KvManager:
         self.account.publish(request, start)
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
-        """Makes moves, to the instances that decode, of what a step computes."""
+        """Return moves to decode instances of the blocks that a step fills."""
         return () if self._transfers is None else self._transfers.streams(parts)
 
     def transfers(self) -> list[MoveKV]:
-        """Makes moves, to the instances that decode, of what was computed before and is not sent yet."""
+        """Return moves to decode instances of blocks that were computed before and are not sent yet."""
         return [] if self._transfers is None else self._transfers.by_themselves()
 
     @property
     def has_news(self) -> bool:
-        """Whether anything has happened by which there could be `transfers`, or requests to `hand_over`."""
+        """Whether `transfers` may have moves, or `hand_over` requests."""
         return self._transfers is not None and self._transfers.dirty
 
     def hand_over(self) -> list[Request]:
-        """Gives requests to the instances that decode them, where all of their KV is; returns them."""
-        found = [] if self._transfers is None else self._transfers.hand_over()
-        for request in found:
+        """Move requests whose KV has arrived to their decode instances. Return them."""
+        moved = [] if self._transfers is None else self._transfers.hand_over()
+        for request in moved:
             self._update(request)
-        return found
+        return moved
 
     def make_room(self, full: Collection[int]) -> None:
-        """Takes blocks back from transfers, for those that decode and came before; not on `full` instances."""
+        """Free the blocks of transfers for earlier decoding requests, except on `full` instances."""
         if self._transfers is not None:
             self._transfers.make_room(full)
 
     def stuck(self) -> Request | None:
-        """Returns the last admitted request that has no room where it is to decode."""
+        """Return the most recently admitted request that waits for blocks on a decode instance."""
         return None if self._transfers is None else self._transfers.stuck()
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
-        """Takes slots with KV that is not finite; returns those that ranks can clear now, see `Free`."""
+        """Add slots with KV that is not finite. Return the slots that ranks can clear now, see `Free`."""
         return tuple(slots) if self._transfers is None else self._transfers.clearable(slots)
 
-    # ---------------------------------------------------------------- requests go
+    # ---------------------------------------------------------------- preemption and end
 
     def give_up(self, request: Request) -> tuple[list[MoveKV], tuple[tuple[BlockRef, int], ...]]:
-        """Takes all of its blocks from a request; what it computed is copied to hosts as far as they have room.
+        """Free all blocks of a request, after an offload of its computed blocks up to the free blocks of hosts.
 
-        Returns moves to submit, and slots with KV that is not finite.
+        Return moves to submit, and slots with KV that is not finite.
         """
         self._give_up_transfer(request)
         moves = [] if self.swaps is None else self.swaps.offload.leave(request)
@@ -281,7 +284,7 @@ class KvManager:
         return moves, slots
 
     def end(self, request: Request) -> None:
-        """Stops what is on its way for a request that ends, and leaves what it gave up to the cache."""
+        """Cancel the transfers of a request that ends, and leave its offloaded blocks to the cache."""
         self._give_up_transfer(request)
         if self.swaps is not None:
             self.swaps.offload.release(request)
@@ -292,22 +295,22 @@ class KvManager:
             self._transfers.give_up(request)
 
     def relent(self) -> bool:
-        """Leaves to the cache what waiting requests gave up, so that one which needs all of its host can have it.
+        """Leave the offloaded blocks of waiting requests to the cache. Return whether there were any.
 
-        Returns whether there was any.
+        A request that needs all blocks of its host can start then.
         """
         return self.swaps is not None and self.swaps.offload.relent()
 
-    # ---------------------------------------------------------------- moves are done
+    # ---------------------------------------------------------------- completed moves
 
     def moved(self, done: Completion) -> list[MoveKV] | None:
-        """Takes the completion of a move between pools; returns moves to submit, None for any other step."""
+        """Take the completion of a move between pools. Return moves to submit, or None for any other step."""
         if self._transfers is not None and self._transfers.moved(done.number):
             return []
         if self.swaps is None or (moved := self.swaps.moved(done)) is None:
             return None
         for loading in self.swaps.loads.waiting:
-            self._update(loading)  # what a disk could not give is not loaded
+            self._update(loading)  # its load ends before a block that a disk failed to read
         request = self._requests.get(moved[0])
         if request is not None and not request.group:
             could_start = request.residency.can_start
@@ -320,9 +323,9 @@ class KvManager:
     # ---------------------------------------------------------------- other workers, other clusters
 
     def restart(self, requests: Collection[Request], *, keep: bool = True) -> None:
-        """Goes on with empty pools on devices: new workers remember nothing. Hosts and disks are kept, if asked.
+        """Continue with empty device pools, since new workers have no KV. `keep`: keep host and disk pools.
 
-        The requests have lost what devices had of them.
+        The requests have lost their device blocks.
         """
         if self.swaps is not None:
             self.swaps.lose()
@@ -333,5 +336,5 @@ class KvManager:
             self._update(request)
 
     def regroup(self, cluster: Cluster) -> None:
-        """Goes on with another cluster, which has the same pools on hosts and disks; devices hold nothing."""
+        """Continue with another cluster, which has the same host and disk pools. Its device pools are empty."""
         self._use_pools(cluster, self.account)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Place:
-    """A residency of which the request neither computes nor may be admitted, unless a subclass says so.
+    """Base of residencies in which the request can neither compute nor be admitted, unless a subclass says otherwise.
 
     Attributes:
         can_compute: the request may take part in steps.
@@ -51,7 +51,7 @@ class Offloading(_Place):
 
 @dataclass(frozen=True, slots=True)
 class Offloaded(_Place):
-    """Hosts keep what they had room for, until the request is admitted again or ends."""
+    """Hosts keep the offloaded blocks until the request is admitted again or ends."""
 
     can_start: ClassVar[bool] = True
 
