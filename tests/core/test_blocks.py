@@ -107,7 +107,7 @@ class Accounting(sf.RuleBasedStateMachine):
         self.complete_copies(request)
         free = Counter({i: self.account.pool(i).num_free for i in self.instances})
         gain = self.account.reclaimable(request)
-        self.account.release(request)
+        self.account.free(request)
         assert request.table == []
         assert free + gain == Counter({i: self.account.pool(i).num_free for i in self.instances})
 
@@ -129,7 +129,7 @@ class Accounting(sf.RuleBasedStateMachine):
     def teardown(self) -> None:
         for request in self.live:
             self.complete_copies(request)
-            self.account.release(request)
+            self.account.free(request)
         for instance in self.instances:
             pool = self.account.pool(instance)
             assert pool.num_free == self.num_blocks
@@ -280,7 +280,7 @@ def test_a_damaged_block_is_replaced_by_its_copy() -> None:
     pool.publish(second, full(1, 2, 3))
     pool.forget(first)
     assert pool.find(chain_key(ROOT, (1, 2, 3))) == second
-    assert pool.find_begun(ROOT, (1, 2)) == (second, 2)
+    assert pool.find_common_prefix(ROOT, (1, 2)) == (second, 2)
 
 
 def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
@@ -294,10 +294,10 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     with pytest.raises(AssertionError, match="beyond"):
         pool.allocate(1)
     pool.release(block)
-    assert pool.is_adoptable(block, 2, num_lost=0) and pool.find_begun(ROOT, (1, 2, 3)) == (block, 2)
+    assert pool.is_adoptable(block, 2, num_lost=0) and pool.find_common_prefix(ROOT, (1, 2, 3)) == (block, 2)
     pool.adopt(block)
     pool.release(block)
-    assert pool.find_begun(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
+    assert pool.find_common_prefix(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
 
 
 @pytest.mark.parametrize(
@@ -339,10 +339,10 @@ def test_what_begins_most_alike_is_found(
     left = [tokens for block, tokens in enumerate(known) if block not in evicted]
     pairs = [zip(tokens, wanted, strict=False) for tokens in left]
     longest = max([len(list(takewhile(lambda pair: pair[0] == pair[1], both))) for both in pairs], default=0)
-    block, length = pool.find_begun(ROOT, wanted)
+    block, length = pool.find_common_prefix(ROOT, wanted)
     assert length == longest
     assert not length or (block not in evicted and known[block][:length] == wanted[:length])
-    assert pool.find_begun(b"other", wanted) == (-1, 0)
+    assert pool.find_common_prefix(b"other", wanted) == (-1, 0)
 
 
 def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tuple[int, ...] = (0,)) -> Request:
@@ -359,7 +359,7 @@ def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tu
         start, request.num_computed = request.num_computed, request.num_tokens
         account.publish(request, start)
         request.take_token(Sampled(request_id=request.id, token=7), ())
-    account.release(request)
+    account.free(request)
     return request
 
 

@@ -287,11 +287,11 @@ def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.
         submit(step)
         if (
             isinstance(step, MoveKV)
-            and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).spilled is not None
+            and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).owner is not None
         ):
             pool = cluster.engine.kv.pool(0)
-            assert all(pool.references(ref.block) == 1 for ref in copy.held), "what others read stays"
-            num_spilled += len(copy.held)
+            assert all(pool.references(ref.block) == 1 for ref in copy.pinned), "what others read stays"
+            num_spilled += len(copy.pinned)
 
     monkeypatch.setattr(cluster.executor, "submit", check)
     cluster.run()

@@ -192,9 +192,11 @@ def test_what_is_looked_up_does_not_grow_with_the_queue(changes: dict[str, int])
     def num_looked_up(length: int) -> int:
         cluster = swapping(2, num_blocks=10_000, **changes)
         crowd(cluster, length)
-        with patch.object(KvAccount, "find_begun", autospec=True, side_effect=KvAccount.find_begun) as find_begun:
+        with patch.object(
+            KvAccount, "find_common_prefix", autospec=True, side_effect=KvAccount.find_common_prefix
+        ) as find_common_prefix:
             cluster.engine.emit()
-        return find_begun.call_count
+        return find_common_prefix.call_count
 
     assert num_looked_up(60) == num_looked_up(600)
 

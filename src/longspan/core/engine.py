@@ -233,21 +233,21 @@ class Engine:
                 self._queues.steps.complete(done)
             else:
                 self._ranks.send(*moves)
-                self._lifecycle.go_on_loaded()
+                self._lifecycle.complete_loads()
                 self._lifecycle.free()
 
     def emit(self) -> None:
         """Emit the steps that the policy plans, until no instance can be given another step."""
-        self._lifecycle.hand_over()
+        self._lifecycle.advance_transfers()
         while self._regrouping.is_running:
             num_preemptions = self.counts.num_preemptions
             if self._queues.can_emit and self._emit_plan(self._plan()):
                 continue
             # A plan that only preempted may have freed backends, or blocks for pending transfers.
             has_preempted = self.counts.num_preemptions > num_preemptions
-            if not self._regrouping.is_running or (has_preempted and self._lifecycle.hand_over()):
+            if not self._regrouping.is_running or (has_preempted and self._lifecycle.advance_transfers()):
                 continue
-            if self._queues.steps or self._is_moving or not self._lifecycle.relent():
+            if self._queues.steps or self._is_moving or not self._lifecycle.break_deadlock():
                 return
         if self._regrouping.state == "draining":
             self._drain()
@@ -259,9 +259,11 @@ class Engine:
         """
         queues = self._queues
         while True:
-            self.kv.make_room(queues.occupancy.full)
+            self.kv.free_for_decodes(queues.occupancy.full)
             if (limit := self._device_limit) is not None:
-                self._ranks.send(*self.kv.spill(queues.waiting.able(self._policy.admits(self.config.cluster)), limit))
+                self._ranks.send(
+                    *self.kv.move_host_blocks(queues.waiting.able(self._policy.admits(self.config.cluster)), limit)
+                )
             plan = self._policy.plan(self._view())
             for parked in plan.parked:
                 self._lifecycle.retract(queues.requests[parked.id])
@@ -300,7 +302,7 @@ class Engine:
         parts = [scheduled for batch in plan.batches for scheduled in batch]
         self._lifecycle.admit(plan.loads, parts)
         if any(scheduled.targets for scheduled in parts):
-            self._ranks.send(*self.kv.transfers())  # cached blocks can be sent before the others are computed
+            self._ranks.send(*self.kv.pending_transfers())  # cached blocks can be sent before the others are computed
         for batch in plan.batches:
             self._lifecycle.begin(batch)
         return True

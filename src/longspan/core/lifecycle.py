@@ -63,7 +63,7 @@ class Lifecycle:
         if moves:
             self._ranks.send(*moves)
         if loads:
-            self.go_on_loaded()  # a load ends at once if its host has no free block
+            self.complete_loads()  # a load ends at once if its host has no free block
 
     def _join(self, request: Request, hit: PrefixHit) -> None:
         is_resumed, counts = request.was_admitted, self.counts
@@ -86,24 +86,24 @@ class Lifecycle:
         self.counts.num_prefix_hits += max(0, found - before) if request.leader is None else 0
         request.metrics.num_cached_tokens = found
 
-    def go_on_loaded(self) -> None:
+    def complete_loads(self) -> None:
         """Let requests compute whose loads are complete."""
-        for request in self._kv.loaded():
+        for request in self._kv.complete_loads():
             self._running.changed(request.group, (request.id,))
             self._count_hit(request)
             if request.finish_reason is not None:
                 self.drop(request)
 
-    def hand_over(self) -> bool:
+    def advance_transfers(self) -> bool:
         """Send pending KV, and hand over requests whose KV has arrived. Return whether there were any."""
-        if not self._kv.has_news:
+        if not self._kv.transfers_changed:
             return False
-        self._ranks.send(*self._kv.transfers())
-        if not (arrived := self._kv.hand_over()):
+        self._ranks.send(*self._kv.pending_transfers())
+        if not (arrived := self._kv.complete_transfers()):
             return False
         for request in arrived:
             self._running.regroup(request)
-        self._ranks.send(*self._kv.transfers())  # over the backends of the arrived ones
+        self._ranks.send(*self._kv.pending_transfers())  # over the backends of the arrived ones
         return True
 
     # ---------------------------------------------------------------- steps
@@ -185,18 +185,18 @@ class Lifecycle:
         self.counts.num_preemptions += 1
         self.retract(request)
 
-    def relent(self) -> bool:
+    def break_deadlock(self) -> bool:
         """Free blocks when no request can go on. Return whether there were any to free.
 
         They are the offloaded blocks of waiting requests, or else those of a request that waits for free blocks of its
         decode instance.
         """
-        if self._waiting and self._kv.relent():
+        if self._waiting and self._kv.release_offloaded():
             return True
-        if (stuck := self._kv.stuck()) is None:
+        if (blocked := self._kv.latest_blocked()) is None:
             return False
-        self.preempt(stuck)
-        self._ranks.send(*self._kv.transfers())  # before other requests allocate the blocks
+        self.preempt(blocked)
+        self._ranks.send(*self._kv.pending_transfers())  # before other requests allocate the blocks
         return True
 
     def retract(self, request: Request) -> None:
@@ -206,7 +206,7 @@ class Lifecycle:
         if goes_on:
             self._policy.preempted(request)
             self._queues.leave(request)
-        moves, slots = self._kv.give_up(request)
+        moves, slots = self._kv.offload_and_free(request)
         self._ranks.send(*moves)
         self.free(request.id, slots=slots)
         if goes_on:

@@ -81,7 +81,7 @@ class Request:
         group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
             everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
-        spilling: blocks of its table that moves between a device and its host fill, and those that are read meanwhile.
+        moving: blocks of its table that moves between a device and its host fill, and those that are read meanwhile.
         targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
@@ -120,7 +120,7 @@ class Request:
     residency: Residency = WAITING
     table: list[BlockRef] = field(default_factory=list)
     copying: dict[BlockRef, BlockRef] = field(default_factory=dict)
-    spilling: dict[BlockRef, BlockRef] = field(default_factory=dict)
+    moving: dict[BlockRef, BlockRef] = field(default_factory=dict)
     hosted: Counter[int] = field(default_factory=Counter)
     rotation: Rotation | None = None
     kv_owner: int | None = None
@@ -222,7 +222,7 @@ class Request:
         self.move_to()
         self.table.clear()
         self.copying.clear()
-        self.spilling.clear()
+        self.moving.clear()
         self.hosted.clear()
         self.num_computed = self.num_scheduled = 0
         self.num_tokens = self.num_known
@@ -300,7 +300,7 @@ class Request:
             runs=scheduled.runs,
             exchange=scheduled.exchange,
             first_block=first_block,
-            blocks=tuple([self.spilling.get(ref, ref) for ref in self.table[first_block:]]),
+            blocks=tuple([self.moving.get(ref, ref) for ref in self.table[first_block:]]),
             hosted=hosted,
             sample=self._sample(scheduled) if stop == self.num_tokens else None,
             unknown_on=unknown_on,

@@ -118,7 +118,7 @@ class KvAccount:
         limit = request.num_tokens - 1
         start = len(refs) * self.block_size
         rest = tuple(request.tokens(start, min(limit, start + self.block_size)))
-        (instance, block), length = self.find_begun(request.parent_key(len(refs)), rest, group)
+        (instance, block), length = self.find_common_prefix(request.parent_key(len(refs)), rest, group)
         pool = self._pools[instance]
         adopts = copies = False
         if length:
@@ -143,12 +143,12 @@ class KvAccount:
                 return BlockRef(pool, block)
         return None
 
-    def find_begun(self, parent: bytes, tokens: tuple[int, ...], pools: Iterable[int]) -> tuple[BlockRef, int]:
+    def find_common_prefix(self, parent: bytes, tokens: tuple[int, ...], pools: Iterable[int]) -> tuple[BlockRef, int]:
         """Return the block after `parent` with the longest common prefix with `tokens`, and its length in tokens.
 
         The first of `pools` wins ties. The length is 0 if no block shares a token.
         """
-        matches = [(self._pools[pool].find_begun(parent, tokens), pool) for pool in pools]
+        matches = [(self._pools[pool].find_common_prefix(parent, tokens), pool) for pool in pools]
         (block, length), pool = max(matches, key=lambda entry: entry[0][1])
         return BlockRef(pool, block), length
 
@@ -214,8 +214,8 @@ class KvAccount:
             request.copying[new] = old
             copies.append((old, new))
         replaced = [old for old, _ in copies]
-        self.hold(replaced)
-        self.give_back(replaced)
+        self.pin(replaced)
+        self.release(replaced)
         return tuple(copies)
 
     def complete_copies(
@@ -226,7 +226,7 @@ class KvAccount:
         Return old blocks with KV that is not finite, each with its first such slot.
         """
         first_slots = dict(request.non_finite_slots())
-        self.let_go([old for old, _ in copies])
+        self.unpin([old for old, _ in copies])
         for _, new in copies:
             del request.copying[new]
         self.publish(request, 0)
@@ -252,24 +252,24 @@ class KvAccount:
     def replace(self, blocks: list[BlockRef], index: int, ref: BlockRef) -> None:
         """Replace a reserved block by a block of the same pool that is in use."""
         self.pool(ref.pool).share(ref.block)
-        self.give_back((blocks[index],))
+        self.release((blocks[index],))
         blocks[index] = ref
 
-    def hold(self, refs: Iterable[BlockRef]) -> None:
+    def pin(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):
-            self._pools[pool].hold(*blocks)
+            self._pools[pool].pin(*blocks)
 
-    def let_go(self, refs: Iterable[BlockRef]) -> None:
+    def unpin(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):
-            self._pools[pool].let_go(*blocks)
+            self._pools[pool].unpin(*blocks)
 
-    def give_back(self, refs: Iterable[BlockRef]) -> None:
+    def release(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):
             self._pools[pool].release(*blocks)
 
-    def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
+    def replace_table(self, request: Request, blocks: Iterable[BlockRef]) -> None:
         """Replace the request's table by other blocks with the same contents. Its old blocks stay cached."""
-        self.release(request)
+        self.free(request)
         request.table.extend(blocks)
         self.publish(request, 0)
 
@@ -292,11 +292,11 @@ class KvAccount:
             ref = _published(request, index)
             self.pool(ref.pool).forget(ref.block)
 
-    def release(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         """Free the request's blocks, last first. Their contents stay cached until they are evicted."""
         if self.prefix_caching and _num_publishable(request) % self.block_size:
             self._publish(request, _num_publishable(request) // self.block_size)
-        self.give_back(reversed(request.table))
+        self.release(reversed(request.table))
         request.table.clear()
 
     def _allocate(self, instance: int, number: int) -> list[BlockRef]:
@@ -315,7 +315,7 @@ def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
 def _published(request: Request, index: int) -> BlockRef:
     """Return the block with the KV of table entry `index` now, which differs while a copy fills the entry."""
     ref = request.table[index]
-    ref = request.spilling.get(ref, ref)
+    ref = request.moving.get(ref, ref)
     while ref in request.copying:
         ref = request.copying[ref]
     return ref

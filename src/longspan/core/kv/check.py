@@ -56,26 +56,26 @@ def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
 
 
 def _references(kv: KvManager, requests: list[Request]) -> Iterator[str]:
-    held = Counter[BlockRef](chain(*(request.copying.values() for request in requests)))
+    pins = Counter[BlockRef](chain(*(request.copying.values() for request in requests)))
     named = Counter[BlockRef](chain(*(request.table for request in requests)))
     if kv.in_transfer is not None:
         named.update(chain(*(transfer.blocks for transfer in kv.in_transfer.in_progress)))
-        held.update(kv.in_transfer.moving_blocks)
+        pins.update(kv.in_transfer.moving_blocks)
     if (swaps := kv.swaps) is not None:
-        named.update(swaps.offload.kept_blocks)
-        held.update(swaps.offload.read_blocks)
+        named.update(swaps.offload.offloaded_blocks)
+        pins.update(swaps.offload.read_blocks)
         for copy in swaps.copies:
-            named.update(copy.kept)
-            named.update(above for above, _, _ in copy.behind)
-            held.update(copy.held)
-    named.update(held)
-    expected, expected_held = _by_pool(named), _by_pool(held)
+            named.update(copy.owned)
+            named.update(source for source, _, _ in copy.followers)
+            pins.update(copy.pinned)
+    named.update(pins)
+    expected, expected_pins = _by_pool(named), _by_pool(pins)
     for number in range(kv.account.num_pools):
-        pool, references, copied = kv.pool(number), expected[number], expected_held[number]
-        if references == pool.in_use and copied == pool.held:
+        pool, references, pinned = kv.pool(number), expected[number], expected_pins[number]
+        if references == pool.in_use and pinned == pool.pinned:
             continue
         for block in sorted({*references, *pool.in_use}):
-            before, after = (pool.references(block), pool.held.get(block, 0)), (references[block], copied[block])
+            before, after = (pool.references(block), pool.pinned.get(block, 0)), (references[block], pinned[block])
             if before != after:
                 yield (
                     f"block {block} of pool {number} has {before[0]} references, {before[1]} of them pins, instead of "
@@ -112,7 +112,7 @@ def _owners(kv: KvManager, requests: list[Request]) -> Iterator[str]:
         if unknown := sorted(owners - ids):
             yield f"{kind} belong to requests {unknown}, which the engine has dropped"
     if kv.swaps is not None:
-        loads = (copy for copy in kv.swaps.copies if copy.move.way in ("in", "load") and copy.spilled is None)
+        loads = (copy for copy in kv.swaps.copies if copy.move.way in ("in", "load") and copy.owner is None)
         loading = {copy.move.number for copy in loads}
         if unwaited := sorted(loading - kv.swaps.loads.numbers):
             yield f"no request waits for loads {unwaited}"
@@ -138,7 +138,7 @@ def dump(kv: KvManager) -> str:
             references = dict(list(pool.in_use.items())[:_MAX_SHOWN])
             lines.append(
                 f"pool {number}: {pool.num_blocks} blocks, {len(pool.in_use)} in use (references by block: "
-                f"{references}), {len(pool.held)} pinned, {pool.num_free} free, {pool.num_cached} of them cached"
+                f"{references}), {len(pool.pinned)} pinned, {pool.num_free} free, {pool.num_cached} of them cached"
             )
     lines += [f"{kind} of requests {sorted(owners)}" for kind, owners in _owners_by_kind(kv).items() if owners]
     return "\n".join(lines)

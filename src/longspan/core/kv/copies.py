@@ -19,20 +19,20 @@ class Copy:
 
     Attributes:
         contents: contents of the targets after the copy.
-        held: pinned blocks, which requests may use and which are not free before the copy is done.
-        kept: blocks with a reference of the copy, so that they are not evicted, in order of position.
-        behind: copies from a target on the host to devices, which start after this copy. The copy has a reference of
+        pinned: blocks, which requests may use and which are not free before the copy is done.
+        owned: blocks with a reference of the copy, so that they are not evicted, in order of position.
+        followers: copies from a target on the host to devices, which start after this copy. The copy has a reference of
             each source.
-        spilled: the request whose table names the targets, if this copy moves its resident blocks. Ranks read the
+        owner: the request whose table names the targets, if this copy moves its resident blocks. Ranks read the
             targets after the copy. None for other copies.
     """
 
     move: MoveKV
     contents: Sequence[Content]
-    held: Sequence[BlockRef]
-    kept: Sequence[BlockRef]
-    behind: list[Pair] = field(default_factory=list)
-    spilled: Request | None = None
+    pinned: Sequence[BlockRef]
+    owned: Sequence[BlockRef]
+    followers: list[Pair] = field(default_factory=list)
+    owner: Request | None = None
 
 
 class Copies:
@@ -45,7 +45,7 @@ class Copies:
     def __init__(self, number: Callable[[], int]) -> None:
         self._number = number
         self._copies: dict[int, Copy] = {}
-        self._coming: dict[tuple[int, bytes], int] = {}  # the block being filled, by its pool and content key
+        self._in_flight: dict[tuple[int, bytes], int] = {}  # the block being filled, by its pool and content key
         self._filling: dict[BlockRef, int] = {}  # the number of the move that fills a block
 
     def __bool__(self) -> bool:
@@ -65,9 +65,9 @@ class Copies:
         request_id: int,
         pairs: Sequence[Pair],
         *,
-        held: Sequence[BlockRef],
-        kept: Sequence[BlockRef],
-        spilled: Request | None = None,
+        pinned: Sequence[BlockRef],
+        owned: Sequence[BlockRef],
+        owner: Request | None = None,
     ) -> MoveKV:
         """Begin a move of each pair. See `Copy` for the other arguments."""
         copies, contents = (
@@ -76,17 +76,17 @@ class Copies:
         )
         on_disk = contents if way in ("save", "load") else ()
         move = MoveKV(number=self._number(), request_id=request_id, copies=copies, way=way, contents=on_disk)
-        self._copies[move.number] = Copy(move=move, contents=contents, held=held, kept=kept, spilled=spilled)
+        self._copies[move.number] = Copy(move=move, contents=contents, pinned=pinned, owned=owned, owner=owner)
         self._expect(move.number, pairs)
         return move
 
-    def follow(self, number: int, pairs: Sequence[Pair]) -> None:
-        """Add copies to devices that start after an in-flight copy, see `Copy.behind`."""
-        self._copies[number].behind.extend(pairs)
+    def add_followers(self, number: int, pairs: Sequence[Pair]) -> None:
+        """Add copies to devices that start after an in-flight copy, see `Copy.followers`."""
+        self._copies[number].followers.extend(pairs)
         self._expect(number, pairs)
 
     def _expect(self, number: int, pairs: Sequence[Pair]) -> None:
-        self._coming.update({(target.pool, content.key): target.block for _, target, content in pairs})
+        self._in_flight.update({(target.pool, content.key): target.block for _, target, content in pairs})
         self._filling.update({target: number for _, target, _ in pairs})
 
     def end(self, number: int) -> Copy | None:
@@ -94,8 +94,8 @@ class Copies:
         if (copy := self._copies.pop(number, None)) is None:
             return None
         filled = [(target, content) for (_, target), content in zip(copy.move.copies, copy.contents, strict=True)]
-        for target, content in (*filled, *((target, content) for _, target, content in copy.behind)):
-            self._coming.pop((target.pool, content.key), None)
+        for target, content in (*filled, *((target, content) for _, target, content in copy.followers)):
+            self._in_flight.pop((target.pool, content.key), None)
             self._filling.pop(target, None)
         return copy
 
@@ -103,14 +103,14 @@ class Copies:
         """Remove and return all copies."""
         copies = list(self._copies.values())
         self._copies.clear()
-        self._coming.clear()
+        self._in_flight.clear()
         self._filling.clear()
         return copies
 
-    def coming(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
+    def find_in_flight(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
         """Return the block being filled with a content, in the first pool that has one."""
-        for pool in pools if self._coming else ():
-            if (block := self._coming.get((pool, key))) is not None:
+        for pool in pools if self._in_flight else ():
+            if (block := self._in_flight.get((pool, key))) is not None:
                 return BlockRef(pool, block)
         return None
 
@@ -122,6 +122,6 @@ class Copies:
         pairs = zip(copy.move.copies, copy.contents, strict=True)
         return next((content for (_, target), content in pairs if target == ref), None)
 
-    def filling(self, ref: BlockRef) -> int | None:
+    def move_filling(self, ref: BlockRef) -> int | None:
         """Return the number of the move that fills a block, or None."""
         return self._filling.get(ref)

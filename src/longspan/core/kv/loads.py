@@ -69,39 +69,39 @@ class Loads:
         account, table, owner = self._account, request.table, iter(owners)
         load = _Load(request=request, num_tokens=num_tokens, targets=targets)
         pairs: defaultdict[tuple[MoveWay, int], list[Pair]] = defaultdict(list)
-        behind: defaultdict[int, list[Pair]] = defaultdict(list)
+        followers: defaultdict[int, list[Pair]] = defaultdict(list)
         for index, ref in enumerate(table):
             tier = self._cluster.tier(ref.pool)
             if tier == "device":
-                if (number := self._copies.filling(ref)) is not None:
+                if (number := self._copies.move_filling(ref)) is not None:
                     load.numbers.add(number)
                 continue
             if tier == "disk" and not account.num_free(self._host_of(ref.pool)):
-                self._cut(load, index)
+                self._truncate(load, index)
                 break
             content, instance = self._copies.content(ref) or account.pool(ref.pool).content(ref.block), next(owner)
             num_used = min(request.block_size, num_tokens - index * request.block_size)
             used = content if num_used == len(content.tokens) else Content(content.parent, content.tokens[:num_used])
             target = table[index] = BlockRef(instance, account.pool(instance).place(used))
             self._counts.num_hits += num_used
-            if tier == "host" and (number := self._copies.filling(ref)) is not None:
-                self._copies.follow(number, [(ref, target, used)])
+            if tier == "host" and (number := self._copies.move_filling(ref)) is not None:
+                self._copies.add_followers(number, [(ref, target, used)])
                 load.numbers.add(number)
             elif tier == "host":
                 pairs["in", ref.pool].append((ref, target, used))
             else:
                 host = self._host_of(ref.pool)
-                above = BlockRef(host, account.pool(host).place(content))
-                pairs["load", ref.pool].append((ref, above, content))
-                behind[ref.pool].append((above, target, used))
+                on_host = BlockRef(host, account.pool(host).place(content))
+                pairs["load", ref.pool].append((ref, on_host, content))
+                followers[ref.pool].append((on_host, target, used))
         moves = []
         for (way, pool), same in pairs.items():
             if way == "in":
-                moves.append(self._copy_in(request.id, same))
+                moves.append(self._begin_load(request.id, same))
             else:
                 sources = [source for source, _, _ in same]
-                moves.append(self._copies.begin("load", request.id, same, held=[], kept=sources))
-                self._copies.follow(moves[-1].number, behind[pool])
+                moves.append(self._copies.begin("load", request.id, same, pinned=[], owned=sources))
+                self._copies.add_followers(moves[-1].number, followers[pool])
         load.numbers.update(move.number for move in moves)
         self._loads[request.id] = load
         return moves
@@ -109,11 +109,11 @@ class Loads:
     def _host_of(self, disk: int) -> int:
         return next(host for host in self._cluster.host_pools if self._cluster.disk_pool(host) == disk)
 
-    def _copy_in(self, request_id: int, pairs: Sequence[Pair]) -> MoveKV:
+    def _begin_load(self, request_id: int, pairs: Sequence[Pair]) -> MoveKV:
         """Begin a move to devices. The sources have a reference for it."""
         sources, targets = [source for source, _, _ in pairs], [target for _, target, _ in pairs]
-        self._account.hold(targets)
-        return self._copies.begin("in", request_id, pairs, held=targets, kept=sources)
+        self._account.pin(targets)
+        return self._copies.begin("in", request_id, pairs, pinned=targets, owned=sources)
 
     def moved(self, copy: Copy, failed: Sequence[int]) -> list[MoveKV]:
         """Take a complete copy, with the indices of the blocks that a disk failed to read. Return moves to submit.
@@ -122,27 +122,27 @@ class Loads:
         """
         damaged = {copy.move.copies[index][1] for index in failed}
         waiting = [load for load in self._loads.values() if copy.move.number in load.numbers]
-        lost = {target for above, target, _ in copy.behind if above in damaged}
+        lost = {target for on_host, target, _ in copy.followers if on_host in damaged}
         for load in waiting:
             load.numbers.discard(copy.move.number)
             first = next((index for index, ref in enumerate(load.request.table) if ref in lost), None)
             if first is not None:
-                self._cut(load, first)
-        wanted = set[BlockRef]().union(*(load.request.table for load in waiting)) if copy.behind else ()
-        self._account.give_back(reversed([above for above, target, _ in copy.behind if target not in wanted]))
-        if not (there := [pair for pair in copy.behind if pair[1] in wanted]):
+                self._truncate(load, first)
+        needed = set[BlockRef]().union(*(load.request.table for load in waiting)) if copy.followers else ()
+        self._account.release(reversed([on_host for on_host, target, _ in copy.followers if target not in needed]))
+        if not (pairs := [pair for pair in copy.followers if pair[1] in needed]):
             return []
-        move, filled = self._copy_in(copy.move.request_id, there), {target for _, target, _ in there}
+        move, filled = self._begin_load(copy.move.request_id, pairs), {target for _, target, _ in pairs}
         for load in waiting:
             if not filled.isdisjoint(load.request.table):
                 load.numbers.add(move.number)
         return [move]
 
-    def _cut(self, load: _Load, index: int) -> None:
+    def _truncate(self, load: _Load, index: int) -> None:
         """Truncate a table before an entry that no copy fills."""
         table = load.request.table
         load.num_tokens = min(load.num_tokens, index * load.request.block_size)
-        self._account.give_back(reversed(table[index:]))
+        self._account.release(reversed(table[index:]))
         del table[index:]
 
     def complete(self) -> list[tuple[Request, Sequence[Target]]]:

@@ -86,7 +86,7 @@ class Lookup(KvAccount):
         self, request: RequestView, group: Sequence[int], hosts: Sequence[int], disks: Sequence[int]
     ) -> _TieredHit:
         """Follow the prefix keys of a request through devices of a group, hosts and disks."""
-        coming, size, hit = self._copies.coming, request.block_size, _TieredHit(refs=[])
+        coming, size, hit = self._copies.find_in_flight, request.block_size, _TieredHit(refs=[])
         limit, index = request.num_tokens - 1, 0
         while (index + 1) * size <= limit:
             key = request.parent_key(index + 1)
@@ -97,7 +97,7 @@ class Lookup(KvAccount):
             self._add(hit, ref, size)
             index += 1
         rest = tuple(request.tokens(index * size, min(limit, (index + 1) * size)))
-        ref, length = self.find_begun(request.parent_key(index), rest, (*hosts, *disks))
+        ref, length = self.find_common_prefix(request.parent_key(index), rest, (*hosts, *disks))
         if length and (length == len(self.pool(ref.pool).content(ref.block).tokens) or self.is_worth_a_copy(length)):
             self._add(hit, ref, length)
         return self._cut_to_capacity(hit, group, size)

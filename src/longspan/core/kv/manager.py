@@ -13,7 +13,7 @@ Engine and policies know this object only. Parts, from the bottom up:
 
 A tier is a range of pools. Account, offload and loads use five operations that the pools of all tiers share.
 
-- find, find_begun: look up contents
+- find, find_common_prefix: look up contents
 - place: allocates a block for a content
 - publish: completes it
 - share, release: make it most recently used
@@ -177,22 +177,22 @@ class KvManager:
         self._update(request)
         return moves
 
-    def loaded(self) -> list[Request]:
+    def complete_loads(self) -> list[Request]:
         """Return the requests whose loads are complete. They compute from now on."""
         completed = [] if self.swaps is None else self.swaps.loads.complete()
         for request, targets in completed:
-            self._open(request, targets)
+            self._open_transfers(request, targets)
         return [request for request, _ in completed]
 
     def _extend(self, request: Request, scheduled: ScheduledPart) -> None:
         """Append the blocks that a part asks for to the table of the request."""
         if (hit := scheduled.hit) is not None:
             self.account.copy_last(request, hit)
-            self._open(request, scheduled.targets)
+            self._open_transfers(request, scheduled.targets)
         if scheduled.block_owners:
             self.account.extend(request, scheduled.block_owners)
 
-    def _open(self, request: Request, targets: Sequence[Target]) -> None:
+    def _open_transfers(self, request: Request, targets: Sequence[Target]) -> None:
         if targets:
             if self._transfers is None:
                 from longspan.core.kv.transfers import Transfers  # noqa: PLC0415 - most requests stay where they are
@@ -214,11 +214,11 @@ class KvManager:
 
     # ---------------------------------------------------------------- computation
 
-    def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
+    def move_host_blocks(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
         """Return moves of the oldest blocks of requests above `device_limit` to hosts, or back to devices."""
         if self.swaps is None:
             return []
-        return self.swaps.offload.spill(waiting, device_limit) or self.swaps.offload.bring_back(waiting)
+        return self.swaps.offload.move_to_hosts(waiting, device_limit) or self.swaps.offload.load_back(waiting)
 
     def computed(self, forward: Forward) -> list[tuple[BlockRef, int]]:
         """Take the completion of a step. Return the copied blocks with KV that is not finite, see `complete_copies`."""
@@ -239,30 +239,30 @@ class KvManager:
         """Return moves to decode instances of the blocks that a step fills."""
         return () if self._transfers is None else self._transfers.streams(parts)
 
-    def transfers(self) -> list[MoveKV]:
+    def pending_transfers(self) -> list[MoveKV]:
         """Return moves to decode instances of blocks that were computed before and are not sent yet."""
-        return [] if self._transfers is None else self._transfers.by_themselves()
+        return [] if self._transfers is None else self._transfers.pending_moves()
 
     @property
-    def has_news(self) -> bool:
-        """Whether `transfers` may have moves, or `hand_over` requests."""
+    def transfers_changed(self) -> bool:
+        """Whether `pending_transfers` may have moves, or `complete_transfers` requests."""
         return self._transfers is not None and self._transfers.dirty
 
-    def hand_over(self) -> list[Request]:
+    def complete_transfers(self) -> list[Request]:
         """Move requests whose KV has arrived to their decode instances. Return them."""
-        moved = [] if self._transfers is None else self._transfers.hand_over()
+        moved = [] if self._transfers is None else self._transfers.complete()
         for request in moved:
             self._update(request)
         return moved
 
-    def make_room(self, full: Collection[int]) -> None:
+    def free_for_decodes(self, full: Collection[int]) -> None:
         """Free the blocks of transfers for earlier decoding requests, except on `full` instances."""
         if self._transfers is not None:
-            self._transfers.make_room(full)
+            self._transfers.free_for_decodes(full)
 
-    def stuck(self) -> Request | None:
+    def latest_blocked(self) -> Request | None:
         """Return the most recently admitted request that waits for blocks on a decode instance."""
-        return None if self._transfers is None else self._transfers.stuck()
+        return None if self._transfers is None else self._transfers.latest_blocked()
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
         """Add slots with KV that is not finite. Return the slots that ranks can clear now, see `Free`."""
@@ -270,36 +270,36 @@ class KvManager:
 
     # ---------------------------------------------------------------- preemption and end
 
-    def give_up(self, request: Request) -> tuple[list[MoveKV], tuple[tuple[BlockRef, int], ...]]:
+    def offload_and_free(self, request: Request) -> tuple[list[MoveKV], tuple[tuple[BlockRef, int], ...]]:
         """Free all blocks of a request, after an offload of its computed blocks up to the free blocks of hosts.
 
         Return moves to submit, and slots with KV that is not finite.
         """
-        self._give_up_transfer(request)
-        moves = [] if self.swaps is None else self.swaps.offload.leave(request)
+        self._cancel_transfers(request)
+        moves = [] if self.swaps is None else self.swaps.offload.offload(request)
         slots = request.non_finite_slots()
-        self.account.release(request)
+        self.account.free(request)
         request.lose_kv()
         self._update(request)
         return moves, slots
 
     def end(self, request: Request) -> None:
         """Cancel the transfers of a request that ends, and leave its offloaded blocks to the cache."""
-        self._give_up_transfer(request)
+        self._cancel_transfers(request)
         if self.swaps is not None:
             self.swaps.offload.release(request)
         self._update(request)
 
-    def _give_up_transfer(self, request: Request) -> None:
+    def _cancel_transfers(self, request: Request) -> None:
         if self._transfers is not None:
-            self._transfers.give_up(request)
+            self._transfers.cancel(request)
 
-    def relent(self) -> bool:
+    def release_offloaded(self) -> bool:
         """Leave the offloaded blocks of waiting requests to the cache. Return whether there were any.
 
         A request that needs all blocks of its host can start then.
         """
-        return self.swaps is not None and self.swaps.offload.relent()
+        return self.swaps is not None and self.swaps.offload.release_all()
 
     # ---------------------------------------------------------------- completed moves
 
@@ -328,8 +328,8 @@ class KvManager:
         The requests have lost their device blocks.
         """
         if self.swaps is not None:
-            self.swaps.lose()
-            self.swaps.give_back_hosted(requests, self._cluster.host_pools)
+            self.swaps.forget_copies()
+            self.swaps.release_hosted(requests, self._cluster.host_pools)
         self._use_pools(self._cluster, self.account if keep else None)
         for request in requests:
             request.lose_kv()

@@ -42,9 +42,9 @@ class Offload:
     ) -> None:
         self._copies, self._running, self._counts = copies, running, counts
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
-        self._given_up: dict[int, list[BlockRef]] = {}
+        self._offloaded: dict[int, list[BlockRef]] = {}
         """By waiting request: host blocks with a reference for it."""
-        self._still_read: dict[int, list[BlockRef]] = {}
+        self._read_by_step: dict[int, list[BlockRef]] = {}
         """By step: pinned blocks that the step reads although they were moved."""
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
@@ -54,72 +54,72 @@ class Offload:
     def restart(self, lost: Sequence[Copy]) -> None:
         """Forget in-flight copies to hosts. Blocks offloaded before stay in the host pools."""
         incomplete = {target for copy in lost for _, target in copy.move.copies}
-        for request_id, blocks in self._given_up.items():
-            self._account.give_back([ref for ref in blocks if ref in incomplete])  # a lost copy was to fill them
-            self._given_up[request_id] = [ref for ref in blocks if ref not in incomplete]
-        self._account.let_go([ref for ref in self.read_blocks if self._cluster.tier(ref.pool) == "host"])
-        self._still_read.clear()
+        for request_id, blocks in self._offloaded.items():
+            self._account.release([ref for ref in blocks if ref in incomplete])  # a lost copy was to fill them
+            self._offloaded[request_id] = [ref for ref in blocks if ref not in incomplete]
+        self._account.unpin([ref for ref in self.read_blocks if self._cluster.tier(ref.pool) == "host"])
+        self._read_by_step.clear()
 
     def moved(self, copy: Copy) -> list[MoveKV]:
         """Take a complete copy to a host, or of host-resident blocks. Return the moves to disks that follow."""
         is_out = copy.move.way == "out"
-        saves = self._save(copy) if is_out else []
-        if (owner := copy.spilled) is None:
-            self._account.let_go(reversed(copy.held))
+        saves = self._store(copy) if is_out else []
+        if (owner := copy.owner) is None:
+            self._account.unpin(reversed(copy.pinned))
         else:
-            copied = [pair for pair in copy.move.copies if owner.spilling.pop(pair[1], None) is not None]
+            copied = [pair for pair in copy.move.copies if owner.moving.pop(pair[1], None) is not None]
             moved = Counter([target.pool if is_out else source.pool for source, target in copied])
             owner.hosted = owner.hosted + moved if is_out else owner.hosted - moved
-            self._read_hosted(owner, copy.held)
+            self._switch_reads(owner, copy.pinned)
         if is_out:
-            self._keep(copy.move.request_id, copy.kept)
+            self._assign(copy.move.request_id, copy.owned)
         else:
-            self._account.give_back(reversed(copy.kept))
+            self._account.release(reversed(copy.owned))
         return saves
 
-    def has_given_up(self, request: Request) -> bool:
+    def was_offloaded(self, request: Request) -> bool:
         """Return whether the request waits after an offload, complete or not."""
-        return request.id in self._given_up
+        return request.id in self._offloaded
 
-    def is_leaving(self, request: Request) -> bool:
+    def is_offloading(self, request: Request) -> bool:
         """Return whether copies of the request's blocks to hosts are in flight."""
         return any(copy.move.request_id == request.id and copy.move.way == "out" for copy in self._copies)
 
     @property
     def owners(self) -> set[int]:
         """The ids of waiting requests that were offloaded."""
-        return set(self._given_up)
+        return set(self._offloaded)
 
     @property
-    def kept_blocks(self) -> list[BlockRef]:
+    def offloaded_blocks(self) -> list[BlockRef]:
         """The host blocks of waiting requests that were offloaded."""
-        return [ref for blocks in self._given_up.values() for ref in blocks]
+        return [ref for blocks in self._offloaded.values() for ref in blocks]
 
     @property
     def read_blocks(self) -> list[BlockRef]:
         """Blocks that in-flight steps still read although they were moved."""
-        return [ref for blocks in self._still_read.values() for ref in blocks]
+        return [ref for blocks in self._read_by_step.values() for ref in blocks]
 
     def release(self, request: Request) -> None:
         """Leave the offloaded blocks of a request to the cache, when it is admitted or has ended."""
-        self._account.give_back(reversed(self._given_up.pop(request.id, [])))
+        self._account.release(reversed(self._offloaded.pop(request.id, [])))
 
     # ---------------------------------------------------------------- offload
 
-    def leave(self, request: Request) -> list[MoveKV]:
+    def offload(self, request: Request) -> list[MoveKV]:
         """Return moves of the request's blocks that its hosts lack, up to the free blocks of the hosts."""
         if request.finish_reason is None:
-            self._given_up.setdefault(request.id, [])
+            self._offloaded.setdefault(request.id, [])
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
         contents: defaultdict[int, list[Content]] = defaultdict(list)
         for named, content in self._account.contents(request):
-            is_coming_back = named in request.spilling and self._cluster.tier(named.pool) == "device"
-            ref = request.spilling[named] if is_coming_back else named
+            is_loading = named in request.moving and self._cluster.tier(named.pool) == "device"
+            ref = request.moving[named] if is_loading else named
             is_hosted = self._cluster.tier(ref.pool) == "host"
             number = ref.pool if is_hosted else self._cluster.host_pool(ref.instance)
             pool = self._account.pool(number)
-            if (block := ref.block if is_hosted else self._on_host(number, content)) is not None:
+            if (block := ref.block if is_hosted else self._find_on_host(number, content)) is not None:
                 pool.share(block)
             elif pool.num_free:
                 block = pool.place(content)
@@ -130,13 +130,13 @@ class Offload:
             contents[number].append(content)
         moves = []
         for number, blocks in kept.items():
-            self._use_saved(self._cluster.disk_pool(number), contents[number])
+            self._touch_on_disk(self._cluster.disk_pool(number), contents[number])
             if moved := copies.get(number):
                 sources = [source for source, _, _ in moved]
-                self._account.hold(sources)
-                moves.append(self._copies.begin("out", request.id, moved, held=sources, kept=blocks))
+                self._account.pin(sources)
+                moves.append(self._copies.begin("out", request.id, moved, pinned=sources, owned=blocks))
             else:
-                self._keep(request.id, blocks)
+                self._assign(request.id, blocks)
         self.note_peak()
         return moves
 
@@ -145,26 +145,26 @@ class Offload:
         counts = self._counts
         counts.peak_host_blocks = max(counts.peak_host_blocks, self._account.usage(self._cluster.host_pools).num_used)
 
-    def _on_host(self, number: int, content: Content) -> int | None:
+    def _find_on_host(self, number: int, content: Content) -> int | None:
         """Return the block of a host that has a content, or is being filled with it."""
         block = self._account.pool(number).holder(content)
-        return self._coming(number, content) if block is None else block
+        return self._find_in_flight(number, content) if block is None else block
 
-    def _coming(self, pool: int, content: Content) -> int | None:
-        ref = self._copies.coming(content.key, (pool,))
+    def _find_in_flight(self, pool: int, content: Content) -> int | None:
+        ref = self._copies.find_in_flight(content.key, (pool,))
         return None if ref is None else ref.block
 
-    def _keep(self, request_id: int, blocks: Sequence[BlockRef]) -> None:
+    def _assign(self, request_id: int, blocks: Sequence[BlockRef]) -> None:
         """Assign references of host blocks to the request that was offloaded.
 
         If the request has ended or was admitted meanwhile, leave the blocks to the cache. They are evicted last.
         """
-        if request_id in self._given_up:
-            self._given_up[request_id] += blocks
+        if request_id in self._offloaded:
+            self._offloaded[request_id] += blocks
         else:
-            self._account.give_back(reversed(blocks))
+            self._account.release(reversed(blocks))
 
-    def _use_saved(self, disk: int | None, contents: Sequence[Content]) -> None:
+    def _touch_on_disk(self, disk: int | None, contents: Sequence[Content]) -> None:
         """Make the disk's blocks with these contents most recently used, the first of them last of all."""
         if disk is None:
             return
@@ -174,7 +174,7 @@ class Offload:
                 pool.share(block)
                 pool.release(block)
 
-    def _save(self, copy: Copy) -> list[MoveKV]:
+    def _store(self, copy: Copy) -> list[MoveKV]:
         """Return a move of the copied blocks to the host's disk, up to its free blocks, if the disk lacks any."""
         host = copy.move.copies[0][1].pool
         if (disk := self._cluster.disk_pool(host)) is None:
@@ -182,17 +182,17 @@ class Offload:
         source_pool, disk_pool = self._account.pool(host), self._account.pool(disk)
         saved = []
         for (_, source), content in zip(copy.move.copies, copy.contents, strict=True):
-            if source_pool.holder(content) != source.block or self._coming(disk, content) is not None:
+            if source_pool.holder(content) != source.block or self._find_in_flight(disk, content) is not None:
                 continue
             if disk_pool.holder(content) is None and disk_pool.num_free:
                 source_pool.share(source.block)
                 saved.append((source, BlockRef(disk, disk_pool.place(content)), content))
         kept = [ref for source, target, _ in saved for ref in (source, target)]
-        return [self._copies.begin("save", copy.move.request_id, saved, held=[], kept=kept)] if saved else []
+        return [self._copies.begin("save", copy.move.request_id, saved, pinned=[], owned=kept)] if saved else []
 
     # ---------------------------------------------------------------- host-resident blocks
 
-    def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
+    def move_to_hosts(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
         """Return moves of the oldest blocks of requests above `device_limit` to hosts, as far as devices lack blocks.
 
         An instance needs free blocks for its next step, and for the first waiting request if it lacks only blocks.
@@ -212,11 +212,11 @@ class Offload:
                 for request in reversed(list(self._running.on(i))):
                     exceeds_device = request.blocks_for(request.num_tokens) > device_limit and not request.targets
                     if num_short > 0 and exceeds_device:
-                        num_short -= self._spill(request, i, num_short, moves)
+                        num_short -= self._move_to_host(request, i, num_short, moves)
                 self.note_peak()
         return moves
 
-    def _spill(self, request: Request, instance: int, max_blocks: int, moves: list[MoveKV]) -> int:
+    def _move_to_host(self, request: Request, instance: int, max_blocks: int, moves: list[MoveKV]) -> int:
         """Move up to `max_blocks` of a request's blocks to its host, where steps read them. Return their number.
 
         Blocks that other requests share stay on the device. Moving them would free nothing.
@@ -234,7 +234,7 @@ class Offload:
                 cached.append(ref)
             else:
                 if not host.num_free:
-                    self._forget_given_up()
+                    self._release_offloaded()
                 if not host.num_free:
                     break
                 block = host.place(content)
@@ -243,19 +243,19 @@ class Offload:
             request.table[index] = BlockRef(number, block)
             if len(copies) + len(cached) == max_blocks:
                 break
-        held = [source for source, _, _ in copies]
-        account.hold([*cached, *held])
-        account.give_back([*cached, *held])
+        sources = [source for source, _, _ in copies]
+        account.pin([*cached, *sources])
+        account.release([*cached, *sources])
         if copies:
-            request.spilling.update({target: source for source, target, _ in copies})
-            kept = [target for _, target, _ in copies]
-            moves.append(self._copies.begin("out", request.id, copies, held=held, kept=kept, spilled=request))
+            request.moving.update({target: source for source, target, _ in copies})
+            targets = [target for _, target, _ in copies]
+            moves.append(self._copies.begin("out", request.id, copies, pinned=sources, owned=targets, owner=request))
         if cached:
             request.hosted[number] += len(cached)
-            self._read_hosted(request, cached)
+            self._switch_reads(request, cached)
         return len(copies) + len(cached)
 
-    def bring_back(self, waiting: Sequence[Request]) -> list[MoveKV]:
+    def load_back(self, waiting: Sequence[Request]) -> list[MoveKV]:
         """Return moves of host blocks back to devices with spare blocks, the newest blocks first.
 
         Blocks for two steps and for the first waiting request stay free, to avoid moves to hosts right after.
@@ -266,14 +266,14 @@ class Offload:
         moves, due = list[MoveKV](), self._running.due_blocks
         demand = waiting[0].blocks_for(waiting[0].num_tokens) if waiting and hosted else 0
         for request in hosted:
-            for i in request.group if not (request.spilling or request.targets) else ():
+            for i in request.group if not (request.moving or request.targets) else ():
                 step = self._step_blocks(i)
                 spare = self._account.num_free(i) - max(0, due[i]) - 2 * step - demand
                 if spare > 0 and request.hosted[self._cluster.host_pool(i)]:
-                    self._return(request, i, min(spare, step), moves)
+                    self._load_back(request, i, min(spare, step), moves)
         return moves
 
-    def _return(self, request: Request, instance: int, max_blocks: int, moves: list[MoveKV]) -> None:
+    def _load_back(self, request: Request, instance: int, max_blocks: int, moves: list[MoveKV]) -> None:
         """Append a move of up to `max_blocks` blocks of a request from the host pool to an instance."""
         account, host = self._account, self._cluster.host_pool(instance)
         places = [index for index, ref in enumerate(request.table) if ref.pool == host][-max_blocks:]
@@ -284,40 +284,40 @@ class Offload:
             source, content = request.table[index], account.content(request, index)
             target = request.table[index] = BlockRef(instance, account.pool(instance).place(content))
             account.pool(instance).share(target.block)  # for the copy, which continues if the request is preempted
-            request.spilling[target] = source
+            request.moving[target] = source
             copies.append((source, target, content))
         sources, targets = [source for source, _, _ in copies], [target for _, target, _ in copies]
-        account.hold(sources)
-        account.give_back(sources)
-        moves.append(self._copies.begin("in", request.id, copies, held=sources, kept=targets, spilled=request))
+        account.pin(sources)
+        account.release(sources)
+        moves.append(self._copies.begin("in", request.id, copies, pinned=sources, owned=targets, owner=request))
 
     def _step_blocks(self, instance: int) -> int:
         """Return the largest number of blocks that one step of an instance allocates."""
         return -(-self._step_tokens // self._account.block_size) + len(self._running.on(instance))
 
-    def _read_hosted(self, request: Request, before: Sequence[BlockRef]) -> None:
+    def _switch_reads(self, request: Request, before: Sequence[BlockRef]) -> None:
         """Send the whole table with the next part. Unpin the blocks `before` after the last step that reads them."""
         request.sent_blocks = request.sent_output = 0
         if request.in_flight:
-            self._still_read.setdefault(request.last_step, []).extend(before)
+            self._read_by_step.setdefault(request.last_step, []).extend(before)
         else:
-            self._account.let_go(before)
+            self._account.unpin(before)
 
     def computed(self, number: int) -> None:
         """Take the completion of a step, and unpin the moved blocks that it was the last to read."""
-        if self._still_read:
-            self._account.let_go(self._still_read.pop(number, ()))
+        if self._read_by_step:
+            self._account.unpin(self._read_by_step.pop(number, ()))
 
-    def relent(self) -> bool:
+    def release_all(self) -> bool:
         """Leave the offloaded blocks of waiting requests to the cache. Return whether there were any."""
-        has_any = any(self._given_up.values())
-        self._forget_given_up()
+        has_any = any(self._offloaded.values())
+        self._release_offloaded()
         return has_any
 
-    def _forget_given_up(self) -> None:
+    def _release_offloaded(self) -> None:
         """Leave the offloaded blocks of waiting requests to the cache."""
-        for blocks in self._given_up.values():
-            self._account.give_back(reversed(blocks))
+        for blocks in self._offloaded.values():
+            self._account.release(reversed(blocks))
             blocks.clear()
 
 

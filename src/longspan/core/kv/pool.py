@@ -27,14 +27,14 @@ class BlockPool:
         self.block_size = block_size
         self.changes = self.num_allocated = 0
         self._references: dict[int, int] = {}  # of blocks in use
-        self._held: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
         self._blank = list(range(num_blocks))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
         self._twins: dict[int, Content] = {}  # blocks in use whose content is published for another block
         self._twins_by_key: dict[bytes, list[int]] = {}
-        self._begun: dict[tuple[bytes, int], list[int]] = {}  # by parent and first token, sorted by all tokens
+        self._by_first_token: dict[tuple[bytes, int], list[int]] = {}  # by parent and first token, sorted by all tokens
         self._compared: dict[int, tuple[int, ...]] = {}  # tokens of the blocks compared so far
 
     @property
@@ -54,9 +54,9 @@ class BlockPool:
         return self._references
 
     @property
-    def held(self) -> Mapping[int, int]:
+    def pinned(self) -> Mapping[int, int]:
         """The number of pins of each block by in-flight copies."""
-        return self._held
+        return self._pins
 
     def has_all_blocks(self) -> bool:
         """Return whether each block is in use, cached or blank. The time depends on the blocks in use only."""
@@ -82,7 +82,7 @@ class BlockPool:
 
         Prefer a cached block with a prefix of the content, since the whole content replaces it.
         """
-        block, length = self.find_begun(content.parent, tuple(content.tokens))
+        block, length = self.find_common_prefix(content.parent, tuple(content.tokens))
         if block not in self._cached or length < len(self._content[block].tokens):
             return self.allocate(1)[0]
         self.adopt(block)
@@ -95,27 +95,27 @@ class BlockPool:
         self._references[block] = self._references.get(block, 0) + 1
         self.changes += 1
 
-    def hold(self, *blocks: int) -> None:
+    def pin(self, *blocks: int) -> None:
         """Add a pin, which is a reference for an in-flight copy, to blocks in use."""
-        references, held = self._references, self._held
+        references, pins = self._references, self._pins
         for block in blocks:
             assert block in references, "only blocks in use are pinned"
             references[block] += 1
-            held[block] = held.get(block, 0) + 1
+            pins[block] = pins.get(block, 0) + 1
         self.changes += 1
 
-    def let_go(self, *blocks: int) -> None:
+    def unpin(self, *blocks: int) -> None:
         """Drop a pin of each block when a copy is done."""
         for block in blocks:
-            num_pins = self._held.pop(block) - 1
+            num_pins = self._pins.pop(block) - 1
             if num_pins:
-                self._held[block] = num_pins
+                self._pins[block] = num_pins
         self.release(*blocks)
 
     @property
     def num_leaving(self) -> int:
         """The number of blocks with pins only. They are free when the copies are done."""
-        return sum(self._references[block] == number for block, number in self._held.items())
+        return sum(self._references[block] == number for block, number in self._pins.items())
 
     def adopt(self, block: int) -> None:
         """Take a cached block for a request that overwrites its tail, and unpublish its content."""
@@ -160,7 +160,7 @@ class BlockPool:
         self.changes += 1
         if key is not None:
             self._by_key[key] = block
-        insort(self._begun.setdefault((content.parent, content.tokens[0]), []), block, key=self._tokens)
+        insort(self._by_first_token.setdefault((content.parent, content.tokens[0]), []), block, key=self._tokens)
 
     def restore(self, contents: Iterable[tuple[int, Content]]) -> None:
         """Make blank blocks cached blocks with these contents. The first is evicted first."""
@@ -186,18 +186,18 @@ class BlockPool:
         """Return a block with all tokens of this content, and perhaps more."""
         if len(content.tokens) == self.block_size:
             return self.find(content.key)
-        block, length = self.find_begun(content.parent, tuple(content.tokens))
+        block, length = self.find_common_prefix(content.parent, tuple(content.tokens))
         return block if length == len(content.tokens) else None
 
-    def find_begun(self, parent: bytes, tokens: tuple[int, ...]) -> tuple[int, int]:
+    def find_common_prefix(self, parent: bytes, tokens: tuple[int, ...]) -> tuple[int, int]:
         """Return the block after `parent` with the longest common prefix with `tokens`, and its length in tokens.
 
         Return (-1, 0) if no block shares a token.
         """
         best = (-1, 0)
-        if tokens and (blocks := self._begun.get((parent, tokens[0]))):
-            place = bisect(blocks, tokens, key=self._tokens)  # the longest common prefix is next to it
-            for block in blocks[max(0, place - 1) : place + 1]:
+        if tokens and (blocks := self._by_first_token.get((parent, tokens[0]))):
+            index = bisect(blocks, tokens, key=self._tokens)  # the longest common prefix is next to it
+            for block in blocks[max(0, index - 1) : index + 1]:
                 if (length := _common_length(self._tokens(block), tokens)) > best[1]:
                     best = block, length
         return best
@@ -221,10 +221,10 @@ class BlockPool:
         if content is None:
             self._drop_twin(block)
             return
-        begun = self._begun[content.parent, content.tokens[0]]
-        begun.remove(block)
-        if not begun:
-            del self._begun[content.parent, content.tokens[0]]
+        blocks = self._by_first_token[content.parent, content.tokens[0]]
+        blocks.remove(block)
+        if not blocks:
+            del self._by_first_token[content.parent, content.tokens[0]]
         if len(content.tokens) == self.block_size:
             del self._by_key[content.key]
             if content.key in self._twins_by_key:

@@ -81,6 +81,6 @@ def residency_of(request: Request, swaps: Swaps | None) -> Residency:
         if swaps is not None and (num_tokens := swaps.loads.num_tokens(request)) is not None:
             return Loading(num_tokens=num_tokens)
         return TRANSFERRING if request.targets else RESIDENT
-    if swaps is None or not swaps.offload.has_given_up(request):
+    if swaps is None or not swaps.offload.was_offloaded(request):
         return WAITING
-    return OFFLOADING if swaps.offload.is_leaving(request) else OFFLOADED
+    return OFFLOADING if swaps.offload.is_offloading(request) else OFFLOADED

@@ -58,13 +58,13 @@ class Swaps:
         self.loads.regroup(self.account, cluster)
         self.offload.regroup(self.account, cluster)
 
-    def lose(self) -> None:
+    def forget_copies(self) -> None:
         """Forget in-flight copies, since the workers are lost. Earlier contents of hosts and disks stay."""
         lost = self.copies.clear()
         for copy in lost:
-            self.account.let_go(copy.held)
-            self.account.give_back(reversed(copy.kept))
-            self.account.give_back(reversed([above for above, _, _ in copy.behind]))
+            self.account.unpin(copy.pinned)
+            self.account.release(reversed(copy.owned))
+            self.account.release(reversed([source for source, _, _ in copy.followers]))
         self.offload.restart(lost)
 
     def moved(self, done: Completion) -> tuple[int, list[MoveKV]] | None:
@@ -85,22 +85,22 @@ class Swaps:
                 counts.num_disk_hits += len(content.tokens) if move.way == "load" else 0
             elif move.way == "load":
                 account.pool(source.pool).forget(source.block)
-        is_offload = move.way == "out" or copy.spilled is not None
+        is_offload = move.way == "out" or copy.owner is not None
         moves = self.offload.moved(copy) if is_offload else []
         moves += self.loads.moved(copy, done.failed)
         if not is_offload:
-            account.let_go(reversed(copy.held))
-            account.give_back(reversed(copy.kept))
+            account.unpin(reversed(copy.pinned))
+            account.release(reversed(copy.owned))
         return move.request_id, moves
 
     def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
         """Return the waiting requests in order, up to the first with an offload in flight."""
         if not self.copies:
             return waiting
-        first = next((place for place, one in enumerate(waiting) if not one.residency.can_start), None)
+        first = next((place for place, request in enumerate(waiting) if not request.residency.can_start), None)
         return waiting if first is None else waiting[:first]
 
-    def give_back_hosted(self, requests: Iterable[Request], hosts: range) -> None:
+    def release_hosted(self, requests: Iterable[Request], hosts: range) -> None:
         """Release the host blocks of requests that have lost their device blocks."""
         for request in requests:
-            self.account.give_back([ref for ref in reversed(request.table) if ref.pool in hosts])
+            self.account.release([ref for ref in reversed(request.table) if ref.pool in hosts])

@@ -50,7 +50,7 @@ class Transfer:
         return len(self.places)
 
     @property
-    def is_there(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the target has all blocks."""
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 

@@ -93,7 +93,7 @@ class Transfers:
         self._reserve()
         return tuple([m for part, transfer in affected for m in self._send(transfer, transfer.completed_by(part))])
 
-    def by_themselves(self) -> list[MoveKV]:
+    def pending_moves(self) -> list[MoveKV]:
         """Return moves of computed blocks that were not sent, up to the free backends, in order of handshakes."""
         moves: list[MoveKV] = []
         for transfer in self._reserve():
@@ -118,7 +118,7 @@ class Transfers:
             return False
         move, transfer = self._moves.pop(number)
         self.dirty = True
-        self._account.let_go(chain(*zip(*move.copies, strict=True)))
+        self._account.unpin(chain(*zip(*move.copies, strict=True)))
         source = transfer.end(number)
         if transfer in self._transfers.get(move.request_id, ()):
             transfer.num_arrived += len(move.copies)
@@ -126,7 +126,7 @@ class Transfers:
             self._taken[transfer.target] -= 1  # the last move of a cancelled transfer from this source
         return True
 
-    def hand_over(self) -> list[Request]:
+    def complete(self) -> list[Request]:
         """Move the requests whose KV has arrived to their targets, with the blocks there. Return these requests.
 
         Blocks may have been cached on a target before they were computed here. So a request also waits for its next
@@ -138,18 +138,18 @@ class Transfers:
         self.dirty = bool(ready)
         for shares in ready:
             request = shares[0].request
-            self._account.hand_over(request, [ref for share in shares for ref in share.blocks])
+            self._account.replace_table(request, [ref for share in shares for ref in share.blocks])
             request.move_to(*[share.target for share in shares])
         return [shares[0].request for shares in ready]
 
-    def stuck(self) -> Request | None:
+    def latest_blocked(self) -> Request | None:
         """Return the most recently admitted request with a transfer that has no blocks yet."""
         waiting = [
             shares[0].request for shares in self._transfers.values() if not all(share.blocks for share in shares)
         ]
         return max(waiting, key=lambda request: request.admission, default=None)
 
-    def give_up(self, request: Request) -> None:
+    def cancel(self, request: Request) -> None:
         """Drop the transfers of a request that ends or is preempted, and free their blocks."""
         self.dirty = True
         if (shares := self._transfers.get(request.id)) is not None:
@@ -158,7 +158,7 @@ class Transfers:
                 if request.non_finite_from is not None:
                     received = set(transfer.blocks[transfer.num_shared :]).difference(request.table)
                     self._uncleared.update(dict.fromkeys(received, 0))
-                self._account.give_back(reversed(transfer.blocks))
+                self._account.release(reversed(transfer.blocks))
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
         """Add slots with KV that is not finite, see `Free`. Return the slots to clear now, earlier ones included.
@@ -172,12 +172,12 @@ class Transfers:
         ready = [ref for ref in self._uncleared if ref not in named]
         return tuple([(ref, self._uncleared.pop(ref)) for ref in ready])
 
-    def make_room(self, full: Collection[int]) -> None:
+    def free_for_decodes(self, full: Collection[int]) -> None:
         """Free the blocks of transfers for earlier decoding requests that lack blocks. Skip `full` instances.
 
         The blocks are sent again later. The request keeps its old blocks until its transfers are complete.
         """
-        for transfer in list(self._outgrown(full)) if self._transfers else ():
+        for transfer in list(self._transfers_to_free(full)) if self._transfers else ():
             request, target, num_tokens = transfer.request, transfer.target, transfer.num_tokens
             again = Transfer(request, target, transfer.places, num_tokens=num_tokens, num_computed=request.num_computed)
             shares = self._transfers[request.id]
@@ -185,10 +185,10 @@ class Transfers:
             self._order[target][request.id] = again  # at the same position
             self._free_backends(transfer)
             self.expected[target] += transfer.num_blocks
-            self._account.give_back(reversed(transfer.blocks))
+            self._account.release(reversed(transfer.blocks))
             self.dirty = True
 
-    def _outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
+    def _transfers_to_free(self, full: Collection[int]) -> Iterator[Transfer]:
         """Yield the transfers whose blocks are freed so that requests decoding on the target can continue.
 
         If a request that decodes there must be preempted too, the policy preempts it.
@@ -206,7 +206,7 @@ class Transfers:
                 if request.num_scheduled < request.num_tokens:
                     num_blocks = self._account.reclaimable(request)[target]
                     holders.append(Holder(request.admission, num_blocks, _needs_block(request)))
-            released = (holder.admission for holder in who_gives_way(num_free, holders))
+            released = (holder.admission for holder in holders_to_release(num_free, holders))
             yield from [reserving[order] for order in released if order in reserving]
 
     def _end(self, shares: Sequence[Transfer]) -> None:
@@ -237,7 +237,7 @@ class Transfers:
                 continue
             copies = tuple((table[index], transfer.blocks[index - first]) for index in sent)
             move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
-            self._account.hold(chain(*zip(*copies, strict=True)))
+            self._account.pin(chain(*zip(*copies, strict=True)))
             self._moves[move.number] = move, transfer
             transfer.begin(move.number, source, sent)
             moves.append(move)
@@ -298,7 +298,7 @@ class Holder(NamedTuple):
     needs_block: bool = False
 
 
-def who_gives_way(num_free: int, holders: Iterable[Holder]) -> list[Holder]:
+def holders_to_release(num_free: int, holders: Iterable[Holder]) -> list[Holder]:
     """Choose the holders to release, last admitted first, so that earlier holders get the block that they need.
 
     `num_free` counts the blocks of the instance that are free, or will be when copies are done.
@@ -315,7 +315,7 @@ def who_gives_way(num_free: int, holders: Iterable[Holder]) -> list[Holder]:
 
 
 def _has_arrived(transfer: Transfer) -> bool:
-    return transfer.is_there and transfer.request.num_known > transfer.num_tokens
+    return transfer.is_complete and transfer.request.num_known > transfer.num_tokens
 
 
 def _needs_block(request: Request) -> bool:
