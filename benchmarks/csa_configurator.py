@@ -28,7 +28,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
+from longspan.core.cluster import Cluster
+from longspan.core.locations import locations_of_ranks
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.sparse import DropMode
 from longspan.cost.csa_models import LossModel
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group, least_loss, least_ttft

@@ -11,8 +11,10 @@ from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from longspan import limits
 from longspan.core.checks import check_text
-from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster
+from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
+from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
 from longspan.policy.registry import check_sparse, turns_of
 

@@ -18,7 +18,7 @@ import torch
 
 from longspan import native
 from longspan.args import EngineArgs
-from longspan.core.cluster import MOST_GROWN, Cluster
+from longspan.core.cluster import MAX_GROWN_RANKS, Cluster
 from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.fleets import Fleet, parse_fleet
@@ -250,8 +250,10 @@ class ResolvedEngine:
         if num_more and len(set(before.hosts)) > 1:
             problem = f"{spec} takes {num_more} more ranks, and nothing says on which of the hosts: start anew"
             raise ParameterError("parallel", problem, spec)
-        if num_more and wanted.num_ranks > MOST_GROWN:
-            problem = f"{spec} takes {wanted.num_ranks} ranks, but a fleet grows to {MOST_GROWN} at most: start anew"
+        if num_more and wanted.num_ranks > MAX_GROWN_RANKS:
+            problem = (
+                f"{spec} takes {wanted.num_ranks} ranks, but a fleet grows to {MAX_GROWN_RANKS} at most: start anew"
+            )
             raise ParameterError("parallel", problem, spec)
         replace(given, parallel=spec, instances=None, tp=None, pp=None).check_ranks(wanted.num_ranks)
         if locations:

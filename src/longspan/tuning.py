@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from longspan import evals
-from longspan.core.cluster import hosts_of
+from longspan.core.locations import hosts_of
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.sparse import DropMode
 from longspan.core.sparse_plan import segments_of

@@ -21,11 +21,11 @@ from longspan.attn.check import EXCHANGES, Request, attend, member_call
 from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import split_heads, spread_heads
 from longspan.core.exchange import CHAIN, LOCAL
 from longspan.core.layouts import shard_span
 from longspan.core.owners import Rotation
 from longspan.core.runs import Run, SpanShards, clip, coalesce, positions
+from longspan.core.splits import split_heads, spread_heads
 from longspan.core.steps import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")

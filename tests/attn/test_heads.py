@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.cluster import split_heads, spread_heads, uniform_pieces
+from longspan.core.splits import split_heads, spread_heads, uniform_pieces
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 40))

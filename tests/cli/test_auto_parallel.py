@@ -20,7 +20,7 @@ from invented_profiles import measure
 
 import longspan
 from longspan.args import EngineArgs
-from longspan.core.cluster import ParallelSpec
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
 from longspan.planning import (

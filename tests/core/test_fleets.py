@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.fleets import Fleet, fleet_text, parse_fleet, parts, without
+from longspan.core.fleets import Fleet, fleet_text, in_phases, parse_fleet, parts, without
 from longspan.errors import ParameterError
 
 SPECS = st.builds("{}x{}".format, st.integers(1, 4), st.sampled_from(["tp1", "tp2", "pp2", "tp2pp2"]))
@@ -14,7 +14,7 @@ SPECS = st.builds("{}x{}".format, st.integers(1, 4), st.sampled_from(["tp1", "tp
 
 def fleet_of(text: str, *, phases: bool = False) -> Fleet:
     cluster = parse_fleet(text)
-    return cluster.in_turns() if phases else (cluster,)
+    return in_phases(cluster) if phases else (cluster,)
 
 
 @given(SPECS, SPECS, st.sampled_from(["one", "roles", "phases"]))
@@ -81,5 +81,5 @@ def test_examples_of_a_loss(text: str, phases: bool, rank: int, left: str) -> No
     ],
 )
 def test_the_error_names_the_fleet_and_the_role(text: str, phases: bool, rank: int, problem: str) -> None:
-    with pytest.raises(ParameterError, match=f"{problem}.*start anew"):
+    with pytest.raises(ParameterError, match=f"{problem}.*restart all workers"):
         without(fleet_of(text, phases=phases), rank)

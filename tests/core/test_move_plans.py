@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from one_part import forward
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, split_heads
+from longspan.core.cluster import Cluster
+from longspan.core.splits import split_heads
 from longspan.core.steps import MoveKV, MoveWay
 from longspan.runtime.block_messages import head_routes
 from longspan.runtime.executor.control_plane import InFlight

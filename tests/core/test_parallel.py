@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from longspan import LLM, args, limits
 from longspan.args import EngineArgs
-from longspan.core.cluster import Location, ParallelSpec, hosts_of, locations_of_ranks
+from longspan.core.locations import Location, hosts_of, locations_of_ranks
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.errors import ParameterError
 
 

@@ -15,9 +15,9 @@ from test_tetris import GROUPS, machine
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.cluster import Location
 from longspan.core.config import EngineConfig
 from longspan.core.kv.transfers import Holder, holders_to_release
+from longspan.core.locations import Location
 from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV

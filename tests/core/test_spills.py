@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
 
-from longspan.core.cluster import ParallelSpec, locations_of_ranks
 from longspan.core.config import capacity_tokens
 from longspan.core.exchange import RING_Q
+from longspan.core.locations import locations_of_ranks
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
 from longspan.core.steps import MoveKV, Step
@@ -285,10 +286,7 @@ def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.
     def check(step: Step) -> None:
         nonlocal num_spilled
         submit(step)
-        if (
-            isinstance(step, MoveKV)
-            and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).owner is not None
-        ):
+        if isinstance(step, MoveKV) and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).owner is not None:
             pool = cluster.engine.kv.pool(0)
             assert all(pool.references(ref.block) == 1 for ref in copy.pinned), "what others read stays"
             num_spilled += len(copy.pinned)

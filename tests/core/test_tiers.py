@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 
-from longspan.core.cluster import Location
 from longspan.core.kv.account import KvAccount
+from longspan.core.locations import Location
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
 

@@ -29,11 +29,13 @@ from longspan.attn.check import Request
 from longspan.attn.comm import NOBODY, Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, Location, cut_evenly, split_heads
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
+from longspan.core.locations import Location
 from longspan.core.owners import Owners
 from longspan.core.runs import positions
+from longspan.core.splits import cut_evenly, split_heads
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules

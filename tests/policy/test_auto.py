@@ -14,7 +14,7 @@ from test_tetris import GROUPS, machine
 from workloads import Job, assert_lawful, finishes_lawfully, play, repeats, setups_of
 
 from longspan.core.blocks import PrefixHit, Target
-from longspan.core.cluster import Location
+from longspan.core.locations import Location
 from longspan.core.policy import NoOptions, Policy
 from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError

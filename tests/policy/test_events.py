@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, jobs, setups_of
 
-from longspan.core.cluster import ParallelSpec
 from longspan.core.options import SchedulingArgs
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.policy import Policy
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request

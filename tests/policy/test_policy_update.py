@@ -63,7 +63,7 @@ def test_auto_is_told_by_its_real_name() -> None:
         ("tetris", {"chunking": "perhaps"}, ValueError, "is one of true, false, but 'perhaps' given"),
         ("tetris", {"min_chunk": "0"}, ParameterError, "min_chunk must be at least 1, but 0 given"),
         ("tetris", {"rate": "1"}, ValueError, "no option 'rate'; its options that may change while it serves: impr"),
-        ("tetris", {"sp_sizes": "1"}, SettledError, "start anew with policy option sp_sizes=VALUE"),
+        ("tetris", {"sp_sizes": "1"}, SettledError, "restart, and give policy option sp_sizes=VALUE"),
         ("tetris", {"chunking": "false", "layout": "striped"}, SettledError, "option layout of policy tetris cannot"),
         ("fixed-sp", {"sp": "4"}, SettledError, "option sp of policy fixed-sp cannot .*: none"),
         ("context", {"threshold": "1"}, SettledError, "option threshold of policy context cannot"),

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, finishes_lawfully, jobs, play, repeats, setups_of
 
-from longspan.core.cluster import Location, ParallelSpec
+from longspan.core.locations import Location
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.request import ContextLengthError, Request
 from longspan.core.steps import Reshard
 from longspan.policy.facts import Facts

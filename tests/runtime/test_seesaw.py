@@ -137,7 +137,7 @@ def test_another_run_begins_where_the_last_has_ended(engines: Engines, odd: Path
             {"parallel": "pp2", "prefill_parallel": None, "decode_parallel": None},
             "prefill_parallel is one of two specs",
         ),
-        ({"decode_parallel": "pp2"}, "decode_parallel pp2 is what prefill_parallel is, too"),
+        ({"decode_parallel": "pp2"}, "decode_parallel pp2 equals prefill_parallel"),
         ({"host_kv_gib": 0.0}, "host_kv_gib is where KV lies while clusters change"),
     ],
 )

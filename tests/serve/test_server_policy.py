@@ -47,7 +47,12 @@ def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> N
     [
         ({"rate": 1}, 400, "rate", "policy tetris has no option 'rate'; its options that may change"),
         ({"x" * 5000: 1}, 400, "x" * 60, "has no option 'xxx"),
-        ({"sp_sizes": "1,4"}, 409, "sp_sizes", "start anew with policy option sp_sizes=VALUE; options that may change"),
+        (
+            {"sp_sizes": "1,4"},
+            409,
+            "sp_sizes",
+            "restart, and give policy option sp_sizes=VALUE; options that may change",
+        ),
         ({"min_chunk": 1, "sp_sizes": "1"}, 409, "sp_sizes", "cannot change while it serves"),
         ({"improvement_rate": [0.3]}, 400, "improvement_rate", "improvement_rate"),
         ({"improvement_rate": {"a": 1}}, 400, "improvement_rate", "improvement_rate"),

@@ -264,7 +264,7 @@ def test_more_output_than_there_is_room_for_behind_any_of_the_prompts_is_refused
     assert ask(max_tokens=12) == [12, 12]
     assert ask() == [16, 16], "what was not asked for is cut by the engine"
     assert ask(max_tokens=0, echo=True) == [1, 1]
-    with pytest.raises(WireError, match="prompt of 500 tokens there is room for 12") as caught:
+    with pytest.raises(WireError, match="prompt of 500 tokens leaves 12") as caught:
         ask(max_tokens=13)
     assert (caught.value.param, caught.value.status) == ("max_tokens", 400)
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from linear_cost import LinearCost
 
-from longspan.core.cluster import Cluster, Location, ParallelSpec
+from longspan.core.cluster import Cluster
+from longspan.core.fleets import in_phases
 from longspan.core.kv.lookup import SwapCost
+from longspan.core.locations import Location
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
 from longspan.cost.flows import Flow
@@ -82,7 +85,7 @@ class Setup:
         """The clusters that take turns; else none."""
         if self.turns is None:
             return ()
-        return tuple(map(self._with_pools, Cluster(spec=self.turns[0], decode_spec=self.turns[1]).in_turns()))
+        return tuple(map(self._with_pools, in_phases(Cluster(spec=self.turns[0], decode_spec=self.turns[1]))))
 
     @property
     def cluster(self) -> Cluster:

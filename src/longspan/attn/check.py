@@ -35,9 +35,9 @@ from longspan.attn.gather_hidden import GatherHidden
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import hosts_of, locations_of_ranks
 from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, exchanges
 from longspan.core.layouts import shard_span
+from longspan.core.locations import hosts_of, locations_of_ranks
 from longspan.core.runs import Run, SpanShards, coalesce, positions
 from longspan.core.steps import Link
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message
-from longspan.core.cluster import cut_evenly
+from longspan.core.splits import cut_evenly
 
 
 def gather_hops(size: int) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.core.cluster import cut_evenly
+from longspan.core.splits import cut_evenly
 from longspan.core.steps import Link
 
 _TRAILER_BYTES = 16

@@ -19,8 +19,8 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberParts, attend_all, gather_runs
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import split_heads
 from longspan.core.runs import Run, SpanShards, num_tokens
+from longspan.core.splits import split_heads
 
 
 class GatheredPart(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longspan.core.cluster import HeadShare
+from longspan.core.splits import HeadShare
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """The `layer_types` of a configuration that an AttnSpec can say."""

@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from longspan.cli.options import NameArgument, verb
-from longspan.core.cluster import parse_parallel
 from longspan.core.exchange import RING_KV, RING_Q, exchange_of
 from longspan.core.options import Option
+from longspan.core.parallel_args import parse_parallel
 from longspan.core.quantities import number, seconds
 from longspan.sim.spec import HardwareSpec
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from longspan.core.cluster import ParallelSpec
     from longspan.core.exchange import Exchange
+    from longspan.core.parallel_spec import ParallelSpec
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.profile import Profile
     from longspan.llm import LLM

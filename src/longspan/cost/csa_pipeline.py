@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from longspan.core.cluster import spread_heads
 from longspan.core.runs import Run, SpanShards
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import (
@@ -30,6 +29,7 @@ from longspan.core.sparse_plan import (
     sent,
     sparse_plan,
 )
+from longspan.core.splits import spread_heads
 from longspan.cost.architecture import ModelShape
 
 Where = Literal["inside", "between"]

@@ -13,7 +13,7 @@ from itertools import product
 
 import msgspec
 
-from longspan.core.sparse import MOST_LEVELS, DropMode, SparseSetting
+from longspan.core.sparse import MAX_LEVELS, DropMode, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Rates
@@ -83,7 +83,7 @@ class Group:
     def levels(self) -> tuple[int, ...]:
         """Returns the numbers of levels to try: more, the farther apart members are."""
         fewest = 3 if self.racks > 1 else 2 if len(set(self.hosts)) > 1 else 1
-        most = len(segments_of(len(self.hosts), self.hosts, MOST_LEVELS)) + 1
+        most = len(segments_of(len(self.hosts), self.hosts, MAX_LEVELS)) + 1
         return tuple(levels for levels in (fewest, fewest + 1) if levels <= most) or (most,)
 
     def layer_ratios(self, drop: float) -> list[float]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from longspan.core.cluster import cut_evenly
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
+from longspan.core.splits import cut_evenly
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of

@@ -8,10 +8,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, ParallelSpec, cut_evenly
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.runs import Run, chunk_tokens
+from longspan.core.splits import cut_evenly
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.flows import DISK_BYTES_PER_S, alone_s

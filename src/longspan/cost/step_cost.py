@@ -10,8 +10,9 @@ from operator import add
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from longspan.core.blocks import coupled_instances
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, ModelShape

@@ -1,6 +1,6 @@
 """Tensor parallelism inside an instance: which slice of each weight a rank computes with, and what must be summed.
 
-The rules are our own (heads by `core.cluster.split_heads`, feed-forward layers by their inner dimension), since plans
+The rules are our own (heads by `core.splits.split_heads`, feed-forward layers by their inner dimension), since plans
 that come with models want sizes that divide. Slices are views of the mapped weights where that is possible: all but
 those of fused projections, which lie apart.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import HeadShare, cut_evenly, split_heads
+from longspan.core.splits import HeadShare, cut_evenly, split_heads
 from longspan.model.files import ModelError
 
 if TYPE_CHECKING:

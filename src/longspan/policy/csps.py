@@ -19,9 +19,9 @@ from typing import Literal
 
 import msgspec
 
-from longspan.core.cluster import hosts_of
 from longspan.core.exchange import ALLTOALL, exchange_of, with_sparse_form
-from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, SparseSetting, is_tuned
+from longspan.core.locations import hosts_of
+from longspan.core.sparse import MAX_LEVELS, MAX_PIECES, DropMode, RateBy, SparseSetting, is_tuned
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.cost.csa_tuned import Tuned
@@ -62,12 +62,12 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate_by: RateBy = "layer"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= MOST_LEVELS:
-            raise ValueError(f"levels are 1 to {MOST_LEVELS}, but {self.levels} given")
+        if not 1 <= self.levels <= MAX_LEVELS:
+            raise ValueError(f"levels are 1 to {MAX_LEVELS}, but {self.levels} given")
         pieces = self.micro_partitions if isinstance(self.micro_partitions, dict) else {2: self.micro_partitions}
         for level, number in pieces.items():
-            if not 1 <= number <= MOST_PIECES:
-                raise ValueError(f"micro_partitions are 1 to {MOST_PIECES}, but {number} given")
+            if not 1 <= number <= MAX_PIECES:
+                raise ValueError(f"micro_partitions are 1 to {MAX_PIECES}, but {number} given")
             if isinstance(self.micro_partitions, dict) and not 2 <= level <= self.levels:
                 raise ValueError(f"micro_partitions name level {level}, but have levels 2 to {self.levels}")
         if self.samples < 1:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from longspan.core.cluster import Cluster, Location
+from longspan.core.cluster import Cluster
+from longspan.core.locations import Location
 from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 
 if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost model

@@ -159,7 +159,11 @@ def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
 
     Empty for all other policies.
     """
-    return () if policy == "auto" or not policy_class(policy).takes_phases else cluster.in_turns()
+    if policy == "auto" or not policy_class(policy).takes_phases:
+        return ()
+    from longspan.core.fleets import in_phases  # noqa: PLC0415 - most policies have one cluster
+
+    return in_phases(cluster)
 
 
 def policy_class(name: str) -> type[Policy]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Transport
-from longspan.core.cluster import Cluster, split_heads
+from longspan.core.cluster import Cluster
+from longspan.core.splits import split_heads
 from longspan.core.steps import Link, MoveKV
 from longspan.runtime.pool import KvPool
 

@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, cut_evenly
+from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import LOCAL
 from longspan.core.kv_record import KvRecord
 from longspan.core.runs import Run
+from longspan.core.splits import cut_evenly
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.cost.memory import USED_MEMORY
 from longspan.runtime.messages import RankMemory

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
+from longspan.core.parallel_spec import ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.topology import Devices
 

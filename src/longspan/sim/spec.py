@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longspan.core.cluster import Cluster, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster
+from longspan.core.locations import locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
+from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
 from longspan.policy.registry import turns_of
 

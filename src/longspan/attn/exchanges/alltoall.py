@@ -9,9 +9,9 @@ from __future__ import annotations
 from longspan.attn.comm import Message
 from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_all, gather_runs
-from longspan.core.cluster import HeadShare, spread_heads, uniform_pieces
 from longspan.core.exchange import ALLTOALL
 from longspan.core.runs import num_tokens
+from longspan.core.splits import HeadShare, spread_heads, uniform_pieces
 
 
 def alltoall(call: Call) -> None:

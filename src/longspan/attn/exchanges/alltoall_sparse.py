@@ -17,7 +17,7 @@ from longspan.attn.sparse.part import SparsePart
 from longspan.attn.sparse.ratings import Ratings
 from longspan.core.exchange import ALLTOALL_SPARSE
 from longspan.core.runs import num_tokens
-from longspan.core.sparse import MOST_PIECES, RESULTS_HOP, TOKENS_HOP, SparseSetting
+from longspan.core.sparse import MAX_PIECES, RESULTS_HOP, TOKENS_HOP, SparseSetting
 
 
 def alltoall_sparse(call: Call) -> None:
@@ -117,7 +117,7 @@ class _Returning:
         for part in self._parts:
             part.take_results(me, part.found(me, level, number), level, number)
         results = {member: self._room(member, me, level, number) for member in group.others}
-        hop = RESULTS_HOP + (level - 2) * MOST_PIECES + number
+        hop = RESULTS_HOP + (level - 2) * MAX_PIECES + number
         pending = group.start(sends=sends, receives=results, hop=hop)
         self._coming.append((level, number, results, pending))
 

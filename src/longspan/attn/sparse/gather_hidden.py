@@ -14,10 +14,10 @@ from longspan.attn.gather_hidden import GatheredPart, GatherHidden
 from longspan.attn.member import MemberPart, MemberParts, by_position, row_slices, split_runs
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import HeadShare
 from longspan.core.exchange import ALLTOALL_SPARSE
 from longspan.core.runs import coalesce, num_tokens
 from longspan.core.sparse import SparseSetting
+from longspan.core.splits import HeadShare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 from longspan.attn.backends import Partial, nothing_seen
 from longspan.attn.exchanges import Call
 from longspan.attn.member import MemberPart, attend_runs
-from longspan.core.cluster import HeadShare, uniform_pieces
 from longspan.core.runs import Relation, positions
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import Block, Heads, Job, Piece, Sent, num_queries, sent, sparse_plan
+from longspan.core.splits import HeadShare, uniform_pieces
 
 _Keys = tuple[Tensor, Tensor, Tensor | None]
 """Keys and values `[kv_heads, tokens, head_dim]`, and the indices of those that are meant, if not all."""

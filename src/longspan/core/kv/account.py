@@ -85,20 +85,20 @@ class KvAccount:
             return _NO_HIT  # logprobs of a prompt need a forward pass over all of it
         return self._with_partial(request, group, self._full_blocks(request, group))
 
-    def match_beside(self, request: RequestView, most: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
+    def match_beside(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
         if not self.prefix_caching or request.scores_prompt:
             return _NO_HIT
-        refs = self._full_blocks(request, (*most, *hosts))
-        free = Counter(ref.pool for ref in refs if self._is_unused_on(ref, most))
+        refs = self._full_blocks(request, (*max_blocks, *hosts))
+        free = Counter(ref.pool for ref in refs if self._is_unused_on(ref, max_blocks))
         for index, ref in enumerate(refs):
-            if self._is_unused_on(ref, most) and free[ref.pool] > most[ref.pool]:
-                there = self.find(request.parent_key(index + 1), hosts)
-                if there is None:
+            if self._is_unused_on(ref, max_blocks) and free[ref.pool] > max_blocks[ref.pool]:
+                hosted = self.find(request.parent_key(index + 1), hosts)
+                if hosted is None:
                     refs = refs[:index]
                     break
-                refs[index] = there
+                refs[index] = hosted
                 free[ref.pool] -= 1
-        return self._with_partial(request, tuple(most), refs)
+        return self._with_partial(request, tuple(max_blocks), refs)
 
     def _is_unused_on(self, ref: BlockRef, instances: Mapping[int, int]) -> bool:
         return ref.pool in instances and not self._pools[ref.pool].references(ref.block)

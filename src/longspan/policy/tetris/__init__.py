@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
+from longspan.core.locations import hosts_of
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts

@@ -21,8 +21,8 @@ from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, WeightSource
+from longspan.core.splits import HeadShare, cut_evenly, split_heads
 from longspan.model.sharding import Shard, attention_modules
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import NAME, StepContext, UnshardedWeights, Weights
