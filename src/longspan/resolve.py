@@ -251,9 +251,7 @@ class ResolvedEngine:
             problem = f"{spec} takes {num_more} more ranks, and nothing says on which of the hosts: start anew"
             raise ParameterError("parallel", problem, spec)
         if num_more and wanted.num_ranks > MAX_GROWN_RANKS:
-            problem = (
-                f"{spec} takes {wanted.num_ranks} ranks, but a fleet grows to {MAX_GROWN_RANKS} at most: start anew"
-            )
+            problem = f"{spec} takes {wanted.num_ranks} ranks, but a fleet has at most {MAX_GROWN_RANKS}: start anew"
             raise ParameterError("parallel", problem, spec)
         replace(given, parallel=spec, instances=None, tp=None, pp=None).check_ranks(wanted.num_ranks)
         if locations:

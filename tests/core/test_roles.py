@@ -304,9 +304,9 @@ def test_moves_that_are_left_behind_count_by_their_sources() -> None:
         cluster.step()
     assert transfer.busy == {0}
     cluster.engine.finish(request, "abort")
-    assert cluster.engine.kv.in_transfer._taken[1] == 1
+    assert cluster.engine.kv.transfers._taken[1] == 1
     cluster.run()
-    assert cluster.engine.kv.in_transfer._taken[1] == 0
+    assert cluster.engine.kv.transfers._taken[1] == 0
 
 
 def test_a_seat_is_kept_for_who_is_on_the_way() -> None:

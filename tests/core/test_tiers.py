@@ -304,7 +304,7 @@ def test_members_share_copies_and_what_they_would_compute(block_s: float, pays: 
     first = cluster.add([1] * 30, max_tokens=4)
     crowd(cluster)
     cluster.run()
-    hit = cluster.engine.kv.view.match(cluster.add(first.prompt, max_tokens=1), group)
+    hit = cluster.engine.kv.account.match(cluster.add(first.prompt, max_tokens=1), group)
     assert (hit.num_tokens, hit.num_loaded) == ((28, 7) if pays else (0, 0)), "seven blocks of four tokens"
 
 

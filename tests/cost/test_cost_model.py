@@ -117,7 +117,7 @@ def test_decoding_reads_all_weights_but_the_embedding() -> None:
     )
     found = estimate_decode(model, 1, LOCAL, 1000).lower_bound_s
     assert found == pytest.approx(read / model.layer.device.bytes_per_s)
-    with pytest.raises(ValueError, match="gather_hidden is of prompts"):
+    with pytest.raises(ValueError, match="gather_hidden is for prompts only"):
         estimate_decode(model_on(instances=2), 2, GATHER_HIDDEN, 1000)
 
 

@@ -73,7 +73,7 @@ def test_policies_only_read_and_only_what_is_declared(setup: Setup, work: list[J
     expected, guards, unguarded = play(setup, work).executor.steps, dict[int, Guard](), Engine._view
 
     def guarded(engine: Engine) -> object:
-        view, root = unguarded(engine), Guard(engine.kv.view, guards)
+        view, root = unguarded(engine), Guard(engine.kv.account, guards)
         return FrozenView(**{one.name: root.guard(getattr(view, one.name)) for one in fields(view)})
 
     with patch.object(Engine, "_view", guarded):

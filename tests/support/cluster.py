@@ -71,7 +71,7 @@ class Cluster:
 
     def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
         """Of a request whose KV is on its way, to all of its targets."""
-        transfers = self.engine.kv.in_transfer
+        transfers = self.engine.kv.transfers
         return () if transfers is None else transfers._transfers.get(request_id, ())
 
     def restart(self, policy: Policy | None = None) -> None:

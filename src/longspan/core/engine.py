@@ -232,9 +232,7 @@ class Engine:
             elif (moves := self.kv.moved(done)) is None:
                 self._queues.steps.complete(done)
             else:
-                self._ranks.send(*moves)
-                self._lifecycle.complete_loads()
-                self._lifecycle.free()
+                self._lifecycle.moved(moves)
 
     def emit(self) -> None:
         """Emit the steps that the policy plans, until no instance can be given another step."""
@@ -285,7 +283,7 @@ class Engine:
             waiting=queues.waiting.runnable(),
             startable=self.kv.startable(queues.waiting.runnable(admits)),
             running=queues.running,
-            kv=self.kv.view,
+            kv=self.kv.account,
             busy=frozenset(queues.occupancy.busy),
             full=frozenset(queues.occupancy.full),
             now_s=self._clock.now(),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Protocol
 
-from longspan.core.blocks import BlockRef, PrefixHit
+from longspan.core.blocks import BlockRef
 from longspan.core.config import EngineConfig
 from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
@@ -14,7 +14,7 @@ from longspan.core.queues import Queues
 from longspan.core.ranks import Ranks
 from longspan.core.request import FinishReason, Request
 from longspan.core.stats import Counts
-from longspan.core.steps import Completion, Forward, Part, Sampled
+from longspan.core.steps import Completion, Forward, MoveKV, Part, Sampled
 from longspan.core.view import ScheduledPart
 
 _NON_FINITE = "the model computed NaN or infinity for positions %d to %d: check its weights and its dtype"
@@ -54,18 +54,19 @@ class Lifecycle:
 
     def admit(self, loads: Sequence[ScheduledPart], parts: Sequence[ScheduledPart]) -> None:
         """Admit the waiting requests of a plan, and allocate the blocks that the plan asks for."""
-        admitted = [(self._requests[part.request.id], part.hit) for part in (*loads, *parts) if part.hit is not None]
-        for request, _ in admitted:
-            self._queues.remove(request)
-        moves = self._kv.admit(loads, parts)
-        for request, hit in admitted:
-            self._join(request, hit)
+        hits = [part for part in (*loads, *parts) if part.hit is not None]
+        for part in hits:
+            self._queues.remove(self._requests[part.request.id])
+        moves = self._kv.admit(hits, loads, parts)
+        for part in hits:
+            self._start(self._requests[part.request.id], waits=part.hit is not None and part.hit.waits)
         if moves:
             self._ranks.send(*moves)
         if loads:
             self.complete_loads()  # a load ends at once if its host has no free block
 
-    def _join(self, request: Request, hit: PrefixHit) -> None:
+    def _start(self, request: Request, *, waits: bool) -> None:
+        """Add an admitted request to the running requests. `waits`: its KV is not loaded yet."""
         is_resumed, counts = request.was_admitted, self.counts
         counts.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
         request.admission = next(self._admissions)
@@ -75,7 +76,7 @@ class Lifecycle:
         else:
             request.metrics.scheduled_s = self._clock.now()
             counts.num_prefix_queries += request.num_prompt if request.leader is None else 0
-        if not hit.waits:
+        if not waits:
             self._count_hit(request)
 
     def _count_hit(self, request: Request) -> None:
@@ -85,6 +86,15 @@ class Lifecycle:
         before, num_cached = request.metrics.num_cached_tokens, min(request.num_computed, request.num_prompt)
         self.counts.num_prefix_hits += max(0, num_cached - before) if request.leader is None else 0
         request.metrics.num_cached_tokens = num_cached
+
+    def moved(self, moves: Sequence[MoveKV]) -> None:
+        """Continue after a completed move: send further moves, resume loaded requests, and clear blocks."""
+        if moves:
+            self._ranks.send(*moves)
+        if self._kv.swaps is not None:
+            self.complete_loads()
+        if slots := self._kv.clearable():
+            self._ranks.free(cleared=slots)
 
     def complete_loads(self) -> None:
         """Resume the requests whose loads are complete."""

@@ -58,9 +58,9 @@ def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
 def _references(kv: KvManager, requests: list[Request]) -> Iterator[str]:
     pins = Counter[BlockRef](chain(*(request.copying.values() for request in requests)))
     named = Counter[BlockRef](chain(*(request.table for request in requests)))
-    if kv.in_transfer is not None:
-        named.update(chain(*(transfer.blocks for transfer in kv.in_transfer.in_progress)))
-        pins.update(kv.in_transfer.moving_blocks)
+    if kv.transfers is not None:
+        named.update(chain(*(transfer.blocks for transfer in kv.transfers.in_progress)))
+        pins.update(kv.transfers.moving_blocks)
     if (swaps := kv.swaps) is not None:
         named.update(swaps.offload.offloaded_blocks)
         pins.update(swaps.offload.read_blocks)
@@ -121,8 +121,8 @@ def _owners(kv: KvManager, requests: list[Request]) -> Iterator[str]:
 def _owners_by_kind(kv: KvManager) -> dict[str, set[int]]:
     """Return the ids of the requests that own transfers, loads and offloaded blocks."""
     owners = dict[str, set[int]]()
-    if kv.in_transfer is not None:
-        owners["transfers"] = {transfer.request.id for transfer in kv.in_transfer.in_progress}
+    if kv.transfers is not None:
+        owners["transfers"] = {transfer.request.id for transfer in kv.transfers.in_progress}
     if kv.swaps is not None:
         owners["loads"] = {request.id for request in kv.swaps.loads.waiting}
         owners["offloaded blocks"] = kv.swaps.offload.owners

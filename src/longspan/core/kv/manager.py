@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from longspan.core.blocks import BlockRef, PrefixHit, Target
+from longspan.core.blocks import BlockRef, Target
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.counts import PoolUsage, TierCounts
@@ -35,7 +35,7 @@ from longspan.core.kv.residency import residency_of
 from longspan.core.queues import Queues
 from longspan.core.request import Request
 from longspan.core.steps import Completion, Content, Forward, MoveKV, Part
-from longspan.core.view import KvView, ScheduledPart
+from longspan.core.view import ScheduledPart
 
 if TYPE_CHECKING:  # imported on first use
     from longspan.core.config import EngineConfig
@@ -53,7 +53,9 @@ class KvManager:
 
     Attributes:
         counts: the moves between tiers so far.
-        swaps: the moves between tiers that are in flight; None without pools on hosts.
+        account: the pools, and the tables of requests. Policies see it as a `KvView`.
+        swaps: the moves between tiers. None without host pools.
+        transfers: the transfers to decode instances. None before the first.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class KvManager:
         self._config, self._requests, self._running, self._number = config, queues.requests, queues.running, number
         self.counts = TierCounts()
         self.swaps: Swaps | None = None
-        self._transfers: Transfers | None = None
+        self.transfers: Transfers | None = None
         if config.cluster.host_blocks and config.prefix_caching:
             from longspan.core.kv.swaps import Swaps  # noqa: PLC0415 - most engines have one tier
 
@@ -80,18 +82,13 @@ class KvManager:
 
     def _use_pools(self, cluster: Cluster, before: KvAccount | None) -> None:
         """Create the pools of a cluster. Keep the pools `before` on hosts and disks, if given."""
-        self._cluster, self._transfers = cluster, None
+        self._cluster, self.transfers = cluster, None
         if self.swaps is not None:
             self.swaps.regroup(cluster, before)
             self.account = self.swaps.account
             return
         size, caching = self._config.block_size, self._config.prefix_caching
         self.account = KvAccount(cluster.pool_blocks, block_size=size, prefix_caching=caching)
-
-    @property
-    def view(self) -> KvView:
-        """The pools as policies see them."""
-        return self.account
 
     def pool(self, number: int) -> BlockPool:
         return self.account.pool(number)
@@ -105,7 +102,7 @@ class KvManager:
     @property
     def is_moving(self) -> bool:
         """Whether a move of KV is in flight."""
-        return self.is_copying or (self._transfers is not None and self._transfers.in_flight)
+        return self.is_copying or (self.transfers is not None and self.transfers.in_flight)
 
     @property
     def is_copying(self) -> bool:
@@ -120,21 +117,19 @@ class KvManager:
     @property
     def can_regroup(self) -> bool:
         """Whether no move from or to a device is in flight."""
-        return not (self.copies_on_devices or (self._transfers is not None and self._transfers.in_flight))
+        return not (self.copies_on_devices or (self.transfers is not None and self.transfers.in_flight))
 
     @property
     def expected(self) -> Mapping[int, int]:
         """Blocks that transfers will need, by target. See `ClusterView.expected`."""
-        return {} if self._transfers is None else self._transfers.expected
+        return {} if self.transfers is None else self.transfers.expected
 
     def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
         """Return the waiting requests in order, up to the first with an offload in flight."""
-        return waiting if self.swaps is None else self.swaps.startable(waiting)
-
-    @property
-    def in_transfer(self) -> Transfers | None:
-        """The transfers to decode instances. None before the first."""
-        return self._transfers
+        if not self.is_copying:
+            return waiting
+        first = next((place for place, request in enumerate(waiting) if not request.residency.can_start), None)
+        return waiting if first is None else waiting[:first]
 
     def _update(self, request: Request) -> None:
         """Update the residency of a request."""
@@ -142,22 +137,25 @@ class KvManager:
 
     # ---------------------------------------------------------------- admission
 
-    def admit(self, loads: Iterable[ScheduledPart], parts: Iterable[ScheduledPart]) -> list[MoveKV]:
+    def admit(
+        self, hits: Iterable[ScheduledPart], loads: Iterable[ScheduledPart], parts: Iterable[ScheduledPart]
+    ) -> list[MoveKV]:
         """Begin and extend the tables of requests as a plan says. Return the moves that load blocks to devices.
 
-        All requests take the blocks of their hits first. Each later allocation could evict a hit.
+        All requests take the blocks of their `hits` first. Each later allocation could evict a hit.
         """
-        for scheduled in (*loads, *parts):
-            if scheduled.hit is not None:
-                self._take(self._requests[scheduled.request.id], scheduled, scheduled.hit)
+        for scheduled in hits:
+            self._take(self._requests[scheduled.request.id], scheduled)
         moves = [move for load in loads for move in self._load(self._requests[load.request.id], load)]
         for scheduled in parts:
             if scheduled.hit is not None or scheduled.block_owners:
                 self._extend(self._requests[scheduled.request.id], scheduled)
         return moves
 
-    def _take(self, request: Request, scheduled: ScheduledPart, hit: PrefixHit) -> None:
+    def _take(self, request: Request, scheduled: ScheduledPart) -> None:
         """Begin the table of a request with the blocks of its hit."""
+        hit = scheduled.hit
+        assert hit is not None, "an admitted request has a hit, which may be empty"
         self.account.take(request, hit)
         request.num_scheduled, request.group = hit.num_tokens, scheduled.group
         if not hit.waits:
@@ -194,12 +192,12 @@ class KvManager:
 
     def _open_transfers(self, request: Request, targets: Sequence[Target]) -> None:
         if targets:
-            if self._transfers is None:
+            if self.transfers is None:
                 from longspan.core.kv.transfers import Transfers  # noqa: PLC0415 - most requests stay where they are
 
                 bounds = {"backends": self._cluster.backends, "max_num_seqs": self._config.max_num_seqs}
-                self._transfers = Transfers(self.account, self._running, self._number, **bounds)
-            self._transfers.open(request, targets)
+                self.transfers = Transfers(self.account, self._running, self._number, **bounds)
+            self.transfers.open(request, targets)
         self._update(request)
 
     def rebalance(self, request: Request, scheduled: ScheduledPart) -> MoveKV:
@@ -222,10 +220,12 @@ class KvManager:
 
     def computed(self, forward: Forward) -> list[tuple[BlockRef, int]]:
         """Take the completion of a step. Return the copied blocks with KV that is not finite, see `complete_copies`."""
-        if self._transfers is not None:
-            self._transfers.computed(forward)
+        if self.transfers is not None:
+            self.transfers.computed(forward)
         if self.swaps is not None:
             self.swaps.offload.computed(forward.number)
+        if not forward.rebalances:
+            return []
         copied = [(self._requests[move.request_id], move.copies) for move in forward.rebalances]
         return [slot for request, copies in copied for slot in self.account.complete_copies(request, copies)]
 
@@ -237,36 +237,36 @@ class KvManager:
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Return moves to decode instances of the blocks that a step fills."""
-        return () if self._transfers is None else self._transfers.streams(parts)
+        return () if self.transfers is None else self.transfers.streams(parts)
 
     def pending_transfers(self) -> list[MoveKV]:
         """Return moves to decode instances of blocks that were computed before and are not sent yet."""
-        return [] if self._transfers is None else self._transfers.pending_moves()
+        return [] if self.transfers is None else self.transfers.pending_moves()
 
     @property
     def transfers_changed(self) -> bool:
         """Whether `pending_transfers` may have moves, or `complete_transfers` requests."""
-        return self._transfers is not None and self._transfers.dirty
+        return self.transfers is not None and self.transfers.dirty
 
     def complete_transfers(self) -> list[Request]:
         """Move requests whose KV has arrived to their decode instances. Return them."""
-        moved = [] if self._transfers is None else self._transfers.complete()
+        moved = [] if self.transfers is None else self.transfers.complete()
         for request in moved:
             self._update(request)
         return moved
 
     def free_for_decodes(self, full: Collection[int]) -> None:
         """Free the blocks of transfers for earlier decoding requests, except on `full` instances."""
-        if self._transfers is not None:
-            self._transfers.free_for_decodes(full)
+        if self.transfers is not None:
+            self.transfers.free_for_decodes(full)
 
     def latest_blocked(self) -> Request | None:
         """Return the most recently admitted request that waits for blocks on a decode instance."""
-        return None if self._transfers is None else self._transfers.latest_blocked()
+        return None if self.transfers is None else self.transfers.latest_blocked()
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
         """Add slots with KV that is not finite. Return the slots that ranks can clear now, see `Free`."""
-        return tuple(slots) if self._transfers is None else self._transfers.clearable(slots)
+        return tuple(slots) if self.transfers is None else self.transfers.clearable(slots)
 
     # ---------------------------------------------------------------- preemption and end
 
@@ -291,8 +291,8 @@ class KvManager:
         self._update(request)
 
     def _cancel_transfers(self, request: Request) -> None:
-        if self._transfers is not None:
-            self._transfers.cancel(request)
+        if self.transfers is not None:
+            self.transfers.cancel(request)
 
     def release_offloaded(self) -> bool:
         """Leave the offloaded blocks of waiting requests to the cache. Return whether there were any.
@@ -305,7 +305,7 @@ class KvManager:
 
     def moved(self, done: Completion) -> list[MoveKV] | None:
         """Take the completion of a move between pools. Return moves to submit, or None for any other step."""
-        if self._transfers is not None and self._transfers.moved(done.number):
+        if self.transfers is not None and self.transfers.moved(done.number):
             return []
         if self.swaps is None or (moved := self.swaps.moved(done)) is None:
             return None
@@ -316,8 +316,8 @@ class KvManager:
             could_start = request.residency.can_start
             self._update(request)
             self.counts.num_offloaded += request.residency.can_start and not could_start
-        if self._transfers is not None:
-            self._transfers.note_free_blocks()
+        if self.transfers is not None:
+            self.transfers.note_free_blocks()
         return moved[1]
 
     # ---------------------------------------------------------------- other workers, other clusters

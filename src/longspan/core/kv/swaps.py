@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
@@ -92,13 +92,6 @@ class Swaps:
             account.unpin(reversed(copy.pinned))
             account.release(reversed(copy.owned))
         return move.request_id, moves
-
-    def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """Return the waiting requests in order, up to the first with an offload in flight."""
-        if not self.copies:
-            return waiting
-        first = next((place for place, request in enumerate(waiting) if not request.residency.can_start), None)
-        return waiting if first is None else waiting[:first]
 
     def release_hosted(self, requests: Iterable[Request], hosts: range) -> None:
         """Release the host blocks of requests that have lost their device blocks."""
