@@ -30,8 +30,8 @@ from rich.table import Table
 
 from longspan.core.cluster import Cluster
 from longspan.core.locations import locations_of_ranks
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.sparse import DropMode
+from longspan.core.splits import ParallelSpec
 from longspan.cost.csa_models import LossModel
 from longspan.cost.csa_search import Choice, Configuration, Grid, Group, least_loss, least_ttft
 from longspan.cost.csa_tuned import Tuned, loss_samples, split

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
-from longspan.core.parallel_spec import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.cost import closed_form
 from longspan.cost.closed_form import OfflineWork
 from longspan.cost.forward import Roofline, rooflines

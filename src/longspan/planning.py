@@ -14,7 +14,7 @@ import torch
 
 from longspan import limits
 from longspan.args import AUTO, EngineArgs
-from longspan.core.parallel_spec import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
 from longspan.profiling.store import load_profile

@@ -20,8 +20,8 @@ from invented_profiles import measure
 
 import longspan
 from longspan.args import EngineArgs
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.sampling import SamplingParams
+from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
 from longspan.planning import (
     DEFAULT_OUTPUT_TOKENS,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from longspan import LLM, args, limits
 from longspan.args import EngineArgs
 from longspan.core.locations import Location, hosts_of, locations_of_ranks
-from longspan.core.parallel_spec import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
 
 

@@ -16,9 +16,9 @@ from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
 from longspan.core.config import capacity_tokens
 from longspan.core.exchange import RING_Q
 from longspan.core.locations import locations_of_ranks
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import MoveKV, Step
 from longspan.policy.registry import make_policy
 

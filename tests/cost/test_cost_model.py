@@ -14,8 +14,8 @@ from one_part import part_of
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.runs import Run
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config

@@ -14,8 +14,8 @@ from invented_tuned import RATES, TINY_SHAPE, invented_tuned
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL
 from longspan.core.locations import locations_of_ranks
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.policy import Policy
+from longspan.core.splits import ParallelSpec
 from longspan.cost.csa_search import least_loss, least_ttft
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, jobs, setups_of
 
 from longspan.core.options import SchedulingArgs
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.policy import Policy
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Reshard
 from longspan.core.view import RequestView
 from longspan.policy.registry import make_policy

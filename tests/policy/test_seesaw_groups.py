@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, finishes_lawfully, jobs, play, repeats, setups_of
 
 from longspan.core.locations import Location
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.request import ContextLengthError, Request
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Reshard
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy

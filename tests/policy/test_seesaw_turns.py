@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longspan import SamplingParams
 from longspan.core.options import SchedulingArgs
-from longspan.core.parallel_spec import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.policy.seesaw import drain
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment

@@ -14,8 +14,8 @@ from longspan.core.cluster import Cluster
 from longspan.core.fleets import in_phases
 from longspan.core.kv.lookup import SwapCost
 from longspan.core.locations import Location
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.request import Request
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV
 from longspan.cost.flows import Flow
 from longspan.cost.step_cost import ReshardCost

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from longspan.core.exchange import Exchange
-    from longspan.core.parallel_spec import ParallelSpec
+    from longspan.core.splits import ParallelSpec
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.profile import Profile
     from longspan.llm import LLM

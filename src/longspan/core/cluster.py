@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from longspan.core.locations import Location, hosts_of
 from longspan.core.options import at_least_one
-from longspan.core.parallel_spec import ParallelSpec
-from longspan.core.splits import split_layers
+from longspan.core.splits import ParallelSpec, split_layers
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:  # types alone
@@ -40,8 +39,7 @@ class Cluster:
     decode. Ranks are numbered by instance, then stage, then shard.
 
     Attributes:
-        transfer_backends: maximum KV transfers that a decode instance receives at once. Each needs buffers there.
-            None: the number of prefill instances.
+        transfer_backends: maximum concurrent transfers to a decode instance. None: the number of prefill instances.
         locations: one per rank. Empty when all ranks share a host.
         num_blocks: the KV blocks of each instance's pool, whose id is the instance. Empty until they are known.
         host_blocks: the KV blocks of the pool in the memory of each host. Empty without such pools.
@@ -49,8 +47,7 @@ class Cluster:
         num_layers: number of layers of the model. 0 until it is known.
         head_layers: weights of the model's output head, as a multiple of a layer's weights.
         num_spare: ranks without an instance. They have the last numbers.
-        num_device_pools: pool numbers reserved for instances, if there are fewer instances. Host pools then keep their
-            numbers when the cluster changes.
+        num_device_pools: pool numbers reserved for instances, so that host pools keep their numbers in a new cluster.
     """
 
     spec: ParallelSpec

@@ -31,9 +31,6 @@ class Engine:
         counts: preemptions, prefix hits and bytes sent so far.
         kv: all KV blocks, and the moves between them.
         watch: checks the account of KV blocks when the engine is idle.
-
-    Args:
-        saved: the contents of each disk from an earlier run, by block, least recently used first.
     """
 
     def __init__(

@@ -2,8 +2,7 @@
 
 To add an exchange, register its kind and traits here. Its tensors are in `attn/exchanges/<kind>.py`, its seconds and
 bytes in `cost/channels.py`. A sparse form of an exchange is a separate kind. Users choose the exact exchange, and the
-policy schedules the sparse form for a request that has a sparse setting. Another package adds an exchange by an
-`exchange_plugins.ExchangePlugin`.
+policy schedules the sparse form for requests with a sparse setting. Plug-ins are `exchange_plugins.ExchangePlugin`s.
 """
 
 from __future__ import annotations

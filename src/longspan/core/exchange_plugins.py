@@ -21,8 +21,7 @@ class ExchangePlugin:
 
     Attributes:
         traits: layouts and other traits.
-        attention: `module:name` of the function that computes attention, or of an `attn.exchanges.AttentionExchange`.
-            Workers alone import it.
+        attention: `module:name` of an attention function or `attn.exchanges.AttentionExchange`. Only workers import it.
         cost: `module:name` of a `cost.channels.ExchangeCost`, which policies and simulations import.
     """
 

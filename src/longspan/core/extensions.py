@@ -1,7 +1,7 @@
 """Names that installed packages add to the registries of policies and exchanges.
 
-The registries do no I/O: `longspan/__init__.py` sets `finder`, which reads entry points. This module imports nothing,
-because every process loads it.
+The registries do no I/O: `longspan/__init__.py` sets `finder`, which reads entry points. Without imports, since every
+process loads it.
 """
 
 TYPE_CHECKING = False

@@ -78,8 +78,7 @@ def parts(fleet: Fleet) -> Iterator[Fleet]:
 def without(fleet: Fleet, rank: int) -> Fleet:
     """Return the fleet that remains after the loss of a rank, and with it of its instance.
 
-    A spare rank replaces a lost rank. With phases, the largest part with fewer ranks remains. Ranks are
-    numbered without gaps again.
+    A spare rank replaces a lost rank. With phases, the largest part with fewer ranks remains. Ranks are renumbered.
 
     Raises:
         ParameterError: a role or phase has no other instance, or pools of hosts would not keep their numbers.

@@ -22,8 +22,7 @@ Field = Literal["keys", "values", "state"]
 class LayerRecord:
     """Bytes that one layer stores per block.
 
-    A latent that all query heads read is one KV head with keys only. A linear layer has only a state, which summarises
-    all tokens up to the end of the block.
+    A latent that all query heads read is one KV head with keys only. A linear layer only has a state.
 
     Attributes:
         num_heads, num_kv_heads: split over tensor-parallel shards by `split_heads`.

@@ -33,8 +33,7 @@ def shard_span(
     - `single` gives all tokens to member `head` (or 0).
 
     Raises:
-        ValueError: there is no member, the number of fractions differs, or a span that starts inside a block has no
-            `head`.
+        ValueError: no member, another number of fractions, or no `head` for a span that starts inside a block.
     """
     if num_members < 1:
         raise ValueError(f"a span is sharded over at least 1 member, but {num_members} given")

@@ -199,11 +199,7 @@ class Lifecycle:
         self.retract(request)
 
     def break_deadlock(self) -> bool:
-        """Free blocks when no request can go on. Return whether there were any to free.
-
-        Free the offloaded blocks of waiting requests, or else preempt a request that waits for blocks of its decode
-        instance.
-        """
+        """Release offloaded blocks, or preempt a request that waits for decode blocks. Return whether any were freed."""
         if self._waiting and self._kv.release_offloaded():
             return True
         if (blocked := self._kv.latest_blocked()) is None:

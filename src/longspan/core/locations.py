@@ -27,8 +27,7 @@ def locations_of_ranks(num_ranks: int, hosts: str) -> tuple[Location, ...]:
     """Return the location of every rank.
 
     Args:
-        hosts: a number of hosts in one rack, such as `2`, which split the ranks evenly and in order. Or rack and host
-            of every rank: `0-0,0-1,1-0`.
+        hosts: a number of hosts in one rack that split the ranks evenly, or rack and host per rank: `0-0,0-1,1-0`.
     """
     if hosts.isascii() and hosts.strip().isdecimal():
         num_hosts = int(hosts)

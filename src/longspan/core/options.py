@@ -30,10 +30,8 @@ class Option:
         minimum: the smallest number that is allowed.
         may_be_infinite: infinity is allowed.
         repeatable: the option may be given several times.
-        configures: the option configures an engine or a server, so that an environment variable may set it, too. An
-            argument of a single call, such as a prompt, has no variable.
-        read: parses the text, or the texts of a repeatable option. It raises ValueError with the rest of a sentence
-            that begins with the option.
+        configures: the option configures an engine or a server, not a single call, so that it has an environment variable.
+        read: parses the text, or the texts of a repeatable option. Its ValueErrors continue the option's name.
     """
 
     help: str

@@ -16,8 +16,7 @@ from longspan.core.runs import Run, SpanShards
 class Rotation:
     """Assigns each token from `start` on to the member with the fewest tokens. The first member wins ties.
 
-    So the members with the fewest tokens alternate until they have as many as the next member, which then joins them.
-    A member has one run for each such phase.
+    Members with the fewest tokens alternate until the next member joins them. A member has one run per such phase.
 
     Attributes:
         held: number of tokens before `start` on each member of the group.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import Option
-from longspan.core.parallel_spec import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
 
 instance_option = partial(Option, group="Instances", configures=True)

@@ -23,15 +23,13 @@ class NoOptions:
 class Policy:
     """Plans the next steps of an engine. Pure: the same views and events, in the same order, give the same plans.
 
-    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`. All other methods have a
-    default.
+    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`.
 
     Attributes:
         name: the name by which users choose the policy.
         Options: a dataclass of options, which checks their values.
         changeable: the options that may change while the policy serves, see `change`.
-        reads_hosts: the oldest blocks of a request that exceeds the largest group are on hosts. False with
-            `rotate=token`.
+        reads_hosts: the oldest blocks of a request that exceeds the largest group are on hosts.
         knows_roles: some instances may only prefill, or only decode.
         shards_decodes: the KV of a request may be on several decode instances.
         takes_phases: instances of both roles use the same devices in alternating phases, see `admits`.

@@ -306,10 +306,8 @@ class Occupancy:
 
     def busy_s(self, now_s: float) -> list[float]:
         """Return the seconds in which each instance had a step in flight."""
-        return [
-            ended_s + (now_s - self._busy_since_s[i] if i in self.busy else 0.0)
-            for i, ended_s in enumerate(self._busy_s)
-        ]
+        running_s = {i: now_s - self._busy_since_s[i] for i in self.busy}
+        return [ended_s + running_s.get(i, 0.0) for i, ended_s in enumerate(self._busy_s)]
 
 
 class Queues:

@@ -34,7 +34,7 @@ class Change:
     """Another cluster for an engine.
 
     Attributes:
-        policy: the policy for another fleet. None if the present policy planned the change and stays.
+        policy: the policy for another fleet. None if the present policy planned the change.
         turns: the clusters of both phases. Empty without phases.
     """
 

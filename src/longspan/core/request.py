@@ -37,8 +37,7 @@ class RequestMetrics:
         tbt_s: the times between consecutive output tokens.
         num_cached_tokens: prompt tokens whose KV was reused when the request was first admitted.
         num_computed_tokens: tokens run through the model, including recomputed tokens.
-        exchanges: number of steps with each exchange, by kind of step: `prefill`, `decode`, or `partial_prefill` after
-            tokens that were cached or computed before.
+        exchanges: number of steps with each exchange, by kind: `prefill`, `partial_prefill` (with a prefix), `decode`.
         kv_tokens_per_instance: KV tokens of each instance at the end of the prompt.
         sparse_parts: for each part with sparse attention: the setting, and the runs of queries and keys per member.
     """
@@ -70,8 +69,7 @@ class Request:
 
     Attributes:
         prompt: token ids, in any immutable sequence with immutable slices.
-        choice, leader: the index of this output among the `n` outputs of a prompt. All but the first wait until it has
-            computed the prompt, and share its KV.
+        choice, leader: index among the `n` outputs of a prompt, and the first, which computes the prompt for all.
         keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
         num_tokens: an attribute and no property, because policies read it often.
         num_steps, last_step: number of steps in flight that name it, and the number of the last step that did.

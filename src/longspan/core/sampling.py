@@ -84,8 +84,7 @@ class SamplingParams:
         n: number of outputs of the prompt, each with its own random numbers. Greedy outputs are equal.
         temperature: 0 is greedy. Otherwise logits are divided by it.
         top_k: keep the k most likely tokens, and tokens exactly as likely as the last of them. 0 or -1 keeps all.
-        top_p: keep the smallest set of most likely tokens whose probability reaches p, and tokens exactly as likely as
-            its last token.
+        top_p: keep the most likely tokens whose probability reaches p, and tokens exactly as likely as the last.
         min_p: drop tokens less likely than this fraction of the most likely token's probability.
         repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative logits
             are multiplied. Values above 1 make these tokens less likely.

@@ -6,7 +6,7 @@ Two partitions meet at the first level with both in one segment. So regions are 
 to full attention. Distant keys lie in earlier partitions, so no mask is needed above level 1.
 
 Levels depend on positions only: chunks of a prompt and cached blocks have the same partitions on any member.
-`sparse_plan.py` assigns the work to members.
+See `sparse_plan.py` for the work of members.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class SparseSetting(NamedTuple):
         segments: number of partitions per segment at each level except the last. The first is 1.
         drop: the drop ratio by layer, KV head and level, from level 2 on. A single entry is for all layers, or heads.
         mode: the part of a token that is dropped.
-        micro_partitions: by level from 2 on, the number of pieces in which members send the level's tokens and results.
-            Empty for one piece each.
+        micro_partitions: by level from 2 on, the number of pieces of sent tokens and results. Empty: one piece each.
         samples: number of queries of each member that rate keys.
         rate_by: the attention that rates keys.
     """

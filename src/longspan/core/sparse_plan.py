@@ -359,8 +359,7 @@ class Savings:
     Attributes:
         num_levels: the maximum over parts.
         mean_drop_ratio: mean over layers, KV heads and levels from 2 on, including layers without drops.
-        bytes_saved_share, attention_flops_saved_share: fractions of the same exchange's work without drops. Sampled
-            queries count.
+        bytes_saved_share, attention_flops_saved_share: fractions of the same work without drops.
     """
 
     num_levels: int

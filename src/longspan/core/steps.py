@@ -38,8 +38,7 @@ class Sampling:
         choice: the index of this request among the `n` outputs of its prompt.
         banned: token ids that are not sampled below `min_tokens` (end-of-sequence and stop tokens).
         prompt: the distinct token ids of the prompt, for the repetition penalty only.
-        logprobs, prompt_logprobs: number of most likely tokens that are reported in addition to each output token, or
-            prompt token. None: no report.
+        logprobs, prompt_logprobs: number of most likely tokens reported per output or prompt token. None: no report.
         output_logits: whether the logits are reported with the token.
         grammar: the grammar of the output, in llguidance's serialised form. Empty: any output.
     """
@@ -114,8 +113,7 @@ class Part:
         unknown_on: the instance that samples the unknown token, in an earlier step.
         sampling: only in the first part of a request on a rank of the group. `first_block` and `first_output` are then
             0. Members that have the request's sampling state already keep it.
-        first_output, new_output: with penalties or a grammar, the output tokens that became known since the last part,
-            and the index of the first of them.
+        first_output, new_output: with penalties or a grammar, output tokens known since the last part, from this index.
         targets: with prompt logprobs, the token after each of the span's tokens inside the prompt.
         sample: None if the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
@@ -208,8 +206,7 @@ class Forward:
             its attention, while the next layer's KV is sent. They complete with the Forward. Or a copy of an admitted
             request's partial block on the same instance, before any computation.
         streams: moves of blocks that this Forward completes to other instances. Sources send a layer as soon as its KV
-            is computed. The executor informs targets. Each stream has its own `Completion`, before or after the
-            Forward's.
+            is computed. The executor informs targets. Each stream has its own `Completion`.
         instances: the instances that compute or pass on a token, ascending.
     """
 
@@ -233,8 +230,7 @@ class Free:
     """Ranks forget these requests. Its number orders it among Forwards. It has no completion.
 
     Attributes:
-        cleared: blocks with KV that is not finite, each with its first such slot. Ranks set all slots from there on to
-            zero. No step in flight names these slots.
+        cleared: blocks with KV that is not finite, each with its first such slot. Ranks clear the slots from there on.
     """
 
     number: int

@@ -186,8 +186,7 @@ class ClusterView:
     Attributes:
         max_num_batched_tokens, max_num_seqs: the bounds of a step on one instance.
         max_steps_in_flight: maximum steps in flight that name a request, including the step that samples its token.
-        waiting: requests without KV on devices, in order of arrival. Requests whose leader is still computing their
-            common prompt are left out.
+        waiting: requests without KV on devices, in order of arrival. Followers of a computing leader are left out.
         startable: the waiting requests that can start now, up to the first with an offload in flight.
         busy, full: instances with a step in flight, and instances that cannot take another step now.
         now_s: the engine's clock.
@@ -231,10 +230,8 @@ class ScheduledPart:
         rotation: the rule that assigns the span, a single token, to a member. None if members own blocks.
         kv_owner: the member that stores all KV of the request from now on. None if all members do.
         hit: the prefix of a request that is admitted. If it is loaded, the span is empty.
-        targets: the decode instances of a request that is admitted, for all blocks of its tokens. Empty without roles,
-            and if the request ends with its next token.
-        moves: pairs of an index into the request's table and a member of `group`. These full blocks are moved to the
-            member before the attention of this step.
+        targets: decode instances of a request that is admitted. Empty without roles, or if one token remains.
+        moves: pairs of an index into the request's table and the member that gets the block before attention.
     """
 
     request: RequestView

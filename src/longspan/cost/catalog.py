@@ -130,7 +130,7 @@ class Device:
         return self.bus == "shared-memory"
 
     def peak(self, bytes_per_weight: float) -> float:
-        """Return the operations per second with weights of `bytes_per_weight`, or of 16 bits if narrower products are unsupported."""
+        """Return the operations per second with weights of `bytes_per_weight`, in 16 bits if there is no fp8."""
         if bytes_per_weight >= 4:
             return self.fp32_flops_per_s
         return self.fp8_flops_per_s if self.multiplies_narrow(bytes_per_weight) else self.flops_per_s

@@ -11,9 +11,8 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.parallel_spec import ParallelSpec
 from longspan.core.runs import Run, chunk_tokens
-from longspan.core.splits import cut_evenly
+from longspan.core.splits import ParallelSpec, cut_evenly
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.flows import DISK_BYTES_PER_S, alone_s
@@ -138,7 +137,7 @@ def predicted_profile(
 ) -> Profile:
     """Return a predicted profile of a machine from its cost, so that policies choose as on the real machine.
 
-    Prefills of (new, cached) tokens take one step each, or several that fill the stages. They are on one instance, and on
+    Prefills of (new, cached) tokens take one step, or several that fill the stages. They are on one instance, and on
     groups of 2, 4, 8 and so on. Decodes are on one instance, and of one request on each of these groups.
 
     Args:

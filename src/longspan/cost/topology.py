@@ -71,7 +71,7 @@ class Devices:
         return device.bus if is_slow else device.link
 
     def links(self) -> tuple[Link, Link]:
-        """The link inside a host, and the link between hosts."""
+        """Look up the links inside a host, and between hosts."""
         device, speed = catalog.device(self.hardware), self._bytes_per_s
         slowest = catalog.link(self.slowest_link, speed)
         if self.hosts > 1:
@@ -150,7 +150,7 @@ class Topology:
         return min(self.tp, self.gpus_per_host)
 
     def _ring_s(self, num_bytes: float, members: int, hosts: int, rings: int) -> float:
-        """Return the seconds of `num_bytes` through every rank, in `rings` rings. Devices of a host share the network."""
+        """Return the seconds of `num_bytes` through each rank in `rings` rings. A host's devices share the network."""
         here = -(-members // hosts)
         speeds, latency_s = [], 0.0
         if here > 1:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, LOCAL, RING_KV, Exchange, WeightSource
-from longspan.core.parallel_spec import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 from longspan.model.info import ModelInfo

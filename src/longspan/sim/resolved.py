@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspan.core.cluster import Cluster
-from longspan.core.parallel_spec import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.topology import Devices
 

@@ -78,8 +78,7 @@ class KvAccount:
 
         Full blocks are shared. Of the blocks that can follow them, the hit ends with the longest common prefix. If the
         hit uses the whole block and no request references it, the request adopts it. The next turn of a conversation
-        then recomputes no token of earlier turns. Otherwise the block is copied, so prompts of any length share
-        prefixes.
+        then recomputes no token of earlier turns. Otherwise the block is copied, so all prompts share prefixes.
         """
         if not self.prefix_caching or request.scores_prompt:
             return _NO_HIT  # logprobs of a prompt need a forward pass over all of it

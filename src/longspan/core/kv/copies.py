@@ -21,8 +21,7 @@ class Copy:
         contents: contents of the targets after the copy.
         pinned: blocks, which requests may use and which are not free before the copy is done.
         owned: blocks with a reference of the copy, so that they are not evicted, in order of position.
-        followers: copies from a target on the host to devices, which start after this copy. The copy has a reference of
-            each source.
+        followers: copies from targets on the host to devices after this copy, which has a reference of each source.
         owner: the request whose table names the targets, if this copy moves its resident blocks. Ranks read the
             targets after the copy. None for other copies.
     """

@@ -47,7 +47,6 @@ class KvManager:
     """Owns every block of every pool. The engine changes it, and submits the moves that it returns.
 
     Args:
-        queues: all requests, and the running requests of each instance with their demand.
         number: returns the next step's number.
         saved: the contents of each disk from an earlier run, by block, least recently used first.
 

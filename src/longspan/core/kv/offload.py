@@ -25,8 +25,7 @@ class Offload:
     """Copies KV from devices to hosts, and from hosts to their disks.
 
     Blocks offloaded by preemption stay in the host pool until the request is admitted again or finishes. Blocks of
-    finished requests are a cache, and are evicted when blocks are needed. If a host has no free block for an offload,
-    the rest of the KV is recomputed.
+    finished requests are a cache, and are evicted when blocks are needed. KV without a free host block is recomputed.
 
     Args:
         running: running requests. The blocks that they still need stay free.

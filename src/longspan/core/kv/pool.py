@@ -143,8 +143,7 @@ class BlockPool:
     def publish(self, block: int, content: Content) -> None:
         """Publish a block's content for reuse.
 
-        Of two full blocks with the same content the first stays published. If it is evicted while the second is in use,
-        the second is published instead.
+        Of two full blocks with the same content the first is published, or the second once the first is evicted.
         """
         full = len(content.tokens) == self.block_size
         key = content.key if full else None

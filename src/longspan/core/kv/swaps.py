@@ -23,12 +23,6 @@ class Swaps:
         number: returns the next step's number.
         step_tokens, max_num_seqs: the bounds of a step on one instance.
         swap: costs of copies on a cluster. None: every copy pays.
-
-    Attributes:
-        account: the pools of all tiers.
-        copies: in flight.
-        offload: moves from devices to hosts and disks.
-        loads: moves from disks and hosts to devices.
     """
 
     def __init__(

@@ -129,8 +129,7 @@ class Transfers:
     def complete(self) -> list[Request]:
         """Move the requests whose KV has arrived to their targets, with the blocks there. Return these requests.
 
-        Blocks may have been cached on a target before they were computed here. So a request also waits for its next
-        token.
+        Blocks may be cached on a target before they are computed here, so a request also waits for its next token.
         """
         ready = [shares for shares in self._transfers.values() if all(map(_has_arrived, shares))]
         for shares in ready:
