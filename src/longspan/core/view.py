@@ -154,7 +154,7 @@ class KvView(Protocol):
     def num_free(self, instance: int) -> int:
         """Return the number of blocks that can be allocated now, including cached blocks."""
 
-    def num_leaving(self, instance: int) -> int:
+    def num_pending_free(self, instance: int) -> int:
         """Return the number of blocks held only by in-flight copies. They are free when the copies are done."""
 
     def num_allocated(self, instance: int) -> int:

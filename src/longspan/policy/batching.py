@@ -129,7 +129,7 @@ class Batch:
         """Preempts somebody for a running request's part that lacks blocks, unless they will be free in time."""
         request, kv = part.request, self._view.kv
         short = {i for i, number in part.new_blocks.items() if self.budget.blocks[i] < number}
-        if any(kv.num_leaving(instance) for instance in short):
+        if any(kv.num_pending_free(instance) for instance in short):
             return  # blocks are free as soon as KV on its way has left
         if any(ref.instance in short for one in self._loading for ref in one.table):
             return  # one that loads may give way as soon as it has its KV

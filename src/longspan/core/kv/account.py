@@ -63,8 +63,8 @@ class KvAccount:
             num_cached=sum([pool.num_cached for pool in counted]),
         )
 
-    def num_leaving(self, instance: int) -> int:
-        return self._pools[instance].num_leaving
+    def num_pending_free(self, instance: int) -> int:
+        return self._pools[instance].num_pending_free
 
     def num_allocated(self, instance: int) -> int:
         return self._pools[instance].num_allocated

@@ -197,7 +197,7 @@ class Offload:
         An instance needs free blocks for its next step, and for the first waiting request if it lacks only blocks.
         """
         due, demand = self._running.due_blocks, 0
-        free = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
+        free = {i: self._account.num_free(i) + self._account.num_pending_free(i) for i in self._cluster.prefill}
         step_blocks = {i: self._step_blocks(i) for i in free}
         if waiting:
             demand = waiting[0].blocks_for(waiting[0].num_tokens)

@@ -113,7 +113,7 @@ class BlockPool:
         self.release(*blocks)
 
     @property
-    def num_leaving(self) -> int:
+    def num_pending_free(self) -> int:
         """The number of blocks with pins only. They are free when the copies are done."""
         return sum(self._references[block] == number for block, number in self._pins.items())
 

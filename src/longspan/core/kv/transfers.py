@@ -196,7 +196,7 @@ class Transfers:
             pool, decoding = self._account.pool(target), self._running.on(target)
             if target in full or pool.num_free >= len(decoding):
                 continue
-            num_free = pool.num_free + pool.num_leaving
+            num_free = pool.num_free + pool.num_pending_free
             if num_free >= sum(map(_needs_block, decoding)):
                 continue
             reserving = {transfer.request.admission: transfer for transfer in transfers.values() if transfer.blocks}
