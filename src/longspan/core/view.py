@@ -166,7 +166,7 @@ class KvView(Protocol):
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """Return the longest prefix on `group`, or on its hosts and disks if a load costs less than recomputation."""
 
-    def match_beside(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
+    def match_in_place(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
         """Return the longest prefix on the instances of `max_blocks` or in the pools of `hosts`, read in place.
 
         `max_blocks` bounds the unreferenced full blocks that the hit uses on each instance. The last blocks are kept.

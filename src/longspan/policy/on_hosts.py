@@ -21,7 +21,7 @@ def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -
     """
     step_blocks = -(-budget.view.max_num_batched_tokens // request.block_size) + 1
     most = {i: max(0, budget.blocks[i] - step_blocks) for i in group}
-    return budget.view.kv.match_beside(request, most, budget.hosts_of(request, group))
+    return budget.view.kv.match_in_place(request, most, budget.hosts_of(request, group))
 
 
 def blocks_now(

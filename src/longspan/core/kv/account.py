@@ -84,7 +84,7 @@ class KvAccount:
             return _NO_HIT  # logprobs of a prompt need a forward pass over all of it
         return self._with_partial(request, group, self._full_blocks(request, group))
 
-    def match_beside(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
+    def match_in_place(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
         if not self.prefix_caching or request.scores_prompt:
             return _NO_HIT
         refs = self._full_blocks(request, (*max_blocks, *hosts))
