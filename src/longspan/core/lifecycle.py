@@ -199,7 +199,7 @@ class Lifecycle:
         self.retract(request)
 
     def break_deadlock(self) -> bool:
-        """Release offloaded blocks, or preempt a request that waits for decode blocks. Return whether any were freed."""
+        """Release offloaded blocks, or preempt a request that waits for decode blocks. Return whether it could."""
         if self._waiting and self._kv.release_offloaded():
             return True
         if (blocked := self._kv.latest_blocked()) is None:

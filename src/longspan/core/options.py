@@ -30,7 +30,7 @@ class Option:
         minimum: the smallest number that is allowed.
         may_be_infinite: infinity is allowed.
         repeatable: the option may be given several times.
-        configures: the option configures an engine or a server, not a single call, so that it has an environment variable.
+        configures: the option configures an engine or a server, not a single call, and has an environment variable.
         read: parses the text, or the texts of a repeatable option. Its ValueErrors continue the option's name.
     """
 
