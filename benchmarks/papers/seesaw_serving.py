@@ -120,7 +120,7 @@ class Machine:
         )
         experiment = make_experiment(self.model, cluster, scheduling)
         if self.faster != 1:
-            for one in experiment.facts.turns or (experiment.cluster,):
+            for one in experiment.facts.phases or (experiment.cluster,):
                 cost = experiment.cost.resharded(one)
                 assert isinstance(cost, RooflineCost)
                 cost.lines = tuple(_with_faster_sums(line, self.faster) for line in cost.lines)

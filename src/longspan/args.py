@@ -126,13 +126,13 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
 
             check_sparse(self.policy, options)
             options["csa"] = csa_settings(options["csa"], self.model)
-        turns = turns_of(self.policy, cluster)
-        for one in turns or (cluster,):
+        phases = turns_of(self.policy, cluster)
+        for one in phases or (cluster,):
             self.check_ranks(one.num_ranks)
-        cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in turns or (cluster,))
+        cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in phases or (cluster,))
         return ResolvedArgs(
             cluster=cluster,
-            turns=(cluster, *others) if others else (),
+            phases=(cluster, *others) if others else (),
             threads=self.threads_per_rank or max(1, limits.cores() // cluster.num_ranks),
             policy_options=options,
         )
@@ -160,13 +160,13 @@ class ResolvedArgs:
 
     Attributes:
         cluster: its KV pools have no sizes yet, since these depend on the model.
-        turns: the clusters that take turns on the same devices, this one first; empty when it stays.
+        phases: the clusters that take turns on the same devices, this one first; empty when it stays.
         threads: CPU threads of each rank.
         policy_options: all options of the policy, also those that are options of their own.
     """
 
     cluster: Cluster
-    turns: tuple[Cluster, ...]
+    phases: tuple[Cluster, ...]
     threads: int
     policy_options: dict[str, str]
 

@@ -141,33 +141,33 @@ class ResolvedEngine:
         if given.device == "cuda" and not torch.cuda.is_available():
             problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
             raise ParameterError("device", problem, given.device)
-        check_phases(given, resolved.turns)
+        check_phases(given, resolved.phases)
         cluster, options = resolved.cluster, resolved.policy_options
-        early = Facts(cluster=cluster, turns=resolved.turns)
+        early = Facts(cluster=cluster, phases=resolved.phases)
         wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
         model = model or EngineModel.of(given)  # may compile and fetch: checks first
         info = model.info
-        clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.turns or (cluster,)]
+        clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.phases or (cluster,)]
         for one in clusters:
             check_split(info, model.files, one, wanted)
         check_host_memory(given.host_kv_gib, clusters[0])
         dtype = DTYPES[model.files.dtype]
         clusters = [with_pools(one, model.record, info, given, kv_bytes, dtype=dtype) for one in clusters]
-        cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
+        cluster, phases = clusters[0], tuple(clusters) if resolved.phases else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
-        facts = _facts(profile_key, model.shape, cluster, given.block_size, turns)
+        facts = _facts(profile_key, model.shape, cluster, given.block_size, phases)
         policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
 
         @cache  # it reads profiles, and clusters may take turns
         def swap(one: Cluster) -> SwapPrice:
-            others = [other for other in turns if other != one]
+            others = [other for other in phases if other != one]
             return swap_price(profile_key, model, facts, [one, *others], given.block_size)
 
         config = EngineConfig.of(
             with_step_tokens(given, policy, given.device, partial(_whole_tokens, given, model, cluster)),
             cluster,
             policy,
-            turns=turns,
+            phases=phases,
             context_length=info.context_length,
             eos_token_ids=info.eos_token_ids,
             rope_switch_length=info.rope_switch_length,
@@ -192,7 +192,7 @@ class ResolvedEngine:
         Raises:
             ParameterError: for a profile that lacks one instance alone.
         """
-        clusters = self.facts.turns or (self.config.cluster,)
+        clusters = self.facts.phases or (self.config.cluster,)
         return measured_cost(self.profile_key, self.model.shape, clusters, self.given.block_size)
 
     def with_pools_of(self, kv_bytes: KvBytes) -> ResolvedEngine:
@@ -207,7 +207,7 @@ class ResolvedEngine:
         """
         cluster = self.config.cluster
         chosen = make_policy(policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
-        if self.config.turns and not chosen.takes_phases:
+        if self.config.phases and not chosen.takes_phases:
             problem = f"{policy} keeps to one cluster, but two take turns here: start anew with parallel"
             raise ParameterError("policy", problem, policy)
         check_split(self.model.info, self.model.files, cluster, chosen)
@@ -220,13 +220,13 @@ class ResolvedEngine:
             ValueError: for a cluster that the model or the policy cannot use.
         """
         key, model, choice = msgspec.structs.replace(self.profile_key, threads=threads), self.model, self.choice
-        cluster, turns = fleet[0], fleet if len(fleet) > 1 else ()
-        facts = _facts(key, model.shape, cluster, self.given.block_size, turns)
+        cluster, phases = fleet[0], fleet if len(fleet) > 1 else ()
+        facts = _facts(key, model.shape, cluster, self.given.block_size, phases)
         number = cluster.num_instances
         policy = make_policy(choice.name, num_instances=number, options=choice.given, facts=facts, is_resized=True)
         for one in fleet:
             check_split(model.info, model.files, one, policy)
-        return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster, turns=turns))
+        return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster, phases=phases))
 
     def fleet_of(self, spec: str, before: Cluster) -> Fleet:
         """Return the fleet of another parallel spec after this one, with pools. Unused ranks are spare.
@@ -240,7 +240,7 @@ class ResolvedEngine:
         """
         given, info, name = self.given, self.model.info, self.choice.name
         roles, locations = parse_fleet(spec), before.locations
-        if self.config.turns and not roles.has_roles:
+        if self.config.phases and not roles.has_roles:
             problem = f"({spec}) is one cluster, but {name} needs two: give both, such as 'pp2 prefill + tp2 decode'"
             raise ParameterError("parallel", problem, spec)
         backends = given.transfer_backends if roles.has_roles else None
@@ -268,7 +268,7 @@ class ResolvedEngine:
 
 
 def _facts(
-    key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int, turns: tuple[Cluster, ...] = ()
+    key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int, phases: tuple[Cluster, ...] = ()
 ) -> Facts:
     """Take what was measured on this machine. The key may be of instances that are split otherwise."""
     key = msgspec.structs.replace(key, tp=cluster.spec.tp)
@@ -278,8 +278,8 @@ def _facts(
         cluster,
         profile=load_profile(key),
         partitions=load_partitions(key, block_size),
-        turns=turns,
-        turn_cost=_turn_cost(key, shape, turns, block_size),
+        phases=phases,
+        turn_cost=_turn_cost(key, shape, phases, block_size),
     )
 
 
@@ -301,11 +301,11 @@ def measured_cost(
     return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=others)
 
 
-def _turn_cost(key: ProfileKey, shape: ModelShape, turns: Sequence[Cluster], block_size: int) -> PricedTurns | None:
+def _turn_cost(key: ProfileKey, shape: ModelShape, phases: Sequence[Cluster], block_size: int) -> PricedTurns | None:
     """Price clusters that take turns by profiles of all of them. None if something was not measured."""
     try:
-        cost = measured_cost(key, shape, turns, block_size) if turns else None
-        return None if cost is None else measured_turns(cost, turns, block_size)
+        cost = measured_cost(key, shape, phases, block_size) if phases else None
+        return None if cost is None else measured_turns(cost, phases, block_size)
     except ParameterError as error:
         _log.info("clusters take turns as strict=true has them, since %s", error)
         return None

@@ -114,8 +114,8 @@ class Service:
         longest = config.longest(policy)
         if given.max_model_len is None and longest < self.info.context_length:
             where = "on devices"
-            if cluster.host_blocks and (config.turns or policy.reads_hosts):
-                where += f", {'or' if config.turns else 'and'} on the host (host_kv_gib),"
+            if cluster.host_blocks and (config.phases or policy.reads_hosts):
+                where += f", {'or' if config.phases else 'and'} on the host (host_kv_gib),"
             words = "the KV pools %s hold %d tokens, less than the model's context of %d"
             _log.info(words, where, longest, self.info.context_length)
         self.input_processor = InputProcessor(

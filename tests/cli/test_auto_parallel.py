@@ -73,7 +73,7 @@ def test_a_candidate_is_what_the_engine_is_told() -> None:
     static = Candidate(spec=PP2).options(given)
     assert static == replace(given, parallel="pp2", policy="chunked")
     pair = Candidate(spec=PP2, decode=TP2).options(given).resolve()
-    assert [one.spec for one in pair.turns] == [PP2, TP2]
+    assert [one.spec for one in pair.phases] == [PP2, TP2]
 
 
 def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
@@ -173,7 +173,7 @@ def test_a_pair_is_taken_where_each_is_good_at_one_thing(
     measure(tiny, tp=2, token_s=1e-2, decode_s=1e-3)
     assert batch("--host-kv-gib", "0.01", "--block-size", "16", "--num-gpu-blocks-override", "200") == 0
     [llm] = started
-    assert [one.spec for one in llm.engine.config.turns] == [PP2, TP2]
+    assert [one.spec for one in llm.engine.config.phases] == [PP2, TP2]
     assert len(llm.engine.transitions) >= 1
     out, err = capsys.readouterr()
     assert out == ""

@@ -193,7 +193,7 @@ def test_clusters_that_take_turns_have_pools_of_what_the_first_measures(
     """Also where a rank is a spare one in the first, and so has no weights yet."""
     roles = {"prefill_parallel": "1", "decode_parallel": "tp2", "policy": "seesaw", "host_kv_gib": 0.01}
     with measuring([FakeMemory(2 * ROOM) for _ in range(2)])(**options(tiny, **roles)) as llm:
-        first, second = llm.engine.config.turns
+        first, second = llm.engine.config.phases
         assert first.num_spare == 1 and first.num_blocks == (num_blocks(2 * ROOM),)
         info, left = llm.service.info, 2 * ROOM - STEP  # the spare rank has nothing but this
         weights = int(3 * info.layer_weights / 2 + 2 * info.vocab_size * info.hidden_size) * 4

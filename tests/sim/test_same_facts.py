@@ -86,8 +86,8 @@ def test_facts_of_an_engine_equal_those_of_a_simulation(tiny: Path, policy: str)
     for name in ("shape", "hardware", "profile", "model"):
         assert getattr(found, name) == getattr(simulated, name), name
     assert comparable(found.cluster) == comparable(simulated.cluster)
-    assert [*map(comparable, found.turns)] == [*map(comparable, simulated.turns)]
-    for one, other in zip(found.turns, simulated.turns, strict=True):
+    assert [*map(comparable, found.phases)] == [*map(comparable, simulated.phases)]
+    for one, other in zip(found.phases, simulated.phases, strict=True):
         assert predictions(found.turn_cost, one) == pytest.approx(predictions(simulated.turn_cost, other), rel=HEAD)
     assert engine.policy.settings == experiment.policy().settings
 

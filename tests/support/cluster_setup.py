@@ -48,7 +48,7 @@ class Setup:
     """A cluster; what is left out is plenty. Without a policy it is `context` on several instances.
 
     Attributes:
-        turns: how the clusters are split that prefill and decode by turns. The first has `num_instances`.
+        phases: how the clusters are split that prefill and decode by turns. The first has `num_instances`.
     """
 
     num_instances: int = 1
@@ -68,7 +68,7 @@ class Setup:
     tp: int = 1
     pp: int = 1
     roles: Roles | None = None
-    turns: tuple[ParallelSpec, ParallelSpec] | None = None
+    phases: tuple[ParallelSpec, ParallelSpec] | None = None
     decode_blocks: int | None = None
     locations: tuple[Location, ...] = ()
     host_blocks: tuple[int, ...] = ()
@@ -83,13 +83,13 @@ class Setup:
     @property
     def clusters(self) -> tuple[Cluster, ...]:
         """The clusters that take turns; else none."""
-        if self.turns is None:
+        if self.phases is None:
             return ()
-        return tuple(map(self._with_pools, in_phases(Cluster(spec=self.turns[0], decode_spec=self.turns[1]))))
+        return tuple(map(self._with_pools, in_phases(Cluster(spec=self.phases[0], decode_spec=self.phases[1]))))
 
     @property
     def cluster(self) -> Cluster:
-        if self.turns is not None:
+        if self.phases is not None:
             return self.clusters[0]
         bare = Cluster(spec=ParallelSpec(instances=self.num_instances, tp=self.tp, pp=self.pp))
         cluster = bare if self.roles is None else self.roles.cluster

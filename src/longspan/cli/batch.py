@@ -181,10 +181,10 @@ def most_at_once(config: EngineConfig) -> tuple[int, int]:
     """
     from longspan.llm import MOST_WAITING_TOKENS  # noqa: PLC0415  # loads transformers
 
-    if not config.turns:
+    if not config.phases:
         return min(2 * config.max_num_seqs, _MAX_AT_ONCE), MOST_WAITING_TOKENS
     num_blocks = sum(config.cluster.host_blocks)
-    num_seats = config.max_num_seqs * max(one.num_instances for one in config.turns)
+    num_seats = config.max_num_seqs * max(one.num_instances for one in config.phases)
     return num_blocks + num_seats, max(MOST_WAITING_TOKENS, num_blocks * config.block_size)
 
 
@@ -202,7 +202,7 @@ def run_stats(llm: LLM, progress: _Progress, *, ended_s: float) -> dict[str, obj
         "transition_s": [one.exposed_s for one in transitions],
         "weight_bytes_copied": sum(one.copied_bytes for one in transitions),
         "swap_bytes": engine.kv.counts.num_swapped_blocks * llm.service.block_bytes,
-        "phase_s": phase_seconds(transitions, engine.config.turns, begun_s, ended_s),
+        "phase_s": phase_seconds(transitions, engine.config.phases, begun_s, ended_s),
         "host_kv_peak_bytes": engine.kv.counts.peak_host_blocks * llm.service.block_bytes,
     }
 

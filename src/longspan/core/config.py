@@ -22,7 +22,7 @@ class EngineConfig:
 
     Attributes:
         cluster: with the sizes of its pools.
-        turns: the clusters of both phases, on the same devices. Empty without phases.
+        phases: the clusters of both phases, on the same devices. Empty without phases.
         max_model_len: maximum tokens of a request by user and model, see `longest`.
         rope_switch_length: requests longer than this use other rotary factors. None for most models.
         max_num_batched_tokens: maximum tokens of one step on one instance.
@@ -35,7 +35,7 @@ class EngineConfig:
     cluster: Cluster
     block_size: int
     max_model_len: int
-    turns: tuple[Cluster, ...] = ()
+    phases: tuple[Cluster, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     rope_switch_length: int | None = None
     max_num_batched_tokens: int = 2048
@@ -53,7 +53,7 @@ class EngineConfig:
     @property
     def fleet(self) -> tuple[Cluster, ...]:
         """The cluster, or the clusters of both phases, see `core.fleets`."""
-        return self.turns or (self.cluster,)
+        return self.phases or (self.cluster,)
 
     @classmethod
     def of(
@@ -62,7 +62,7 @@ class EngineConfig:
         cluster: Cluster,
         policy: Policy,
         *,
-        turns: tuple[Cluster, ...] = (),
+        phases: tuple[Cluster, ...] = (),
         context_length: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         rope_switch_length: int | None = None,
@@ -73,8 +73,8 @@ class EngineConfig:
         if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:
             problem = f"{scheduling.host_kv_gib:g} keeps KV for prefix caching, which is off: leave one of them out"
             raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
-        check_phases(scheduling, turns)
-        capacity = capacity_tokens(policy, turns or (cluster,), scheduling.block_size)
+        check_phases(scheduling, phases)
+        capacity = capacity_tokens(policy, phases or (cluster,), scheduling.block_size)
         max_len = scheduling.max_model_len
         if max_len is not None and context_length is not None and max_len > context_length:
             problem = f"{max_len} exceeds the model's context of {context_length} tokens"
@@ -86,7 +86,7 @@ class EngineConfig:
             raise ParameterError("max_model_len", problem, max_len)
         return cls(
             cluster=cluster,
-            turns=turns,
+            phases=phases,
             block_size=scheduling.block_size,
             max_model_len=max_len or context_length or capacity,
             eos_token_ids=eos_token_ids,
@@ -115,9 +115,9 @@ class EngineConfig:
         return switch + 1 if num_tokens > switch else switch
 
 
-def check_phases(scheduling: SchedulingArgs, turns: Sequence[Cluster]) -> None:
+def check_phases(scheduling: SchedulingArgs, phases: Sequence[Cluster]) -> None:
     """Raise ParameterError for clusters of phases without host pools."""
-    if turns and not scheduling.host_kv_gib:
+    if phases and not scheduling.host_kv_gib:
         problem = f"must be above 0, since policy {scheduling.policy} offloads KV to hosts between its phases"
         raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
 

@@ -264,7 +264,7 @@ class Engine:
                 self._lifecycle.retract(queues.requests[parked.id])
             if plan.reshard is not None:
                 assert not plan.batches, "no step is planned together with a change of clusters"
-                self._regrouping.ask(Change(cluster=plan.reshard, turns=self.config.turns), self._clock.now())
+                self._regrouping.ask(Change(cluster=plan.reshard, phases=self.config.phases), self._clock.now())
                 return Plan()
             for preempted in plan.preempted:
                 self._lifecycle.preempt(queues.requests[preempted.id])

@@ -35,21 +35,21 @@ class Change:
 
     Attributes:
         policy: the policy for another fleet. None if the present policy planned the change.
-        turns: the clusters of both phases. Empty without phases.
+        phases: the clusters of both phases. Empty without phases.
     """
 
     cluster: Cluster
     policy: Policy | None = None
-    turns: tuple[Cluster, ...] = ()
+    phases: tuple[Cluster, ...] = ()
 
     @classmethod
     def to(cls, config: EngineConfig, policy: Policy) -> Change:
         """Return the change to the fleet of a configuration."""
-        return cls(cluster=config.cluster, policy=policy, turns=config.turns)
+        return cls(cluster=config.cluster, policy=policy, phases=config.phases)
 
     def config(self, before: EngineConfig) -> EngineConfig:
         """Return the configuration of an engine after the change."""
-        return replace(before, cluster=self.cluster, turns=self.turns)
+        return replace(before, cluster=self.cluster, phases=self.phases)
 
 
 class Regrouping:
@@ -79,11 +79,11 @@ class Regrouping:
 
     def phase(self, config: EngineConfig) -> str:
         """Return prefill, decode or transition for an engine with phases. Empty without phases."""
-        if self._idle_s is not None or not config.turns:
+        if self._idle_s is not None or not config.phases:
             return "" if self._idle_s is None else "transition"
         from longspan.core.transitions import phase_of  # noqa: PLC0415 - most clusters stay
 
-        return phase_of(config.cluster, config.turns)
+        return phase_of(config.cluster, config.phases)
 
     def target(self, policy: Policy, config: EngineConfig) -> tuple[Policy, EngineConfig]:
         """Return the policy and the configuration that apply once the changes under way are complete.

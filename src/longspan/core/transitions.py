@@ -33,15 +33,15 @@ class Transition:
         return self.ended_s - self.idle_s
 
 
-def phase_of(cluster: Cluster, turns: Sequence[Cluster]) -> str:
+def phase_of(cluster: Cluster, phases: Sequence[Cluster]) -> str:
     """Return the phase of a cluster. The first of the two clusters prefills. Empty without phases."""
-    if not turns:
+    if not phases:
         return ""
-    return "prefill" if cluster.spec == turns[0].spec else "decode"
+    return "prefill" if cluster.spec == phases[0].spec else "decode"
 
 
 def phase_seconds(
-    transitions: Sequence[Transition], turns: Sequence[Cluster], begun_s: float, ended_s: float
+    transitions: Sequence[Transition], phases: Sequence[Cluster], begun_s: float, ended_s: float
 ) -> dict[str, float]:
     """Return the seconds of a run in its prefill phases, decode phases, and changes. Empty without phases.
 
@@ -49,13 +49,13 @@ def phase_seconds(
 
     Args:
         transitions: all changes of an engine, including changes before the run.
-        turns: the clusters of both phases. The engine began with the first, which prefills.
+        phases: the clusters of both phases. The engine began with the first, which prefills.
         begun_s, ended_s: begin and end of the run, by the engine's clock.
     """
-    if not turns:
+    if not phases:
         return {}
     seconds = {"prefill": 0.0, "decode": 0.0, "transition": 0.0}
-    cluster, at_s = turns[0], begun_s
+    cluster, at_s = phases[0], begun_s
 
     def until(name: str, end_s: float) -> None:
         nonlocal at_s
@@ -64,8 +64,8 @@ def phase_seconds(
         at_s = end_s
 
     for transition in transitions:
-        until(phase_of(cluster, turns), transition.idle_s)
+        until(phase_of(cluster, phases), transition.idle_s)
         until("transition", transition.ended_s)
         cluster = transition.cluster
-    until(phase_of(cluster, turns), ended_s)
+    until(phase_of(cluster, phases), ended_s)
     return seconds

@@ -84,13 +84,13 @@ class PricedTurns:
         ParameterError: for a cost that lacks instances of one cluster, or links.
     """
 
-    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0) -> None:
-        self._costs = {one.spec: cost.resharded(one) for one in turns}
-        self._other = {turns[0].spec: turns[1], turns[1].spec: turns[0]}
-        self._swaps = {one.spec: SwapPrice.of(self._costs[one.spec], one) for one in turns}
+    def __init__(self, cost: StepCost, phases: Sequence[Cluster], block_size: int, slow: float = 1.0) -> None:
+        self._costs = {one.spec: cost.resharded(one) for one in phases}
+        self._other = {phases[0].spec: phases[1], phases[1].spec: phases[0]}
+        self._swaps = {one.spec: SwapPrice.of(self._costs[one.spec], one) for one in phases}
         self._block_size, self._slow = block_size, slow
         self._stage_s = lru_cache(maxsize=4096)(self._find_stage_s)
-        for one in turns:
+        for one in phases:
             self.prefill_s(one, 1, 1)  # a cost that cannot price a cluster raises here
 
     def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:

@@ -45,7 +45,7 @@ class Facts:
         model: what the table of partitions calls it.
         partitions: searched ones. None before they are looked up: no prompt is refused then.
         cluster: None when nothing is known of it: then all instances do everything and are near each other.
-        turns: the clusters that prefill and decode by turns on the same devices, if they do.
+        phases: the clusters that prefill and decode by turns on the same devices, if they do.
         turn_cost: what these take; None when that is not known.
         rates: returns the speeds of each member of a group on some hosts, by which sparse attention is priced.
     """
@@ -56,7 +56,7 @@ class Facts:
     model: str = ""
     partitions: PartitionTable | ModelledPartitions | None = None
     cluster: Cluster | None = None
-    turns: tuple[Cluster, ...] = ()
+    phases: tuple[Cluster, ...] = ()
     turn_cost: TurnCost | None = None
     rates: Callable[[tuple[int, ...]], Rates | None] | None = None
 
@@ -89,7 +89,7 @@ def known_facts(
     profile: Profile | None,
     partitions: PartitionTable | ModelledPartitions,
     hardware: Hardware | None = None,
-    turns: Sequence[Cluster] = (),
+    phases: Sequence[Cluster] = (),
     turn_cost: TurnCost | None = None,
     rates: Callable[[tuple[int, ...]], Rates] | None = None,
 ) -> Facts:
@@ -105,7 +105,7 @@ def known_facts(
         model=key.model,
         partitions=partitions,
         cluster=cluster,
-        turns=tuple(turns),
+        phases=tuple(phases),
         turn_cost=turn_cost,
         rates=rates or (None if profile is None else partial(_measured_rates, profile, shape)),
     )
@@ -118,15 +118,15 @@ def _measured_rates(profile: Profile, shape: ModelShape, hosts: tuple[int, ...])
 
 
 def measured_turns(
-    cost: FittedCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0
+    cost: FittedCost, phases: Sequence[Cluster], block_size: int, slow: float = 1.0
 ) -> PricedTurns | None:
     """Price clusters that take turns by profiles, times `slow`. None on CUDA: profiles lack the cost of a change there.
 
     Raises:
         ParameterError: for a profile that lacks instances of one cluster, or links.
     """
-    if not turns or cost.device != "cpu":
+    if not phases or cost.device != "cpu":
         return None
     from longspan.cost.pricing import PricedTurns  # noqa: PLC0415 - needs the cost of steps
 
-    return PricedTurns(cost, turns, block_size, slow)
+    return PricedTurns(cost, phases, block_size, slow)

@@ -70,11 +70,11 @@ class Seesaw(Policy, name="seesaw"):
 
     def __init__(self, instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
-        if not facts.turns:
+        if not facts.phases:
             problem = "seesaw prefills and decodes on the same devices, one after the other: give prefill_parallel and"
             raise ParameterError("policy", f"{problem} decode_parallel", "seesaw")
-        self._prefill, self._decode = facts.turns
-        self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.turns}
+        self._prefill, self._decode = facts.phases
+        self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.phases}
         self._cost = None if options.strict else facts.turn_cost
         self._mixes = False  # what is left is not worth a change: it is prefilled and decoded where it is
         self._parked = _Parked()

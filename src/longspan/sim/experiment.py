@@ -76,7 +76,7 @@ class Experiment:
     @property
     def resolved(self) -> ResolvedCluster:
         """The cluster with all that was derived, for people."""
-        clusters = self.facts.turns or (self.cluster,)
+        clusters = self.facts.phases or (self.cluster,)
         return ResolvedCluster(fleet=self.fleet, clusters=tuple(clusters), block_size=self.scheduling.block_size)
 
     def policy(self) -> Policy:
@@ -97,7 +97,7 @@ class Experiment:
         policy, scheduling = self.policy(), self.scheduling
         if not (workload.shares or self.cluster.host_blocks):
             scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
-        config = EngineConfig.of(scheduling, self.cluster, policy, turns=self.facts.turns, swap=self._swap)
+        config = EngineConfig.of(scheduling, self.cluster, policy, phases=self.facts.phases, swap=self._swap)
         with self.progress(title, len(workload.arrivals)) as finished:
             watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)

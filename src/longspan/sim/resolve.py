@@ -68,12 +68,12 @@ def computed_experiment(
     search = partial(searched_fractions, line, align=scheduling.block_size)
     estimate = None if scheduling.policy == "runahead" else partial(levelled_fractions, line)  # runahead searches
     partitions = ModelledPartitions(search, estimate)
-    turns = clusters if len(clusters) > 1 else ()
-    early = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
+    phases = clusters if len(clusters) > 1 else ()
+    early = Facts(model=model.name, partitions=partitions, cluster=cluster, phases=phases)
     scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))
     record = kv_record(model, scheduling.block_size)
     clusters = tuple([_with_pools(one, cost.resharded(one).lines, record, scheduling) for one in clusters])
-    cluster, turns = clusters[0], clusters if turns else ()
+    cluster, phases = clusters[0], clusters if phases else ()
     profile_key = ProfileKey(
         model=model.name,
         dtype=spec.dtype,
@@ -94,7 +94,7 @@ def computed_experiment(
         sizes={int(size) for size in named if size.strip().isdecimal()},
         pieces=partial(_chain_pieces, line),
     )
-    slow = _common_factor(faults, cluster, turns)
+    slow = _common_factor(faults, cluster, phases)
     flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
     facts = known_facts(
         profile_key,
@@ -103,8 +103,8 @@ def computed_experiment(
         profile=profile.slowed(slow),
         partitions=partitions,
         hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
-        turns=turns,
-        turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
+        phases=phases,
+        turn_cost=PricedTurns(cost, phases, scheduling.block_size, slow) if phases else None,
         rates=partial(cost.rates, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
@@ -122,7 +122,7 @@ def measured_experiment(
         return num_blocks * rank_block_bytes(record, one, instance)
 
     clusters = tuple([with_pools(one, record, scheduling, memory, "") for one in _clusters(spec, model, scheduling)])
-    cluster, turns = clusters[0], clusters if len(clusters) > 1 else ()
+    cluster, phases = clusters[0], clusters if len(clusters) > 1 else ()
     if {one.tp(instance) for one in clusters for instance in one.instances} != {key.tp}:
         given = " and ".join(map(str, clusters))
         raise ParameterError("profile", f"is of instances with tp {key.tp}, but {given} given", spec.profile)
@@ -131,15 +131,15 @@ def measured_experiment(
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
         partitions = ModelledPartitions(found)
     cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
-    slow = _common_factor(faults, cluster, turns)
+    slow = _common_factor(faults, cluster, phases)
     facts = known_facts(
         key,
         model.attention,
         cluster,
         profile=profile.slowed(slow),
         partitions=partitions,
-        turns=turns,
-        turn_cost=measured_turns(cost, turns, scheduling.block_size, slow),
+        phases=phases,
+        turn_cost=measured_turns(cost, phases, scheduling.block_size, slow),
     )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(
@@ -163,9 +163,9 @@ def _chain_pieces(line: Roofline, members: int, length: int) -> tuple[float, ...
     return levelled_fractions(line, members, length) if 1 < members <= MAX_SEARCHED else None
 
 
-def _common_factor(faults: Faults, cluster: Cluster, turns: Sequence[Cluster]) -> float:
+def _common_factor(faults: Faults, cluster: Cluster, phases: Sequence[Cluster]) -> float:
     """Returns the factor by which the instances of all clusters are slow."""
-    return faults.common_factor(max(one.num_instances for one in (cluster, *turns)))
+    return faults.common_factor(max(one.num_instances for one in (cluster, *phases)))
 
 
 def _with_step_tokens(

@@ -238,7 +238,7 @@ class _Simulation:
 
     def _executor(self, ready_s: float) -> SimExecutor:
         cost = self._cost
-        if ready_s and self._engine.config.turns:
+        if ready_s and self._engine.config.phases:
             cost = cost.resharded(self._engine.config.cluster)
         return SimExecutor(
             clock=self._clock,
@@ -277,7 +277,7 @@ class _Simulation:
             num_disk_hits=engine.kv.counts.num_disk_hits,
             num_swapped_blocks=engine.kv.counts.num_swapped_blocks,
             transitions=tuple(engine.transitions),
-            phase_s=phase_seconds(engine.transitions, engine.config.turns, 0.0, makespan_s),
+            phase_s=phase_seconds(engine.transitions, engine.config.phases, 0.0, makespan_s),
         )
 
     def _deliver(self) -> None:

@@ -139,21 +139,21 @@ class ClusterSpec(HardwareSpec, FleetSpec):
             ParameterError: for instances that do not take all devices, or leave a host empty.
         """
         found = self._instances
-        turns = turns_of(policy, found)
-        self._check_devices(found, turns)
+        phases = turns_of(policy, found)
+        self._check_devices(found, phases)
         if self.profile is not None:
             return tuple(
-                replace(one, locations=locations_of_ranks(one.num_ranks, str(self.hosts))) for one in turns or (found,)
+                replace(one, locations=locations_of_ranks(one.num_ranks, str(self.hosts))) for one in phases or (found,)
             )
-        return tuple(one.on_hosts(self.devices_per_host(one)) for one in turns or (found,))
+        return tuple(one.on_hosts(self.devices_per_host(one)) for one in phases or (found,))
 
-    def _check_devices(self, found: Cluster, turns: tuple[Cluster, ...]) -> None:
-        num_ranks = turns[0].num_ranks if turns else found.num_ranks
-        per_host = self.devices_per_host(turns[0] if turns else found)
+    def _check_devices(self, found: Cluster, phases: tuple[Cluster, ...]) -> None:
+        num_ranks = phases[0].num_ranks if phases else found.num_ranks
+        per_host = self.devices_per_host(phases[0] if phases else found)
         if self.gpus_per_host is not None and num_ranks != (there := self.hosts * per_host):
             specs = [found.spec] if found.decode_spec is None else [found.spec, found.decode_spec]
             sums = [f"instances({one.instances}) * tp({one.tp})" + f" * pp({one.pp})" * (one.pp > 1) for one in specs]
-            taken = f"the larger of {' and '.join(sums)}" if turns else " + ".join(sums)
+            taken = f"the larger of {' and '.join(sums)}" if phases else " + ".join(sums)
             problem = f"({per_host}) * hosts({self.hosts}) = {there} devices, but {taken} = {num_ranks} given"
             raise ParameterError("gpus_per_host", problem, per_host)
         if self.profile is None and (taken_hosts := math.ceil(num_ranks / per_host)) < self.hosts:
