@@ -16,7 +16,7 @@ from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
-from longspan.policy.registry import check_sparse, turns_of
+from longspan.policy.registry import check_sparse, phases_of
 
 AUTO = "auto"
 """Stands in place of a parallel spec for the best one, where `longspan.planning` looks for it first."""
@@ -126,7 +126,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
 
             check_sparse(self.policy, options)
             options["csa"] = csa_settings(options["csa"], self.model)
-        phases = turns_of(self.policy, cluster)
+        phases = phases_of(self.policy, cluster)
         for one in phases or (cluster,):
             self.check_ranks(one.num_ranks)
         cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in phases or (cluster,))

@@ -32,8 +32,8 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy.facts import Facts, known_facts, measured_turns
-from longspan.policy.registry import PolicyChoice, make_policy, turns_of
+from longspan.policy.facts import Facts, known_facts, measured_phases
+from longspan.policy.registry import PolicyChoice, make_policy, phases_of
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
@@ -43,7 +43,7 @@ from longspan.runtime.split_check import check_splits
 
 if TYPE_CHECKING:
     from longspan.cost.fitted_cost import FittedCost
-    from longspan.cost.pricing import PricedTurns, SwapPrice
+    from longspan.cost.pricing import PricedPhases, SwapPrice
 
 _log = logging.getLogger("longspan")
 
@@ -244,7 +244,7 @@ class ResolvedEngine:
             problem = f"({spec}) is one cluster, but {name} needs two: give both, such as 'pp2 prefill + tp2 decode'"
             raise ParameterError("parallel", problem, spec)
         backends = given.transfer_backends if roles.has_roles else None
-        fleet: Fleet = turns_of(name, roles) or (replace(roles, transfer_backends=backends),)
+        fleet: Fleet = phases_of(name, roles) or (replace(roles, transfer_backends=backends),)
         wanted = fleet[0]
         num_more = max(0, wanted.num_ranks - before.num_ranks)
         if num_more and len(set(before.hosts)) > 1:
@@ -279,7 +279,7 @@ def _facts(
         profile=load_profile(key),
         partitions=load_partitions(key, block_size),
         phases=phases,
-        turn_cost=_turn_cost(key, shape, phases, block_size),
+        phase_cost=_phase_cost(key, shape, phases, block_size),
     )
 
 
@@ -301,11 +301,11 @@ def measured_cost(
     return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=others)
 
 
-def _turn_cost(key: ProfileKey, shape: ModelShape, phases: Sequence[Cluster], block_size: int) -> PricedTurns | None:
+def _phase_cost(key: ProfileKey, shape: ModelShape, phases: Sequence[Cluster], block_size: int) -> PricedPhases | None:
     """Price clusters that take turns by profiles of all of them. None if something was not measured."""
     try:
         cost = measured_cost(key, shape, phases, block_size) if phases else None
-        return None if cost is None else measured_turns(cost, phases, block_size)
+        return None if cost is None else measured_phases(cost, phases, block_size)
     except ParameterError as error:
         _log.info("clusters take turns as strict=true has them, since %s", error)
         return None

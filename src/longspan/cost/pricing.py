@@ -74,7 +74,7 @@ class SwapPrice:
         return cls(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, recompute_s=prefill_s)
 
 
-class PricedTurns:
+class PricedPhases:
     """Prices the work of the clusters of both phases by the cost of steps, with all devices busy.
 
     Args:

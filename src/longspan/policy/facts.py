@@ -16,12 +16,12 @@ if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost mode
     from longspan.cost.fitted_cost import FittedCost
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.partitions import ModelledPartitions
-    from longspan.cost.pricing import PricedTurns
+    from longspan.cost.pricing import PricedPhases
     from longspan.cost.profile import Profile
     from longspan.cost.profile_key import ProfileKey
 
 
-class TurnCost(Protocol):
+class PhaseCost(Protocol):
     """Predicts what the work of an offline run takes on each of the clusters that take turns, all of it in use."""
 
     def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
@@ -46,7 +46,7 @@ class Facts:
         partitions: searched ones. None before they are looked up: no prompt is refused then.
         cluster: None when nothing is known of it: then all instances do everything and are near each other.
         phases: the clusters that prefill and decode by turns on the same devices, if they do.
-        turn_cost: what these take; None when that is not known.
+        phase_cost: what these take; None when that is not known.
         rates: returns the speeds of each member of a group on some hosts, by which sparse attention is priced.
     """
 
@@ -57,7 +57,7 @@ class Facts:
     partitions: PartitionTable | ModelledPartitions | None = None
     cluster: Cluster | None = None
     phases: tuple[Cluster, ...] = ()
-    turn_cost: TurnCost | None = None
+    phase_cost: PhaseCost | None = None
     rates: Callable[[tuple[int, ...]], Rates | None] | None = None
 
     @property
@@ -90,7 +90,7 @@ def known_facts(
     partitions: PartitionTable | ModelledPartitions,
     hardware: Hardware | None = None,
     phases: Sequence[Cluster] = (),
-    turn_cost: TurnCost | None = None,
+    phase_cost: PhaseCost | None = None,
     rates: Callable[[tuple[int, ...]], Rates] | None = None,
 ) -> Facts:
     """Return the facts of a cluster whose instances the key describes.
@@ -106,7 +106,7 @@ def known_facts(
         partitions=partitions,
         cluster=cluster,
         phases=tuple(phases),
-        turn_cost=turn_cost,
+        phase_cost=phase_cost,
         rates=rates or (None if profile is None else partial(_measured_rates, profile, shape)),
     )
 
@@ -117,9 +117,9 @@ def _measured_rates(profile: Profile, shape: ModelShape, hosts: tuple[int, ...])
     return rates_of_profile(profile, shape, len(hosts))
 
 
-def measured_turns(
+def measured_phases(
     cost: FittedCost, phases: Sequence[Cluster], block_size: int, slow: float = 1.0
-) -> PricedTurns | None:
+) -> PricedPhases | None:
     """Price clusters that take turns by profiles, times `slow`. None on CUDA: profiles lack the cost of a change there.
 
     Raises:
@@ -127,6 +127,6 @@ def measured_turns(
     """
     if not phases or cost.device != "cpu":
         return None
-    from longspan.cost.pricing import PricedTurns  # noqa: PLC0415 - needs the cost of steps
+    from longspan.cost.pricing import PricedPhases  # noqa: PLC0415 - needs the cost of steps
 
-    return PricedTurns(cost, phases, block_size, slow)
+    return PricedPhases(cost, phases, block_size, slow)

@@ -154,7 +154,7 @@ def check_sparse(name: str, options: Mapping[str, str]) -> None:
         raise ParameterError(given[0], problem, options[given[0]][:60])
 
 
-def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
+def phases_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
     """Return the clusters that use the devices of a cluster with roles one after the other, for a policy that does so.
 
     Empty for all other policies.

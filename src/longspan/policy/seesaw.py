@@ -75,7 +75,7 @@ class Seesaw(Policy, name="seesaw"):
             raise ParameterError("policy", f"{problem} decode_parallel", "seesaw")
         self._prefill, self._decode = facts.phases
         self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.phases}
-        self._cost = None if options.strict else facts.turn_cost
+        self._cost = None if options.strict else facts.phase_cost
         self._mixes = False  # what is left is not worth a change: it is prefilled and decoded where it is
         self._parked = _Parked()
         self._num_unfinished = 0

@@ -27,13 +27,13 @@ from longspan.cost.forward import Roofline
 from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY, rank_block_bytes, with_pools
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions_by, modelled_ttft
-from longspan.cost.pricing import PricedTurns, predicted_profile
+from longspan.cost.pricing import PricedPhases, predicted_profile
 from longspan.cost.profile import Profile, profiled_prompts
 from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
-from longspan.policy.facts import Facts, known_facts, measured_turns
+from longspan.policy.facts import Facts, known_facts, measured_phases
 from longspan.policy.registry import make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.sim.experiment import Experiment
@@ -104,7 +104,7 @@ def computed_experiment(
         partitions=partitions,
         hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         phases=phases,
-        turn_cost=PricedTurns(cost, phases, scheduling.block_size, slow) if phases else None,
+        phase_cost=PricedPhases(cost, phases, scheduling.block_size, slow) if phases else None,
         rates=partial(cost.rates, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
@@ -139,7 +139,7 @@ def measured_experiment(
         profile=profile.slowed(slow),
         partitions=partitions,
         phases=phases,
-        turn_cost=measured_turns(cost, phases, scheduling.block_size, slow),
+        phase_cost=measured_phases(cost, phases, scheduling.block_size, slow),
     )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(

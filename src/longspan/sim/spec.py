@@ -17,7 +17,7 @@ from longspan.core.locations import locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
-from longspan.policy.registry import turns_of
+from longspan.policy.registry import phases_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
             ParameterError: for instances that do not take all devices, or leave a host empty.
         """
         found = self._instances
-        phases = turns_of(policy, found)
+        phases = phases_of(policy, found)
         self._check_devices(found, phases)
         if self.profile is not None:
             return tuple(
