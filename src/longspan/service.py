@@ -353,9 +353,7 @@ def _open_disks(
     host_memory: Sequence[HostMemory],
     acquired: ExitStack,
 ) -> dict[int, DiskPool]:
-    """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
-    a folder of its own; so is each host.
-    """
+    """Open the disk pool of each host, by its number. Each host, model and block size has its own folder."""
     from longspan.runtime.disk_pool import DiskPool  # noqa: PLC0415 - an engine with a disk tier alone
     from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415
 

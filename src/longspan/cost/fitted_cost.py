@@ -23,8 +23,7 @@ class FittedCost:
 
     - Blocks are not split, so the busiest member has the most tokens. Predicted and measured prompts count with the
       busiest member's tokens on every member, except for chains that are cut unevenly on purpose.
-    - A step is one row of tokens and has one start time: of the largest prefill, or of decodes in a step without
-      prefill.
+    - A step is one row of tokens and has one start time, of the largest prefill, or else of decodes.
     - The first decode of each group adds its messages: its start time beyond the start time of one instance. If several
       members compute tokens in a decode step, their waits for each other are added.
     - A decode in a step with a prefill costs a token of the prefill, and its own context.

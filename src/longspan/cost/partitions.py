@@ -59,9 +59,8 @@ def search(
     """Return the partition with the shortest time to first token, by a hierarchical grid search (Fig. 6).
 
     The search starts from the seed, or from even pieces. The first stride is a piece, rounded down to a power of two
-    blocks, or a quarter of that with a seed. Neighbours of a partition differ by one or two strides of tokens between
-    members. The search moves to the best neighbour up to `members - 1` times, while it is better. Then it halves the
-    stride, down to a block.
+    blocks, or a quarter of that with a seed. Neighbours move one or two strides of tokens between members. The search
+    moves to the best neighbour up to `members - 1` times, while it is better. Then it halves the stride.
 
     For two members and no seed this is a binary search, which is exact if the time falls and then rises with the cut.
     For more members it is a heuristic (docs/experiments/ has its error).

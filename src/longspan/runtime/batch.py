@@ -67,8 +67,7 @@ class Channel:
     Attributes:
         number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
         rank: this member's index in the group.
-        slots: of an exchange that stores after it, for each part: what this member stores of the new tokens that it has
-            or gets.
+        slots: per part of an exchange that stores after it: the slots of new tokens that this member stores.
         rope_lengths: of each part.
         hosted: the same parts with the keys that members have on their hosts; None when there are none.
     """

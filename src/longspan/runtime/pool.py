@@ -159,8 +159,7 @@ def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int, available
 
     On CPU the ranks share 4 GiB, or 40 % of the memory that is left if that is less: `available`, by default what this
     process may still use, without the weights and what processes need. On CUDA this is an estimate for plans, since
-    workers measure what they have: 85 % of the free device memory, less the weights and the KV that is on its way to or
-    from other instances.
+    workers measure what they have: 85 % of the free device memory, less the weights and KV in transfer.
     """
     if device == "cpu":
         available = limits.memory().available if available is None else available

@@ -150,8 +150,7 @@ class Worker:
         return self._moves.is_idle
 
     def close(self) -> None:
-        """Ends the threads that move KV, when none is on its way or its transports are closed, and gives the model back
-        as it was.
+        """End the threads that move KV, when no move is in flight or transports are closed, and restore the model.
 
         A process that ends need not call it.
         """

@@ -117,9 +117,7 @@ class Experiment:
     def max_rate(
         self, workload: Workload, keeps_up: Callable[[Result], bool], *, start: float, precision: float = _PRECISION
     ) -> float | None:
-        """Finds, as `find_max_rate` does, the highest rate at which the result keeps up, see `near_light_load` and
-        `within`.
-        """
+        """Return the highest rate at which the result keeps up, see `find_max_rate`, `near_light_load` and `within`."""
 
         def tried(rate: float) -> bool:
             return keeps_up(self.run(workload.at_rate(rate), title=f"rate {rate:.3g}"))

@@ -14,9 +14,7 @@ Pair = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True)
 class _Queued:
-    """A flow of a move, of which `left` bytes have not left. It begins at `ready_s` or later, and is not there before
-    `least_s`.
-    """
+    """A flow of a move with `left` bytes to send. It begins at `ready_s` or later, and arrives at `least_s` or later."""
 
     number: int
     flow: Flow
