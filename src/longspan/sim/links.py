@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True)
 class _Queued:
-    """A flow of a move with `left` bytes to send. It begins at `ready_s` or later, and arrives at `least_s` or later."""
+    """A flow of a move with `left` bytes to send, which begins after `ready_s` and arrives after `least_s`."""
 
     number: int
     flow: Flow
