@@ -125,8 +125,7 @@ def check_phases(scheduling: SchedulingArgs, phases: Sequence[Cluster]) -> None:
 def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int) -> int:
     """Return the length of the longest request that always fits if it is alone.
 
-    It may be partly on a host, if the policy reads host blocks. With phases it must fit both clusters, and the memory
-    of one host, which has the KV during a change.
+    It may be partly on a host, if the policy reads host blocks. With phases it must also fit the memory of one host.
     """
     capacities = []
     for cluster in clusters:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ExchangePlugin:
     """An exchange of another package, named by an entry point of the group `longspan.exchanges`.
 
-    The module of this object must not import torch, because all processes import it.
+    All processes import its module, so that must not import torch.
 
     Attributes:
         traits: layouts and other traits.

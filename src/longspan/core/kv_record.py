@@ -1,7 +1,7 @@
 """The record of a KV block: the bytes that each layer stores per block, and their offsets.
 
-The record has the layers in order, each with keys, values and state, each `[kv_head, byte]`. Host and disk tiers, moves
-and messages copy ranges of heads of it as opaque bytes.
+The record has the layers in order, each with keys, values and state, each `[kv_head, byte]`. Tiers, moves and
+messages copy ranges of heads as opaque bytes.
 """
 
 from __future__ import annotations

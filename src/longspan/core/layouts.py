@@ -92,8 +92,8 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
 def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
     """Choose the rounding of a zigzag's cuts that minimises the tokens of the busiest member, then its attention.
 
-    A `ragged` last block counts as half a block. With three or more members, other cuts could save half a block. Over
-    all phases each cut moves by one block, once. Only then the work of its members is computed again.
+    A `ragged` last block counts as half. With 3 or more members, other cuts could save half a block. Over all phases
+    each cut moves by one block, once. Only then the work of its members is computed again.
     """
     num_chunks, end = 2 * num_members, num_blocks - (0.5 if ragged else 0.0)
     moved = [set(range(num_members)), *(set[int]() for _ in range(num_chunks - 1))]  # by phase, members whose cuts move

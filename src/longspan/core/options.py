@@ -16,9 +16,7 @@ from longspan.errors import ParameterError
 
 @dataclass(frozen=True)
 class Option:
-    """The help text of an option, and its form on a command line.
-
-    The flag of a boolean option sets it. If the default is true, a second flag negates it.
+    """An option on a command line. The flag of a boolean sets it. If it is true by default, a second flag negates it.
 
     Attributes:
         help: a sentence.

@@ -78,8 +78,8 @@ class Owners:
     """Reads a request's block table.
 
     Entry b of the `table` is the block of tokens `[b * block_size, (b + 1) * block_size)`. With a `rotation`, this is
-    true up to its start. Later entries are the blocks that members begin after it, in that order. In both cases a
-    member's tokens fill its blocks in order of position.
+    true up to its start. Later entries are the blocks that members begin after it, in that order. A member's tokens
+    fill its blocks in order of position.
 
     Blocks in pools outside `group`, such as host pools, are left out.
     """

@@ -3,8 +3,7 @@
 The engine is in one of four states. Each event below moves it to the next one.
 
 - `running`: steps are planned. `ask` begins a change.
-- `draining`: no step is planned. Requests are preempted as their steps complete, and KV leaves the devices. `drain`
-  returns the `Reshard` once that is done.
+- `draining`: no step is planned. Requests are preempted, and KV leaves the devices. Then `drain` returns the `Reshard`.
 - `switching`: all ranks take their places in the new cluster. `complete` takes the completion of the `Reshard`.
 - `resuming`: the engine replaces all state that depends on the cluster. `resumed` ends the change.
 

@@ -120,7 +120,6 @@ _MIN_CHUNK = 256
 def chunk_tokens(num_due: int, num_stages: int) -> int:
     """Return the tokens of a step that keep all pipeline stages busy: the due tokens make 4 steps per stage.
 
-    With two stages, a single prompt leaves each stage idle for a ninth of the time. Steps have at least 256 tokens,
-    because the time to launch a step matters below.
+    With two stages, a single prompt leaves each stage idle for a ninth of the time. Steps have at least 256 tokens.
     """
     return max(_MIN_CHUNK, -(-num_due // (_STEPS_PER_STAGE * num_stages)))

@@ -75,10 +75,9 @@ _choice, _end = partial(Option, group="Sampling"), partial(Option, group="Length
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The choice of the next tokens of a request, and its end. Names, defaults and ranges are vLLM's.
+    """The choice of the next tokens of a request, and its end. Names, defaults and ranges are vLLM's. Hashable.
 
     They apply in this order: logit_bias, min_tokens, penalties, structured_outputs, temperature, min_p, top_k, top_p.
-    Instances are hashable.
 
     Attributes:
         n: number of outputs of the prompt, each with its own random numbers. Greedy outputs are equal.

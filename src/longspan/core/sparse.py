@@ -5,8 +5,7 @@ At each further level a segment joins several segments of the level before, up t
 Two partitions meet at the first level with both in one segment. So regions are disjoint, and without drops they add up
 to full attention. Distant keys lie in earlier partitions, so no mask is needed above level 1.
 
-Levels depend on positions only: chunks of a prompt and cached blocks have the same partitions on any member.
-See `sparse_plan.py` for the work of members.
+Levels depend on positions only, for chunks of a prompt and cached blocks alike (see `sparse_plan.py`).
 """
 
 from __future__ import annotations

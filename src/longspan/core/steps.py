@@ -242,8 +242,7 @@ class Free:
 class Reshard:
     """Moves every rank to its place in another cluster: another share of the weights, an empty pool (Seesaw §4.1).
 
-    Neither a Forward nor a copy to or from a device is in flight meanwhile. Ranks forget all requests. If the cluster
-    has more ranks than there are, further ranks start.
+    No Forward, and no copy to or from a device, is in flight. Ranks forget all requests. Missing ranks are started.
     """
 
     number: int

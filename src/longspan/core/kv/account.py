@@ -323,8 +323,8 @@ def _published(request: Request, index: int) -> BlockRef:
 def _num_publishable(request: Request) -> int:
     """Return the number of tokens that can be published: computed, with known ids and finite KV.
 
-    The last sampled ids of an aborted request are unknown. Where owners rotate by token, blocks have no adjacent
-    tokens. A block with KV that is not finite is not published.
+    The last sampled ids of an aborted request are unknown. Blocks after a rotation by token, or with KV that is
+    not finite, are not published.
     """
     num_tokens = min(request.num_computed, request.num_known)
     if request.rotation is not None:

@@ -59,8 +59,7 @@ class Loads:
     ) -> list[MoveKV]:
         """Return moves of the table's blocks on hosts and disks to new blocks of `owners`, in order.
 
-        If a host has no free block for a block from its disk, the table ends there. A request may use only a prefix of
-        its last block, and writes its own tokens after it.
+        If a host has no free block for a block from its disk, the table ends there. The last block may be used in part.
 
         Args:
             num_tokens: the number of tokens of the table when the load is complete.

@@ -93,7 +93,6 @@ class KvManager:
         return self.account.pool(number)
 
     def usage(self, pools: Iterable[int]) -> PoolUsage:
-        """Return how full some pools are together."""
         return self.account.usage(pools)
 
     # ---------------------------------------------------------------- KV in flight
