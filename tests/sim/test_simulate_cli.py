@@ -20,7 +20,7 @@ from longspan.cost import catalog
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import RooflineCost
-from longspan.sim import report, timeline
+from longspan.extras import report, timeline
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.requests import make_workload

@@ -18,11 +18,11 @@ from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.estimate import activation_bytes, estimate_prefill
 from longspan.cost.step_cost import RooflineCost
+from longspan.extras.timeline import Timeline
 from longspan.sim import run as simulation
 from longspan.sim.executor import StepTiming
 from longspan.sim.run import Observers
 from longspan.sim.spec import ServiceLevel
-from longspan.sim.timeline import Timeline
 from longspan.simulation import each_policy, make_experiment, read_architecture
 from longspan.workload.arrivals import Arrival, Workload, text
 from longspan.workload.requests import make_workload
@@ -175,7 +175,7 @@ def test_exposed_communication_is_that_of_the_estimate() -> None:
     )
     experiment, seen = make_experiment("llama-3-8b", SPEC, scheduling), Timeline()
     [arrival] = make_workload(alone).arrivals
-    [served] = experiment.run(make_workload(alone), seen).served
+    [served] = experiment.run(make_workload(alone), seen.observers(experiment.cost)).served
     split = seen.split(served)
     assert isinstance(experiment.cost, RooflineCost) and split.exposed_communication_s is not None
     [line] = experiment.cost.lines

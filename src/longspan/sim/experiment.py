@@ -22,7 +22,6 @@ from longspan.policy.tetris.rates import RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster
 from longspan.sim.run import Observers, Result, percentile, simulate
 from longspan.sim.spec import Faults, ServiceLevel
-from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
 MAX_TIMES_LIGHT = 25
@@ -88,7 +87,7 @@ class Experiment:
             facts=self.facts,
         )
 
-    def run(self, workload: Workload, timeline: Timeline | None = None, *, title: str = "requests") -> Result:
+    def run(self, workload: Workload, observers: Observers | None = None, *, title: str = "requests") -> Result:
         """Serves all requests of a workload.
 
         Raises:
@@ -99,7 +98,7 @@ class Experiment:
             scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
         config = EngineConfig.of(scheduling, self.cluster, policy, turns=self.facts.turns, swap=self._swap)
         with self.progress(title, len(workload.arrivals)) as finished:
-            watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
+            watch = replace(observers or Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
     def _swap(self, cluster: Cluster) -> SwapPrice:

@@ -92,7 +92,7 @@ def roles_of(cluster: Cluster) -> dict[str, Sequence[int]]:
 
 
 class Timeline:
-    """Writes down what a simulation does, by the callbacks of `watching`.
+    """Writes down what a simulation does, by the callbacks of `observers`.
 
     Attributes:
         blocks: the first, in the order in which steps were planned.
@@ -114,7 +114,7 @@ class Timeline:
         """By request: begin and end of each transfer."""
         self._sampled: set[int] = set()
 
-    def watching(self, cost: StepCost) -> Observers:
+    def observers(self, cost: StepCost) -> Observers:
         """Returns the callbacks to give to `simulate`; the cost tells what steps spend on messages."""
         return Observers(
             ran=lambda ran: self._ran(ran, cost),

@@ -15,8 +15,8 @@ from longspan.core.quantities import number, quantity, seconds
 from longspan.cost import catalog
 from longspan.cost.catalog import Kernels
 from longspan.errors import ParameterError
+from longspan.extras.timeline import Block, Record, Timeline, TimeSplit, Transfer, roles_of
 from longspan.sim.run import Served, percentile
-from longspan.sim.timeline import Block, Record, Timeline, TimeSplit, Transfer, roles_of
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure, Scatter
