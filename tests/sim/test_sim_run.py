@@ -283,7 +283,7 @@ def test_faults_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) ->
 
 
 def test_an_instance_that_is_not_there_cannot_be_slow() -> None:
-    with pytest.raises(ValueError, match="instance 2 is to be slow, but there are 2"):
+    with pytest.raises(ValueError, match="instance 2 does not exist, there are 2"):
         run([Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1)], 2, faults=Faults(slow={2: 2.0}))
 
 

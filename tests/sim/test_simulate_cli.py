@@ -220,7 +220,7 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert sum(prompts.values()) == found["num_prompt_tokens"]
     text = page.read_text()
     assert all(f'id="{name}"' in text for name in ("instances", "ttft-by-length", "ttft", "tbt"))
-    assert "How far from reality" in text and "computed for" not in text, "a profile has no data sheet"
+    assert "<h2>Accuracy</h2>" in text and "computed for" not in text, "a profile has no data sheet"
     assert "<td>in compute</td>" in text, "nor does it tell communication apart"
     linked = re.findall(r'(?:src|href)="([^"]+)"', text.partition("</head>")[2])
     assert not linked, "everything is in the page"
@@ -293,8 +293,8 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 refines data sheets"),
         (("--profile", "P", "--attention", "flash"), "--attention flash refines data sheets"),
         (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 is of lost workers"),
-        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 is of starts that prompts share"),
-        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is between turns of a conversation"),
+        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 counts shared prefixes"),
+        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is the time between turns"),
         (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
         (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
         (("--profile", "P", "--profile-improvement-rates"), "goes up to --rate: give the highest rate"),
@@ -310,7 +310,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
-        (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
+        (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 does not exist, there are 8"),
         (("--profile", "P", "--lose-worker-at", "x"), "--lose-worker-at must be a number of seconds, but x given"),
         (
             ("--profile", "P", "--rate", "1", "--policy", "best"),
@@ -530,7 +530,7 @@ def test_lengths_that_are_no_lengths_are_refused_with_their_line(
 
 def test_a_rate_that_takes_years_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1e-300") == 2
-    assert "--rate 1e-300 has 1000 requests come in more than 1e+08 s: give 1e-05 or more" in capsys.readouterr().err
+    assert "--rate 1e-300 spreads 1000 requests over more than 1e+08 s: give 1e-05 or more" in capsys.readouterr().err
 
 
 def test_a_trace_that_is_too_short(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -560,4 +560,4 @@ def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixtu
     assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0
     assert "phase_decode" in capsys.readouterr().out
     assert run("simulate", "smollm2-135m", *options, "--offline", "--rate", "2") == 2
-    assert "--rate 2 is of requests that come one by one" in capsys.readouterr().err
+    assert "--rate 2 excludes offline" in capsys.readouterr().err

@@ -258,7 +258,7 @@ def _slots(shares: Iterable[OwnPart], instance: int, block_size: int, device: to
 
 
 def _numbers(ranges: Sequence[range]) -> NDArray[np.int64]:
-    """Concatenate ranges. Vectorized: many short ranges cost as much as one long range."""
+    """Return the concatenated ranges. Vectorized: many short ranges cost as much as one long range."""
     starts = np.array([piece.start for piece in ranges], dtype=np.int64)
     steps = np.array([piece.step for piece in ranges], dtype=np.int64)
     counts = np.array([len(piece) for piece in ranges], dtype=np.int64)
@@ -408,7 +408,7 @@ class RankRequests:
                 self._requests[request_id].last_token = token
 
     def forget(self, request_ids: Iterable[int]) -> None:
-        """Drop requests. Ignores requests of other ranks."""
+        """Drop the state of requests. Ignores requests of other ranks."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 

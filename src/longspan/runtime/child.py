@@ -1,4 +1,4 @@
-"""Long-lived child processes. A child ends when its standard input closes."""
+"""Starts and ends of long-lived child processes. A child ends when its standard input closes."""
 
 from __future__ import annotations
 

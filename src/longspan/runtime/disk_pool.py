@@ -1,7 +1,7 @@
 """The KV pool on a host's disk: one file per block with all layers and heads. It survives a restart of the server.
 
-A file consists of a magic number, a checksum of all following bytes, the header length, the header, and the record of
-the block, see `core/kv_record.py`.
+A file consists of a magic number, a checksum of all following bytes, the header length, the header, and the block's
+record (`core/kv_record.py`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class DiskPool:
             acquired.pop_all()  # `close` releases the lock from now on
 
     def _shrink(self) -> list[Path]:
-        """Evict the least recently used files beyond `num_blocks`. Renumber the others below it and return them."""
+        """Remove the least recently used files beyond `num_blocks`. Return the kept files, renumbered below it."""
         files = sorted(self._files(), key=lambda file: file[0].stat().st_mtime_ns, reverse=True)
         kept, evicted = files[: self._num_blocks], files[self._num_blocks :]
         self._remove([path for path, _ in evicted])
@@ -185,7 +185,7 @@ class DiskPool:
         self._remove([path for path, _ in self._files()])
 
     def close(self) -> None:
-        """Unlock the folder and drop the references to host memory."""
+        """Release the lock of the folder, and drop the references to host memory."""
         self._lock.close()
         self._parts.clear()
 

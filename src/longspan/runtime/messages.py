@@ -105,7 +105,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """The answer to `Measure`."""
+    """The answer of a rank to `Measure`."""
 
     rank: int
     memory: RankMemory
@@ -137,7 +137,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):
-    """All sends of a rank for a MoveKV have completed."""
+    """A rank has completed all its sends of a MoveKV."""
 
     rank: int
     number: int

@@ -111,7 +111,7 @@ class KvPool:
             field[:, heads.start : heads.stop].index_copy_(0, blocks, copy)
 
     def clear(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Zero the slots of each (block, first slot) from the first slot on, in all layers. Waits for the device.
+        """Set the slots of each (block, first slot) to zero from the first slot on, in all layers, and synchronize.
 
         Also clears the state after the block, which depends on these slots. Other threads or streams may write
         messages to other blocks concurrently.
@@ -143,7 +143,7 @@ class KvPool:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocate zeros. CPU pages take no memory until they are written."""
+    """Allocate a tensor of zeros. CPU pages take no memory until they are written."""
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     try:

@@ -1,4 +1,4 @@
-"""Token sampling and logprobs. The token of a row depends on that row only, never on the batch."""
+"""Token sampling and logprobs for rows of logits. The token of a row depends on that row only, never on the batch."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def _tiles(rows: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:
 def uniforms(keys: Iterable[tuple[int, int, int]]) -> list[float]:
     """Return a random number in [0, 1) for each (seed, choice, position) of a request's output.
 
-    The numbers equal `Generator(Philox(key=(seed, choice), counter=position)).random()`. One generator is set to each
-    key in turn, because each new generator would collect unused entropy.
+    The numbers equal `Generator(Philox(key=(seed, choice), counter=position)).random()`. One generator is reused for
+    all keys, because each new generator would collect unused entropy.
     """
     philox = np.random.Philox(key=0)
     state = philox.state

@@ -47,17 +47,12 @@ class StepLanes:
         return cls(exchange=transport, early=transport, inside=transport, weights=transport)
 
     def each(self, change: Callable[[Transport], Transport]) -> StepLanes:
-        return StepLanes(
-            exchange=change(self.exchange),
-            early=change(self.early),
-            inside=change(self.inside),
-            weights=change(self.weights),
-        )
+        return StepLanes(**{name: change(lane) for name, lane in vars(self).items()})
 
     def complete_sends(self) -> None:
         """Wait until every send has left its buffer."""
-        for transport in (self.exchange, self.early, self.inside, self.weights):
-            transport.complete_sends()
+        for lane in vars(self).values():
+            lane.complete_sends()
 
 
 class StepComm:

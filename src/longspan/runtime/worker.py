@@ -37,6 +37,8 @@ from longspan.runtime.timing import Stopwatch, TimedTransport
 if TYPE_CHECKING:
     from longspan.runtime.host_pool import HostPool
 
+_Results = tuple[tuple[Sampled, ...], tuple[Scored, ...], tuple[int, ...]]
+"""Sampled tokens, scored prompts, and the ids of requests with non-finite numbers."""
 _HIDDEN_HOP, _SAMPLES_HOP = 0, 1
 _LOGITS_TILE = 256
 """Prompt tokens whose logits are computed at once. The logits of 8K tokens would need more memory than most models."""
@@ -193,26 +195,8 @@ class Worker:
             moves=moves,
             host=self._host,
         )
-        sampled: tuple[Sampled, ...] = ()
-        scored: tuple[Scored, ...] = ()
-        non_finite: tuple[int, ...] = ()
         with self._model.summed_by(comm.all_reduce):
-            if len(packed.tokens):
-                row = packed.tokens, packed.positions, packed.keep
-                output = self._model.forward(*row, attention, packed.rope_lengths, self._receive_hidden(packed, comm))
-                if not self._is_last:
-                    self._send_hidden(output, comm)
-                    self._expect_samples(packed, comm)
-                else:
-                    tokens = self._sample(packed, output)
-                    self._send_samples(tokens, comm)
-                    if self._shard == 0:  # every rank of the last stage samples all tokens, one rank reports them
-                        sampled = tuple(self._sampled(packed, output, tokens))
-                        scored = tuple(self._score(prompt) for prompt in packed.prompts)
-                        nan_ids = (s.request_id for s in scored if any(isnan(p.logprob) for p in s.logprobs))
-                        non_finite = (*self._non_finite(packed, output, tokens), *nan_ids)
-            else:
-                attention.without_tokens(self._dtype, self._device)
+            sampled, scored, non_finite = self._compute(packed, comm, attention)
         attention.finish()
         self._lanes.complete_sends()
         self._rebalances.complete_sends()
@@ -225,6 +209,26 @@ class Worker:
             non_finite=non_finite,
             times=self._watch.seconds(),
         )
+
+    def _compute(self, packed: Packed, comm: StepComm, attention: StepAttention) -> _Results:
+        """Run the model, and send hidden states or samples to other stages. Return the results to report."""
+        if not len(packed.tokens):
+            attention.without_tokens(self._dtype, self._device)
+            return (), (), ()
+        row = packed.tokens, packed.positions, packed.keep
+        output = self._model.forward(*row, attention, packed.rope_lengths, self._receive_hidden(packed, comm))
+        if not self._is_last:
+            self._send_hidden(output, comm)
+            self._expect_samples(packed, comm)
+            return (), (), ()
+        tokens = self._sample(packed, output)
+        self._send_samples(tokens, comm)
+        if self._shard:  # every rank of the last stage samples all tokens, the first one reports them
+            return (), (), ()
+        sampled = tuple(self._sampled(packed, output, tokens))
+        scored = tuple(self._score(prompt) for prompt in packed.prompts)
+        nan_ids = (scores.request_id for scores in scored if any(isnan(entry.logprob) for entry in scores.logprobs))
+        return sampled, scored, (*self._non_finite(packed, output, tokens), *nan_ids)
 
     def _receive_hidden(self, packed: Packed, comm: StepComm) -> Tensor | None:
         """Receive the hidden states of this rank's tokens from the previous stage. None on the first stage."""

@@ -38,7 +38,7 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
         run_dir: the engine's private folder: sockets and the rendezvous file. It is removed at shutdown.
         lifeline: the file descriptor of a pipe whose other end closes when the controller exits.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the controller decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group. The controller handles it
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {rank} %(levelname)s %(message)s"
     )
@@ -83,7 +83,7 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
 def open_transports(
     device: torch.device, rank: int, hosts: Sequence[int], store: str, *, timeout_s: float | None = None
 ) -> Transports:
-    """Connect a rank with all others, whose `hosts` are given. Paths of rendezvous files begin with `store`.
+    """Connect a rank with all ranks, whose `hosts` are given. Paths of rendezvous files begin with `store`.
 
     CPU ranks use shared memory within a host, where the system supports it, and gloo between hosts. CUDA ranks use
     NCCL, or gloo through host memory if ranks share a device.
@@ -181,7 +181,7 @@ def own_cores() -> list[int]:
 
 
 def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) -> None:
-    """Pin the rank's later threads to one core if ranks with one CPU thread each fill the machine, else to `cores`.
+    """Keep the rank's later threads on one core if single-threaded ranks fill the machine, else on `cores`.
 
     A rank that wakes up then never waits for a core on which another rank computes. The same holds for gloo's thread,
     which does not preempt (`polite_threads`). Linux only. Ignores errors of the system call.

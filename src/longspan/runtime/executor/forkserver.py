@@ -60,7 +60,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """A worker has ended. Negative codes are signals."""
+    """A worker process has ended. Negative codes are signals."""
 
     pid: int
     code: int

@@ -88,7 +88,7 @@ class Layerwise:
         return LayerwiseStep(context, packed)
 
     def close(self) -> None:
-        """Unhook the model's attention modules."""
+        """Restore the model's own attention forwards."""
         for layer in self.__dict__.pop("_layers", {}).values():  # empty unless a step has hooked them
             layer.close()
 

@@ -1,5 +1,6 @@
-"""Unmodified attention modules, computed with other weights: with a share of the heads for gathered tokens, or with all
-heads where the rank's model has only a share.
+"""Unmodified attention modules, computed with replaced weights.
+
+The weights are a share of the heads for gathered tokens, or all heads where the rank's model has only a share.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class HookedAttention:
     """Replaces the forward of one attention module. `specs` are those of the rank's layers.
 
     The model is called with an `Attend`. With layerwise parts, its method `layerwise(layer, hidden) -> output` computes
-    the last packed tokens, and `num_alone` is the number of tokens before them. `num_alone` is None without such
-    parts. Its method `arguments_alone(layer)` returns a layer's arguments for the tokens before.
+    the last packed tokens. `num_alone` is the number of tokens before them, or None without such parts. Its method
+    `arguments_alone(layer)` returns a layer's arguments for the tokens before.
     """
 
     def __init__(self, module: nn.Module, specs: tuple[AttnSpec, ...]) -> None:

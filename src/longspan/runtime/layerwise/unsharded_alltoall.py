@@ -103,7 +103,7 @@ class UnshardedLayers:
 
 
 def _from_zero(parts: MemberParts) -> MemberParts:
-    """Shift the rows of contiguous parts so that they begin at 0."""
+    """Return contiguous parts with rows that begin at 0."""
     first = parts[0].rows.start
     shifted = [replace(part, rows=slice(part.rows.start - first, part.rows.stop - first)) for part in parts]
     return MemberParts(shifted, parts.backend)
@@ -178,7 +178,7 @@ class HostWeights:
         self._buffers: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def start(self, layer: int) -> None:
-        """Pin and copy a layer on CUDA devices. Does nothing on CPUs."""
+        """Start to copy a layer to a CUDA device, from pinned memory. Does nothing on CPUs."""
         if self._stream is None:
             return
         if layer not in self._layers:
@@ -233,7 +233,7 @@ class PeerWeights:
 
 
 Layout = Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
-"""By parameter: the sharded dimension, and the ranges of a rank's share that no lower rank has."""
+"""Maps a parameter to its sharded dimension, and to the ranges of a rank's share that no lower rank has."""
 
 
 def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) -> Sequence[Layout]:
