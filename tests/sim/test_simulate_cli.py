@@ -271,7 +271,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "nowhere.json", "--rate", "1"), "nowhere.json"),
         (("--hardware", "a1", "--rate", "1"), "a100-sxm-80g"),
         (("--hardware", "l4", "--profile", "P"), "--hardware l4 and profile exclude each other: give one of them"),
-        (("--hardware", "l4", "--max-num-batched-tokens", "90000000"), "beside a step of 90000000 tokens"),
+        (("--hardware", "l4", "--max-num-batched-tokens", "90000000"), "with a step of 90000000 tokens"),
         (
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
             "--gpus-per-host(2) * hosts(1) = 2 devices, but instances(3) * tp(1) = 3 given",

@@ -107,8 +107,8 @@ def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]
     [
         (("--policy", "chunked,context", "-o", "sp=4"), "none of chunked, context has option 'sp': their options are"),
         (("--policy", "chunked,best"), "--policy 'best' is unknown: choose from auto, chunked"),
-        (("--policy", "auto,auto"), "--policy auto,auto names one twice"),
-        (("--policy", "context,context"), "--policy context,context names one twice"),
+        (("--policy", "auto,auto"), "--policy auto,auto repeats a policy"),
+        (("--policy", "context,context"), "--policy context,context repeats a policy"),
         (("--policy", "context,fixed-sp"), "sp must be 1 or more: give the number of instances"),
         (("--policy", "chunked", "--exchange", "ring_kv"), "policy chunked has no option 'exchange'"),
         (("--policy", "tetris,chunked", "--profile-improvement-rates"), "--policy must be tetris"),

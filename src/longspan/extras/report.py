@@ -307,13 +307,13 @@ def _scatter(record: Record, x: Sequence[float]) -> Scatter:
     from plotly.graph_objects import Scatter  # noqa: PLC0415  # optional
 
     served = _points(record)
-    words = [
+    texts = [
         f"request {request.index}<br>{request.num_prompt_tokens:,} tokens, {request.num_cached_tokens:,} cached<br>"
         f"TTFT {seconds(request.ttft_s)}"
         for request in served
     ]
     return Scatter(
-        x=x, y=[request.ttft_s for request in served], mode="markers", name="TTFT", hovertext=words, hoverinfo="text"
+        x=x, y=[request.ttft_s for request in served], mode="markers", name="TTFT", hovertext=texts, hoverinfo="text"
     )
 
 

@@ -266,13 +266,13 @@ def chrome_trace(records: Sequence[Record]) -> str:
     Each run has its own trace processes.
     """
     is_named = len(records) > 1
-    events = [event for place, record in enumerate(records) for event in _events(record, place, named=is_named)]
+    events = [event for number, record in enumerate(records) for event in _events(record, number, named=is_named)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
 
 
-def _events(record: Record, place: int, *, named: bool) -> Iterator[dict[str, Any]]:
+def _events(record: Record, run: int, *, named: bool) -> Iterator[dict[str, Any]]:
     result, timeline = record.result, record.timeline
-    instances, requests, transfers = (len(_KINDS) * place + number for number in range(1, len(_KINDS) + 1))
+    instances, requests, transfers = (len(_KINDS) * run + number for number in range(1, len(_KINDS) + 1))
     names = [("process_name", instances + number, 0, kind) for number, kind in enumerate(_KINDS)]
     if named:
         names = [(what, process, thread, f"{record.policy}: {name}") for what, process, thread, name in names]

@@ -179,7 +179,7 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
     ends_block = task.context_tokens % config.block_size == 0
     prompts = [draw.choices(vocabulary, k=task.context_tokens + ends_block) for _ in range(task.batch)]
     singles = [draw.choices(vocabulary, k=-(-config.block_size // 2)) for _ in range(task.singles)]
-    beside: list[list[int]] = []
+    concurrent_prompts: list[list[int]] = []
     if task.members > 1:
         threshold = str(len(singles[0]) if singles else 0)
         llm.set_policy("context", {"exchange": RING_KV.kind, "decode": task.exchange, "threshold": threshold})
@@ -187,7 +187,7 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
         kv_tokens = config.cluster.num_blocks[0] * config.block_size
         full = min(config.max_num_batched_tokens, llm.max_model_len - 1, kv_tokens - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
-        beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
+        concurrent_prompts = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
         llm.engine.set_policy(make_policy("chunked", num_instances=1, options={}))
     for prompt in prompts:  # one by one: sharded prompts evenly, unsharded prompts on the first instance
         llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
@@ -195,8 +195,8 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
         llm.set_policy("chunked", {})
     decoding = [*prompts, *singles]
     steps = SamplingParams(temperature=0.0, max_tokens=len(decoding) + DECODE_STEPS, ignore_eos=True)
-    params = [steps] * len(decoding) + [_ONE_TOKEN] * len(beside)
-    outputs = llm.generate([*decoding, *beside], params, use_tqdm=False)[: len(decoding)]
+    params = [steps] * len(decoding) + [_ONE_TOKEN] * len(concurrent_prompts)
+    outputs = llm.generate([*decoding, *concurrent_prompts], params, use_tqdm=False)[: len(decoding)]
     if task.members == 1 and len({tuple(map(bool, out.metrics.kv_tokens_per_instance)) for out in outputs}) > 1:
         problem = f"{task.batch} requests with contexts of {task.context_tokens} tokens did not decode on one instance"
         raise ValueError(f"{problem}: allow more KV memory, or give shorter lengths")

@@ -204,8 +204,8 @@ class OwnPart(NamedTuple):
     @property
     def tokens(self) -> list[int]:
         part = self.part
-        own = [part.tokens[run.start - part.start : run.stop - part.start : run.step] for run in self.runs]
-        return [token for some in own for token in some]
+        pieces = [part.tokens[run.start - part.start : run.stop - part.start : run.step] for run in self.runs]
+        return [token for piece in pieces for token in piece]
 
 
 def _own_part(
@@ -240,17 +240,17 @@ def _own_part(
 def _slots(shares: Iterable[OwnPart], instance: int, block_size: int, device: torch.device) -> Slots:
     """Return the slots of the stored tokens whose block belongs to this instance."""
     rows: list[range] = []
-    places: list[range] = []
+    slot_ranges: list[range] = []
     refs: list[BlockRef] = []
     for share in shares:
         row = share.first_stored
-        for place, blocks in share.stored:
+        for slots, blocks in share.stored:
             shift = len(refs) * block_size
-            places.append(range(place.start + shift, place.stop + shift, place.step))
-            rows.append(range(row, row + len(place)))
+            slot_ranges.append(range(slots.start + shift, slots.stop + shift, slots.step))
+            rows.append(range(row, row + len(slots)))
             refs.extend(blocks)
-            row += len(place)
-    index, offsets = np.divmod(_numbers(places), block_size)
+            row += len(slots)
+    index, offsets = np.divmod(_numbers(slot_ranges), block_size)
     pools, numbers = np.fromiter(chain.from_iterable(refs), np.int64, 2 * len(refs)).reshape(-1, 2)[index].T
     own = pools == instance
     selected = torch.from_numpy(np.stack([_numbers(rows)[own], numbers[own], offsets[own]]))

@@ -183,7 +183,7 @@ class BlockMessages:
         )
 
     def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        return {i: torch.tensor(own, dtype=torch.int64, device=self.device) for i, own in blocks.items()}
+        return {i: torch.tensor(numbers, dtype=torch.int64, device=self.device) for i, numbers in blocks.items()}
 
     def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
         record, tp = self._pool.record.layers[layer], self._cluster.tp

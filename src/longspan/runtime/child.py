@@ -98,9 +98,9 @@ def lack_of_memory(code: int, num_oom_kills: int) -> str | None:
     if code != -signal.SIGKILL or limits.num_oom_kills() <= num_oom_kills:
         return None
     memory = limits.memory()
-    whose = "the memory limit of this container" if memory.is_limited else "the memory of this machine"
+    exhausted = "the memory limit of this container" if memory.is_limited else "the memory of this machine"
     return (
-        f"{whose} ({memory.total / 2**30:.1f} GiB) was used up; allow less for KV (--kv-cache-memory-bytes, "
+        f"{exhausted} ({memory.total / 2**30:.1f} GiB) was used up: allow less for KV (--kv-cache-memory-bytes, "
         "--host-kv-gib) or steps (--max-num-batched-tokens), or raise the limit"
     )
 

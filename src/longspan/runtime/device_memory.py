@@ -96,14 +96,14 @@ class DeviceMemory:
         Splits that were not measured are taken to need `weight_bytes` of weights and the step memory of the measured
         ranks with the largest shares. That memory is scaled up for larger shares.
         """
-        left = self._left(cluster, instance, weight_bytes) - move_bytes(cluster)
+        usable = self._usable_by(cluster, instance, weight_bytes) - move_bytes(cluster)
         copies = _COPIES_ALONE if cluster.num_instances == 1 else _COPIES_EXCHANGED
         stages = (self.record.of_layers(cluster.layers(instance, stage)) for stage in range(cluster.pp(instance)))
         fullest = max(stages, key=lambda record: record.block_bytes)
         copied = copies * max(layer.block_bytes for layer in fullest.layers)
-        return left * fullest.block_bytes // (fullest.block_bytes + copied)
+        return usable * fullest.block_bytes // (fullest.block_bytes + copied)
 
-    def _left(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
+    def _usable_by(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
         before, usable = self.cluster, [self._usable(rank, cluster.num_ranks) for rank in range(len(self.ranks))]
         splits = {rank: (before.tp(i), before.pp(i)) for i in before.instances for rank in before.ranks(i)}
         tp, pp = cluster.tp(instance), cluster.pp(instance)

@@ -162,9 +162,9 @@ def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int, available
     """
     if device == "cpu":
         available = limits.memory().available if available is None else available
-        left = available - PROCESS_BYTES - cluster.num_ranks * _RANK_BYTES
+        usable = available - PROCESS_BYTES - cluster.num_ranks * _RANK_BYTES
         weights = weight_bytes * cluster.spec.tp * cluster.spec.pp  # one copy for all instances
-        total = max(_MIN_CPU_SHARE * left, _CPU_SHARE * (left - weights))
+        total = max(_MIN_CPU_SHARE * usable, _CPU_SHARE * (usable - weights))
         return min(CPU_KV_BYTES, max(0, int(total))) // cluster.num_ranks
     free, _ = torch.cuda.mem_get_info(0)
     per_device = -(-cluster.num_ranks // torch.cuda.device_count())

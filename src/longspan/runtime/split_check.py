@@ -88,14 +88,8 @@ def check_splits(
 def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightSource]) -> Iterator[Trial]:
     """Yield splits that together cover all shards, stages and exchanges of a cluster."""
     num_members = len(cluster.prefill)
-    sharing, others = (
-        {
-            (cluster.tp(instance), cluster.pp(instance))
-            for instance in instances
-            if (instance in cluster.prefill) == shares
-        }
-        for shares, instances in ((True, cluster.instances), (False, cluster.instances))
-    )
+    splits = {instance: (cluster.tp(instance), cluster.pp(instance)) for instance in cluster.instances}
+    sharing = {splits[instance] for instance in cluster.prefill}
     for tp, pp in sorted(sharing):
         if num_members == 1:
             yield Trial(spec=ParallelSpec(tp=tp, pp=pp))
@@ -105,7 +99,7 @@ def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightS
             yield Trial(spec=ParallelSpec(instances=size, tp=tp, pp=pp), exchange=exchange)
         for source in weights if tp > 1 else ():
             yield Trial(spec=ParallelSpec(instances=2, tp=tp, pp=pp), exchange=ALLTOALL._replace(weights=source))
-    for tp, pp in sorted(others - sharing):
+    for tp, pp in sorted({*splits.values()} - sharing):
         yield Trial(spec=ParallelSpec(tp=tp, pp=pp))
 
 

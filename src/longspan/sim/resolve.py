@@ -208,8 +208,8 @@ def _with_pools(cluster: Cluster, lines: Sequence[Roofline], record: KvRecord, s
     tokens = [-(-scheduling.max_num_batched_tokens // len(line.stages)) for line in lines]
     full = [full_step(*both) for both in zip(lines, tokens, strict=True)]
     tightest = min(range(len(full)), key=lambda role: full[role].kv_room)
-    words = f"beside a step of {tokens[tightest]} tokens {USED_MEMORY:.0%} of a device hold {full[tightest].arithmetic}"
-    advice = f"{words}: use a larger tp, or fewer max_num_batched_tokens"
+    text = f"with a step of {tokens[tightest]} tokens, {USED_MEMORY:.0%} of a device hold {full[tightest].arithmetic}"
+    advice = f"{text}: use a larger tp, or fewer max_num_batched_tokens"
     return with_pools(cluster, record, scheduling, lambda c, i: full[-1 if i in c.decode else 0].kv_room, advice)
 
 

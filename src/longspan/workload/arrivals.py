@@ -136,17 +136,17 @@ class TokenText(Sequence[int]):
             assert step == 1, "prompts are read forwards"
             return self._between(start, max(start, stop))
         position = range(len(self))[index]
-        place = bisect_right(self._ends, position)
-        return self.parts[place][position - self._start(place)]
+        part = bisect_right(self._ends, position)
+        return self.parts[part][position - self._start(part)]
 
-    def _start(self, place: int) -> int:
-        return self._ends[place] - len(self.parts[place])
+    def _start(self, part: int) -> int:
+        return self._ends[part] - len(self.parts[part])
 
     def _between(self, start: int, stop: int) -> Sequence[int]:
         parts: list[Sequence[int]] = []
-        for place in range(bisect_right(self._ends, start), len(self.parts)):
-            first = self._start(place)
+        for part in range(bisect_right(self._ends, start), len(self.parts)):
+            first = self._start(part)
             if first >= stop:
                 break
-            parts.append(self.parts[place][max(0, start - first) : stop - first])
+            parts.append(self.parts[part][max(0, start - first) : stop - first])
         return parts[0] if len(parts) == 1 else TokenText(parts)

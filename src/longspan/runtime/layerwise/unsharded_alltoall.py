@@ -37,9 +37,9 @@ class UnshardedLayers:
         self._parts = {c.number: _from_zero(c.parts) for c in channels}
         shard = context.model.shard
         slices = {c.number: slice(*cut_evenly(c.num_tokens, shard.size)[shard.index]) for c in channels}
-        mine = {number: rows for number, rows in slices.items() if rows.stop > rows.start}
+        own_slices = {number: rows for number, rows in slices.items() if rows.stop > rows.start}
         self._arguments = {
-            c.number: context.arguments(c, [c.rank], mine[c.number]) for c in channels if c.number in mine
+            c.number: context.arguments(c, [c.rank], own_slices[c.number]) for c in channels if c.number in own_slices
         }
         used = dict.fromkeys(c.exchange.weights for c in channels if c.num_tokens)
         self._sources = {source: self._fetch(source) for source in used}
@@ -57,7 +57,7 @@ class UnshardedLayers:
         model, pool, comm = context.model, context.pool, context.comm
         spec = model.info.specs[layer]
         inside = HeadTokenSwap(comm.inside(ALLTOALL.kind), spec, len(hidden))
-        mine = hidden[inside.mine]
+        own_hidden = hidden[inside.own_tokens]
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with context.watch.during("attention"):
@@ -77,14 +77,14 @@ class UnshardedLayers:
                 alltoall(call)
                 return inside.to_tokens(call.out)
 
-        if not len(mine):  # the module cannot run on zero tokens
+        if not len(own_hidden):  # the module cannot run on zero tokens
             q, kv = (hidden.new_empty(heads, 0, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads))
             attend(layer, q, kv, kv)
-            return inside.gather(mine)
+            return inside.gather(own_hidden)
         arguments = self._arguments[channel.number][layer]
         weights = self._weights[channel.exchange.weights]
         with model.summed_by(lambda complete: complete):  # nothing to sum over the ranks of the instance
-            output = context.layers[layer].compute_with(weights, spec, mine, arguments, attend)
+            output = context.layers[layer].compute_with(weights, spec, own_hidden, arguments, attend)
         return inside.gather(output)
 
     def _fetch(self, source: WeightSource | None) -> UnshardedWeights:
@@ -118,7 +118,7 @@ class HeadTokenSwap:
         num_tokens: of the instance.
 
     Attributes:
-        mine: this rank's slice of the tokens.
+        own_tokens: this rank's slice of the tokens.
     """
 
     def __init__(self, group: Group, spec: AttnSpec, num_tokens: int) -> None:
@@ -126,7 +126,7 @@ class HeadTokenSwap:
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self._slices = [slice(first, last) for first, last in cut_evenly(num_tokens, group.size)]
         self._counts = [tokens.stop - tokens.start for tokens in self._slices]
-        self.mine = self._slices[group.rank]
+        self.own_tokens = self._slices[group.rank]
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange q, k, v with all heads and this rank's tokens for q, k, v with its heads and all tokens.
@@ -153,7 +153,7 @@ class HeadTokenSwap:
         receives = {rank: Message.room([shapes[rank]], out) for rank in self._group.others}
         self._group.start(sends=sends, receives=receives, hop=1).wait()
         ranks = range(self._group.size)
-        return torch.cat([out[:, self.mine] if rank == me else receives[rank].tensors[0] for rank in ranks])
+        return torch.cat([out[:, self.own_tokens] if rank == me else receives[rank].tensors[0] for rank in ranks])
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather the outputs of all ranks to `[tokens, width]`."""
