@@ -365,6 +365,7 @@ def test_a_result_that_cannot_be_written_is_told(
 def test_a_page_needs_the_library_that_draws(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delitem(sys.modules, "longspan.extras.report", raising=False)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     page = str(tmp_path / "out.html")
     assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1", "--report", page) == 2

@@ -276,9 +276,7 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec, level: Servic
         if path is not None:
             check_writable(flag, path)
     if results.report is not None:
-        from longspan.extras.report import check_report  # noqa: PLC0415
-
-        check_report()
+        import longspan.extras.report  # noqa: F401, PLC0415 - raises ParameterError without plotly
 
 
 def _settings(model: str, experiments: Sequence[Experiment], given: Sequence[object]) -> dict[str, object]:

@@ -1,11 +1,14 @@
-"""The HTML page of a simulation: settings, metrics, slowest requests and charts, with all policies side by side."""
+"""The HTML page of a simulation: settings, metrics, slowest requests and charts, with all policies side by side.
+
+Importing this module needs plotly, which is optional and slow to import.
+"""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +21,12 @@ from longspan.errors import ParameterError
 from longspan.extras.timeline import Block, Record, Timeline, TimeSplit, Transfer, roles_of
 from longspan.sim.run import Served, percentile
 
-if TYPE_CHECKING:
+try:
     from plotly.graph_objects import Bar, Figure, Scatter
+    from plotly.offline import get_plotlyjs
+    from plotly.subplots import make_subplots
+except ImportError:
+    raise ParameterError("report", "needs plotly: pip install 'longspan[report]'") from None
 
 _MAX_BARS, _MAX_POINTS, _NUM_SLOWEST = 20_000, 5000, 10
 _SAME_TIME_S = 1e-9
@@ -43,14 +50,6 @@ td { padding: .1em 1em .1em 0; white-space: nowrap; } td + td { text-align: righ
 """
 
 
-def check_report() -> None:
-    """Raise ValueError if the plotting library is missing."""
-    try:
-        import plotly.graph_objects  # noqa: F401, PLC0415  # optional, and slow to import
-    except ImportError:
-        raise ParameterError("report", "needs plotly: pip install 'longspan[report]'") from None
-
-
 def html_report(
     records: Sequence[Record],
     numbers: Sequence[Mapping[str, float | None]],
@@ -68,8 +67,6 @@ def html_report(
         hardware: the device whose data sheet gives the times of steps. None for measured times.
         attention: the attention kernels of the cost model.
     """
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415  # optional
-
     policies = [record.policy for record in records]
     title = f"longspan simulate: {settings['model']}, {', '.join(policies)}"
     parts = [
@@ -210,8 +207,6 @@ def _figures(records: Sequence[Record]) -> list[tuple[str, str, Figure]]:
 
 def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
     """Plot all charts over time: the instances of each policy, then TTFTs, the queue and KV of all policies."""
-    from plotly.subplots import make_subplots  # noqa: PLC0415  # optional
-
     named, note = len(records) > 1, ""
     names = [_names(record.cluster) for record in records]
     heights = [_ROW_PX * len(rows) + 20 for rows in names] + 3 * [_LINE_PX]
@@ -268,8 +263,6 @@ def _kv(record: Record) -> list[Scatter]:
 
 
 def _steps(record: Record, values: Sequence[float], name: str, dash: str) -> Scatter:
-    from plotly.graph_objects import Scatter  # noqa: PLC0415  # optional
-
     return Scatter(
         x=[moment.at_s for moment in record.timeline.moments],
         y=values,
@@ -304,8 +297,6 @@ def _by_length(records: Sequence[Record]) -> Figure:
 
 def _scatter(record: Record, x: Sequence[float]) -> Scatter:
     """Plot a point per request, with its TTFT as y."""
-    from plotly.graph_objects import Scatter  # noqa: PLC0415  # optional
-
     served = _points(record)
     texts = [
         f"request {request.index}<br>{request.num_prompt_tokens:,} tokens, {request.num_cached_tokens:,} cached<br>"
@@ -319,8 +310,6 @@ def _scatter(record: Record, x: Sequence[float]) -> Scatter:
 
 def _distribution(records: Sequence[Record], times: Callable[[Record], NDArray[np.float64]]) -> Figure:
     """Plot the cumulative distribution of times per policy, with marked percentiles."""
-    from plotly.graph_objects import Scatter  # noqa: PLC0415  # optional
-
     figure, positive = _figure("seconds", "%"), True
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
         times_s = times(record)
@@ -351,8 +340,6 @@ def _distribution(records: Sequence[Record], times: Callable[[Record], NDArray[n
 
 
 def _figure(x: str, y: str) -> Figure:
-    from plotly.graph_objects import Figure  # noqa: PLC0415  # optional
-
     figure = Figure()
     figure.update_layout(height=360, **_LAYOUT)
     figure.update_xaxes(title=x)
@@ -400,8 +387,6 @@ def _names(cluster: Cluster) -> list[str]:
 
 
 def _gantt(blocks: Sequence[Block], cluster: Cluster) -> Bar:
-    from plotly.graph_objects import Bar  # noqa: PLC0415  # optional
-
     wide_s = _LABELLED_PART * max((block.end_s for block in blocks), default=0.0)
     return Bar(
         orientation="h",
@@ -424,8 +409,6 @@ def _gantt(blocks: Sequence[Block], cluster: Cluster) -> Bar:
 
 def _moved(transfers: Sequence[Transfer], cluster: Cluster) -> Bar:
     """Plot transfers as thin bars at the lower edge of the receiving instances."""
-    from plotly.graph_objects import Bar  # noqa: PLC0415  # optional
-
     bars = [(target, move) for move in transfers for target in move.targets]
     return Bar(
         orientation="h",
