@@ -427,7 +427,7 @@ class UnknownToken:
     row: int
 
 
-def resolve(packed: Packed, requests: RankRequests, instances: Group, device: torch.device) -> None:
+def fill_unknown_tokens(packed: Packed, requests: RankRequests, instances: Group, device: torch.device) -> None:
     """Write the ids of unknown tokens to `packed.tokens` in place. Send the ids that other instances need.
 
     `instances` connects all instances in order. Its messages are on `device`.

@@ -25,7 +25,7 @@ from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
-from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
+from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, fill_unknown_tokens, pack
 from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.moves import Moves, StepMoves
@@ -183,7 +183,7 @@ class Worker:
             own_ids = {token.request_id for token in packed.unknown if token.source == self._instance}
             needed = [number for number, (ids, *_) in enumerate(self._unread, 1) if not own_ids.isdisjoint(ids)]
             self._read_samples(max(needed, default=0))
-            resolve(packed, self._requests, comm.instances(), self._device)
+            fill_unknown_tokens(packed, self._requests, comm.instances(), self._device)
         attention = StepAttention(
             packed,
             comm,
