@@ -87,7 +87,7 @@ class Service:
             cluster=cluster,
             device=given.device,
             num_threads=setup.threads,
-            most_threads=given.threads_per_rank,
+            max_threads=given.threads_per_rank,
             block_size=given.block_size,
             kernels=setup.model.kernels,
             host_kernels=_host_kernels(given, self.files.dtype, cluster),

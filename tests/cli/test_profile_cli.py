@@ -344,7 +344,7 @@ def test_decodes_that_did_not_stay_together_are_no_measurement(
 ) -> None:
     monkeypatch.setattr(Machine, "together", False)
     assert run("profile", "m", "--parallel", "2", *LENGTHS) == 2
-    assert "2 requests behind 8 tokens did not decode on one instance" in capsys.readouterr().err
+    assert "2 requests with contexts of 8 tokens did not decode on one instance" in capsys.readouterr().err
     assert all(decode.batch == 1 for decode in stored().decodes if decode.members == 1)
 
 

@@ -29,7 +29,7 @@ from longspan.cost.profile import (
 from longspan.cost.profile_key import ProfileKey
 from longspan.profiling.plan import (
     SHARED,
-    KvRoom,
+    KvCapacity,
     all_missing,
     default_lengths,
     kinds_of_links,
@@ -38,7 +38,7 @@ from longspan.profiling.plan import (
 SUBJECT = ProfileKey(
     model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"
 )
-ROOM = KvRoom(max_model_len=8192, block_size=256, num_blocks=1000)
+ROOM = KvCapacity(max_model_len=8192, block_size=256, num_blocks=1000)
 COEFFICIENTS = st.tuples(
     st.floats(1e-4, 1e-2), st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([0.0, 1e-8, 1e-7]), st.just(5e-8)
 )
@@ -324,7 +324,7 @@ def test_prompts_that_a_group_cannot_hold_are_left_out() -> None:
 def test_decodes_are_measured_behind_as_many_tokens_as_there_is_room_for() -> None:
     prompts = [(100, 0), (1000, 0), (8000, 0)]
 
-    def decodes(members: int, room: KvRoom) -> list[tuple[int, int]]:
+    def decodes(members: int, room: KvCapacity) -> list[tuple[int, int]]:
         found = all_missing(Profile(profile_key=SUBJECT), {members}, prompts, room, 1)
         return [(task.batch, task.context_tokens) for task in found if isinstance(task, Decode)]
 

@@ -89,10 +89,10 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
         inside = HeadTokenSwap(Group(transport, range(size), me, hosts=hosts, sent=sent[me]), spec, num_tokens)
         share = split_heads(*heads, size)[me]
         wanted = [slice(one.start, one.stop) for one in (share.heads, share.kv_heads, share.kv_heads)]
-        found = inside.to_heads(*(tensor[:, inside.mine] for tensor in whole))
+        found = inside.to_heads(*(tensor[:, inside.own_tokens] for tensor in whole))
         assert all(torch.equal(one, all_[some]) for one, all_, some in zip(found, whole, wanted, strict=True))
-        assert torch.equal(inside.to_tokens(found[0]), whole[0][:, inside.mine])
-        assert torch.equal(inside.gather(rows[inside.mine]), rows)
+        assert torch.equal(inside.to_tokens(found[0]), whole[0][:, inside.own_tokens])
+        assert torch.equal(inside.gather(rows[inside.own_tokens]), rows)
 
     faults = lambda me, inner: FaultyTransport(inner, seed=me, max_delay_s=0.002)  # noqa: E731
     assert run_members(size, rank, wires=wires, faults=faults) == [None] * size

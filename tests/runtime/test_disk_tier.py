@@ -133,7 +133,7 @@ def test_another_models_files_are_ignored(
     for path in (first / "host-0").glob("*.kv"):
         path.replace(second / "host-0" / path.name)
     assert num_cached(answered(tiny, disk, oracle)) == [0, 0]
-    assert [line for line in caplog.messages if "11 files" in line and "it is of another model" in line]
+    assert [line for line in caplog.messages if "11 files" in line and "of another model" in line]
 
 
 def test_kv_of_a_model_that_was_replaced_is_not_taken_for_that_of_the_new_one(tmp_path: Path) -> None:

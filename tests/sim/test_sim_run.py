@@ -22,12 +22,12 @@ from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import Forward, Part
+from longspan.extras import timeline
+from longspan.extras.timeline import Record, Timeline, chrome_trace
 from longspan.policy.registry import make_policy
-from longspan.sim import timeline
 from longspan.sim.executor import StepTiming, apply_slowdown
 from longspan.sim.run import Observers, Result, simulate
 from longspan.sim.spec import Faults
-from longspan.sim.timeline import Record, Timeline, chrome_trace
 from longspan.workload.arrivals import Arrival, as_conversations, prompt_of
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
@@ -104,7 +104,7 @@ def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
     asked: list[Arrival], broken: Faults, threshold: str
 ) -> None:
     seen = Timeline()
-    for one in run(asked, 2, {"threshold": threshold}, faults=broken, watch=seen.watching(COST)).served:
+    for one in run(asked, 2, {"threshold": threshold}, faults=broken, watch=seen.observers(COST)).served:
         split = seen.split(one)
         assert split.exposed_communication_s is None, "this cost knows of none"
         parts = (split.queue_s, split.compute_s, split.transfer_s, split.decode_s)
@@ -226,7 +226,7 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
 def test_the_time_of_an_instance_is_shared_among_what_it_computes() -> None:
     """By tokens; a part without tokens of its own, or of other instances, takes none of it."""
     seen = Timeline()
-    watch = seen.watching(LinearCost())
+    watch = seen.observers(LinearCost())
     assert watch.ran is not None
     parts = (
         chunk(0, (0, 1), ((Run(0, 6),), (Run(6, 8),))),
@@ -247,7 +247,7 @@ def test_the_queue_ends_when_the_first_step_starts() -> None:
     """Not when that is planned, while the step before still runs."""
     seen = Timeline()
     asked = [Arrival(due_s=0.05 * place, prompt=prompt_of(place, 100), output_len=1) for place in range(2)]
-    result = run(asked, 1, watch=seen.watching(COST))
+    result = run(asked, 1, watch=seen.observers(COST))
     starts_s = [min(one.start_s for one in seen.blocks if one.index == index) for index in range(2)]
     assert starts_s == [0.0, pytest.approx(0.11)]
     record = Record(policy="context", cluster=Cluster.of("1"), result=result, timeline=seen)
@@ -260,7 +260,7 @@ def test_moments_of_a_long_run_are_few_and_go_on_to_its_end(monkeypatch: pytest.
     monkeypatch.setattr(timeline, "_MAX_MOMENTS", 10)
     seen = Timeline()
     asked = [Arrival(due_s=0.5 * place, prompt=prompt_of(place, 100), output_len=20) for place in range(30)]
-    result = run(asked, watch=seen.watching(LinearCost()))
+    result = run(asked, watch=seen.observers(LinearCost()))
     times = [one.at_s for one in seen.moments]
     assert 5 <= len(times) < 10 and times == sorted(times)
     gaps = [later - earlier for earlier, later in pairwise([*times, result.makespan_s])]
@@ -283,7 +283,7 @@ def test_faults_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) ->
 
 
 def test_an_instance_that_is_not_there_cannot_be_slow() -> None:
-    with pytest.raises(ValueError, match="instance 2 is to be slow, but there are 2"):
+    with pytest.raises(ValueError, match="instance 2 does not exist, there are 2"):
         run([Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1)], 2, faults=Faults(slow={2: 2.0}))
 
 

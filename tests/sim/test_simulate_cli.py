@@ -20,7 +20,7 @@ from longspan.cost import catalog
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import RooflineCost
-from longspan.sim import report, timeline
+from longspan.extras import report, timeline
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.requests import make_workload
@@ -220,7 +220,7 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert sum(prompts.values()) == found["num_prompt_tokens"]
     text = page.read_text()
     assert all(f'id="{name}"' in text for name in ("instances", "ttft-by-length", "ttft", "tbt"))
-    assert "How far from reality" in text and "computed for" not in text, "a profile has no data sheet"
+    assert "<h2>Accuracy</h2>" in text and "computed for" not in text, "a profile has no data sheet"
     assert "<td>in compute</td>" in text, "nor does it tell communication apart"
     linked = re.findall(r'(?:src|href)="([^"]+)"', text.partition("</head>")[2])
     assert not linked, "everything is in the page"
@@ -271,7 +271,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "nowhere.json", "--rate", "1"), "nowhere.json"),
         (("--hardware", "a1", "--rate", "1"), "a100-sxm-80g"),
         (("--hardware", "l4", "--profile", "P"), "--hardware l4 and profile exclude each other: give one of them"),
-        (("--hardware", "l4", "--max-num-batched-tokens", "90000000"), "beside a step of 90000000 tokens"),
+        (("--hardware", "l4", "--max-num-batched-tokens", "90000000"), "with a step of 90000000 tokens"),
         (
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
             "--gpus-per-host(2) * hosts(1) = 2 devices, but instances(3) * tp(1) = 3 given",
@@ -293,8 +293,8 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 refines data sheets"),
         (("--profile", "P", "--attention", "flash"), "--attention flash refines data sheets"),
         (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 is of lost workers"),
-        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 is of starts that prompts share"),
-        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is between turns of a conversation"),
+        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 counts shared prefixes"),
+        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is the time between turns"),
         (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
         (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
         (("--profile", "P", "--profile-improvement-rates"), "goes up to --rate: give the highest rate"),
@@ -310,7 +310,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
-        (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
+        (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 does not exist, there are 8"),
         (("--profile", "P", "--lose-worker-at", "x"), "--lose-worker-at must be a number of seconds, but x given"),
         (
             ("--profile", "P", "--rate", "1", "--policy", "best"),
@@ -365,6 +365,7 @@ def test_a_result_that_cannot_be_written_is_told(
 def test_a_page_needs_the_library_that_draws(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delitem(sys.modules, "longspan.extras.report", raising=False)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     page = str(tmp_path / "out.html")
     assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1", "--report", page) == 2
@@ -530,7 +531,7 @@ def test_lengths_that_are_no_lengths_are_refused_with_their_line(
 
 def test_a_rate_that_takes_years_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1e-300") == 2
-    assert "--rate 1e-300 has 1000 requests come in more than 1e+08 s: give 1e-05 or more" in capsys.readouterr().err
+    assert "--rate 1e-300 spreads 1000 requests over more than 1e+08 s: give 1e-05 or more" in capsys.readouterr().err
 
 
 def test_a_trace_that_is_too_short(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -560,4 +561,4 @@ def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixtu
     assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0
     assert "phase_decode" in capsys.readouterr().out
     assert run("simulate", "smollm2-135m", *options, "--offline", "--rate", "2") == 2
-    assert "--rate 2 is of requests that come one by one" in capsys.readouterr().err
+    assert "--rate 2 excludes offline" in capsys.readouterr().err

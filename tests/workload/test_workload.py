@@ -185,5 +185,5 @@ def test_bad_quantiles(text: str, words: str, trace: Write) -> None:
 def test_a_trace_with_times_of_its_own_has_no_burstiness(trace: Write) -> None:
     spec = WorkloadSpec(workload=str(trace("m.jsonl", MOONCAKE)), rate=1.0)
     assert [one.due_s for one in make_workload(spec).arrivals] == [0, 2]
-    with pytest.raises(ValueError, match=r"burstiness 2\.0 contradicts a trace that brings its own times"):
+    with pytest.raises(ValueError, match=r"burstiness 2\.0 contradicts a trace with arrival times"):
         make_workload(replace(spec, burstiness=2.0))

@@ -24,9 +24,9 @@ from longspan.sim.spec import ClusterSpec, ComparedScheduling, Faults, ServiceLe
 from longspan.workload.spec import WorkloadSpec
 
 if TYPE_CHECKING:
+    from longspan.extras.timeline import Record
     from longspan.sim.experiment import Experiment
     from longspan.sim.run import Result
-    from longspan.sim.timeline import Record
     from longspan.workload.arrivals import Workload
 
 FlatNumbers = dict[str, float | int | None]
@@ -163,10 +163,10 @@ def _run(
     policy: str,
 ) -> tuple[Record, Numbers]:
     """Serves the requests by one policy, which is called `policy` in all that is written."""
-    from longspan.sim.timeline import Record, Timeline  # noqa: PLC0415
+    from longspan.extras.timeline import Record, Timeline  # noqa: PLC0415
 
     timeline = Timeline()
-    watched = timeline if results.report or results.trace else None
+    watched = timeline.observers(experiment.cost) if results.report or results.trace else None
     result = experiment.run(requests, watched, title=f"requests, {policy}")
     numbers: Numbers = {**result.summary(level)}
     if workload.offline:
@@ -276,9 +276,7 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec, level: Servic
         if path is not None:
             check_writable(flag, path)
     if results.report is not None:
-        from longspan.sim.report import check_report  # noqa: PLC0415
-
-        check_report()
+        import longspan.extras.report  # noqa: F401, PLC0415 - raises ParameterError without plotly
 
 
 def _settings(model: str, experiments: Sequence[Experiment], given: Sequence[object]) -> dict[str, object]:
@@ -323,13 +321,13 @@ def _write_pictures(
     cluster: ClusterSpec,
 ) -> None:
     if results.report is not None:
-        from longspan.sim.report import html_report  # noqa: PLC0415
+        from longspan.extras.report import html_report  # noqa: PLC0415
 
         attention = cluster.attention or "flash"
         page = html_report(records, numbers, settings, hardware=cluster.hardware, attention=attention)
         write_result("--report", results.report, page)
     if results.trace is not None:
-        from longspan.sim.timeline import chrome_trace  # noqa: PLC0415
+        from longspan.extras.timeline import chrome_trace  # noqa: PLC0415
 
         write_result("--trace", results.trace, chrome_trace(records))
         for one in records:

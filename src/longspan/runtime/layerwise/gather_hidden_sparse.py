@@ -1,4 +1,4 @@
-"""The sparse form of `gather_hidden` on the layers of a model."""
+"""Sparse `gather_hidden` for the layers of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SparseHiddenLayers(HiddenLayers):
 
     def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
         context, setting = self._context, channel.exchange.sparse
-        assert setting is not None, f"{channel.exchange} has a setting"
+        assert setting is not None, f"{channel.exchange} has a sparse setting"
         group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
         dropped = SparseLayer(
             setting=setting,
