@@ -20,8 +20,9 @@ from typing import TypeVar
 
 from longspan.errors import WorkerLostError
 from longspan.outputs import RequestOutput
+from longspan.running_requests import RunningRequests
 from longspan.service import Service
-from longspan.text.output_processor import OutputProcessor, RequestState, Snapshot
+from longspan.text.output_processor import RequestState, Snapshot
 
 _STOP_TIMEOUT_S = 10.0
 """Longest wait for the end of the thread, in seconds. It ends between two steps, after milliseconds."""
@@ -92,7 +93,7 @@ class Driver:
 
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine
-        self._outputs: OutputProcessor[_Submitted] = OutputProcessor(service.engine)
+        self._running: RunningRequests[_Submitted] = RunningRequests(service.engine)
         self._commands: deque[_Command] = deque()
         self._changed = threading.Condition()  # guards the next two
         self._thread: threading.Thread | None = None
@@ -156,10 +157,10 @@ class Driver:
 
     def settle(self) -> None:
         """Waits until the engine is at rest, so that this thread may use it; returns at once if calls are under way."""
-        if self._rests or self._end is not None or self.run(lambda: bool(self._outputs.choices)):
+        if self._rests or self._end is not None or self.run(lambda: bool(self._running.choices)):
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._rests or self._outputs.choices)
+            self._changed.wait_for(lambda: self._rests or self._running.choices)
 
     def close(self) -> None:
         """Ends the thread, fails all calls under way, and closes the service."""
@@ -253,7 +254,7 @@ class Driver:
 
     def _rest(self) -> None:
         """Waits for a command or the end."""
-        assert not self._outputs.choices, "a call under way has requests"
+        assert not self._running.choices, "a call under way has requests"
         with self._changed:
             if self._commands:
                 return
@@ -274,22 +275,22 @@ class Driver:
                 raise
 
     def _step(self) -> None:
-        touched = self._outputs.step()
+        touched = self._running.step()
         if not touched:  # maybe the wait ended since the bell rings
             self._silence()
         for submitted, error in touched.items():
             if error is not None:
-                self._outputs.abort(submitted)
+                self._running.abort(submitted)
                 submitted.deliver(error)
             elif submitted.call.each_token and not submitted.state.finished:
                 submitted.deliver()
-        for submitted in self._outputs.finished():
-            self._outputs.forget(submitted)
+        for submitted in self._running.finished():
+            self._running.forget(submitted)
             submitted.deliver()
 
     def _settle(self) -> None:
         """Completes steps of ended requests if no others run, so that the next ones find their KV."""
-        while not self._outputs.choices and self._end is None and self._engine.has_unfinished:
+        while not self._running.choices and self._end is None and self._engine.has_unfinished:
             self._step()
 
     def _start(self, call: Call, states: Sequence[RequestState]) -> None:
@@ -298,10 +299,10 @@ class Driver:
         try:
             for state in states:
                 begun.append(_Submitted(state, call))
-                self._outputs.start(begun[-1])
+                self._running.start(begun[-1])
         except Exception as error:  # noqa: BLE001 - it is the caller's
             for submitted in begun:
-                self._outputs.abort(submitted)
+                self._running.abort(submitted)
             call.put(error)
         if call.aborted:
             self._abort(call)
@@ -309,17 +310,17 @@ class Driver:
             self._changed.notify_all()
 
     def _abort(self, call: Call | None, *, delivers: bool = True) -> None:
-        for submitted in self._outputs.owners():
+        for submitted in self._running.owners():
             if call is None or submitted.call is call:
                 submitted.call.aborted = True
-                error = self._outputs.abort(submitted)
+                error = self._running.abort(submitted)
                 if delivers:
                     submitted.deliver(error)
 
     def _fail_all(self) -> None:
-        for call in {submitted.call: None for submitted in self._outputs.owners()}:
+        for call in {submitted.call: None for submitted in self._running.owners()}:
             call.put(self._error())
-        self._outputs.choices.clear()
+        self._running.choices.clear()
         self._refuse()
 
 

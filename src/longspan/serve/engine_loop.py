@@ -19,10 +19,11 @@ import zmq
 from longspan.core.fleets import fleet_text
 from longspan.core.request import ContextLengthError, FinishReason, Request
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
+from longspan.running_requests import RunningRequests
 from longspan.serve import messages
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
-from longspan.text.output_processor import OutputProcessor, RequestState
+from longspan.text.output_processor import RequestState
 
 _log = logging.getLogger("longspan")
 _MAX_LOSSES = 2
@@ -105,7 +106,7 @@ class EngineLoop:
         self._service, self._setup, self._socket = service, setup, socket
         self._engine = service.engine
         self._served: dict[int, _Served] = {}
-        self._outputs: OutputProcessor[_Served] = OutputProcessor(service.engine)
+        self._running: RunningRequests[_Served] = RunningRequests(service.engine)
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
@@ -184,7 +185,7 @@ class EngineLoop:
                 return
             state = RequestState(engine_request, self._service.input_processor.tokenizer)
             served = _Served(id=number, state=state, sent=[_Sent() for _ in range(engine_request.params.n)])
-            self._outputs.start(served)
+            self._running.start(served)
         except ValueError as error:  # the fleet has changed meanwhile, or the check of the API server lacks something
             code = error.code if isinstance(error, ContextLengthError) else None
             reason = f"{'' if code else 'the engine refused the request: '}{error}"
@@ -212,7 +213,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Takes completions of the workers, or waits for one, and sends what they brought."""
-        touched, outputs = self._outputs.step(self._most_wait_s), messages.StepOutputs()
+        touched, outputs = self._running.step(self._most_wait_s), messages.StepOutputs()
         if touched:
             self._num_attempts = 0
         for served, error in touched.items():
@@ -274,7 +275,7 @@ class EngineLoop:
     def _forget(self, served: _Served, outputs: messages.StepOutputs) -> None:
         outputs.longest_outputs.append(max(len(choice.request.output) for choice in served.state.choices))
         del self._served[served.id]
-        self._outputs.forget(served)
+        self._running.forget(served)
 
     def _resharded(self, number: int | None) -> None:
         """Tells that other instances serve now, and ends what they have no room for."""

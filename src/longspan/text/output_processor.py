@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longspan.core.engine import Engine
 from longspan.core.request import ErrorKind, FinishReason, Request
 from longspan.core.steps import TokenLogprobs
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
@@ -59,22 +58,10 @@ class RequestState:
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
 
-    def start(self, engine: Engine) -> None:
-        """Adds its requests to the engine; all but the first share the first one's prompt."""
-        ids, params = self.engine_request.token_ids, self.engine_request.params
-        salt = self.engine_request.cache_salt
-        leader = engine.add(ids, params, grammar=self.engine_request.grammar, cache_salt=salt)
-        others = [
-            engine.add(ids, params, choice=index, leader=leader, grammar=self.engine_request.grammar)
-            for index in range(1, params.n)
-        ]
+    def attach(self, requests: Sequence[Request]) -> None:
+        """Take the engine's requests for the `n` choices."""
         shown = self.engine_request.shown_token_ids
-        try:
-            self.choices = tuple(Choice(request, self._tokenizer, shown) for request in (leader, *others))
-        except Exception:  # of a tokenizer
-            for request in (leader, *others):
-                engine.finish(request, "abort")
-            raise
+        self.choices = tuple(Choice(request, self._tokenizer, shown) for request in requests)
 
     @property
     def finished(self) -> bool:
@@ -160,26 +147,19 @@ class Choice:
         stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
         return self.request.stop_reason if stopped_by is None else stopped_by
 
-    def take_new_tokens(self, engine: Engine) -> None:
-        """Turns new tokens into text and ends the request at a stop string."""
+    def take_new_tokens(self) -> bool:
+        """Turn new tokens into text. Return True if a stop string ends the output, so that the request must end."""
         request, start = self.request, self.num_taken
         self.num_taken = len(request.output)
         for token, report in zip(request.output[start:], request.logprobs[start:], strict=False):
             self.logprobs.append(by_token(token, report, self._text_of))
             self._cumulative += report.logprob
         if self._detokenizer is None:
-            return
+            return False
         # Before this sees stop strings, "stop" means that the last token is a stop token, which has no text.
         stop = self.num_taken - (request.finish_reason == "stop" and self.num_taken > start)
         self._detokenizer.add(request.output[start:stop], finished=self.finished)
-        if self._detokenizer.stopped_by is not None:
-            engine.finish(request, "stop")
-
-    def abort(self, engine: Engine) -> None:
-        """Ends the request now, if it still runs, and releases all of its text."""
-        if not self.finished:
-            engine.finish(self.request, "abort")
-            self.take_new_tokens(engine)
+        return self._detokenizer.stopped_by is not None
 
     def snapshot(self) -> Snapshot:
         """Returns the size of its output now."""
@@ -205,71 +185,6 @@ class Choice:
             error=request.error if end.finish_reason == "error" else None,
             logits=logits if params.output_logits else None,
         )
-
-
-class _Owner(Protocol):
-    @property
-    def state(self) -> RequestState: ...
-
-
-OwnerT = TypeVar("OwnerT", bound=_Owner)
-
-
-class OutputProcessor(Generic[OwnerT]):
-    """The requests of an engine that a call or a client waits for: their owners learn what each step brings.
-
-    Attributes:
-        choices: by request id, the owner of each choice until it is forgotten, and the choice's index.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.choices: dict[int, tuple[OwnerT, int]] = {}
-
-    def start(self, owner: OwnerT) -> None:
-        """Adds an owner's requests to the engine; raises ValueError if it refuses them."""
-        owner.state.start(self._engine)
-        for index, choice in enumerate(owner.state.choices):
-            self.choices[choice.request.id] = owner, index
-
-    def step(self, timeout_s: float | None = None) -> dict[OwnerT, Exception | None]:
-        """Runs one engine step, see `Engine.step`, and returns the owners of requests that got a token.
-
-        If tokens of an owner cannot become text, the error is its value. Other owners are not affected.
-        """
-        touched: dict[OwnerT, Exception | None] = {}
-        for request in self._engine.step(timeout_s):
-            if request.id not in self.choices:
-                continue
-            owner, index = self.choices[request.id]
-            try:
-                owner.state.choices[index].take_new_tokens(self._engine)
-                touched.setdefault(owner, None)
-            except Exception as error:  # noqa: BLE001 - a tokenizer is foreign code, and may be the model's own
-                touched[owner] = error
-        return touched
-
-    def finished(self) -> list[OwnerT]:
-        """Returns the owners whose requests have all ended and that are not forgotten yet."""
-        return [owner for owner, index in self.choices.values() if index == 0 and owner.state.finished]
-
-    def owners(self) -> list[OwnerT]:
-        return [owner for owner, index in self.choices.values() if index == 0]
-
-    def abort(self, owner: OwnerT) -> Exception | None:
-        """Ends the requests of an owner that still run, and forgets it; returns an error as `step` does."""
-        failure = None
-        for choice in owner.state.choices:
-            try:
-                choice.abort(self._engine)
-            except Exception as error:  # noqa: BLE001 - see `step`
-                failure = error
-        self.forget(owner)
-        return failure
-
-    def forget(self, owner: OwnerT) -> None:
-        for choice in owner.state.choices:
-            self.choices.pop(choice.request.id, None)
 
 
 def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None]) -> LogprobsOfToken:
