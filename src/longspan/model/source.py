@@ -135,6 +135,10 @@ def smollm2_folder() -> Path:
         return max(made, key=lambda folder: folder.stat().st_mtime_ns)
 
     def build(folder: Path) -> None:
+        missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+        if missing:
+            problem = f"the model {ALIAS} is made from a GGUF file, which needs {' and '.join(missing)}"
+            raise ModelError(f"{problem}; run: pip install 'longspan[gguf]'")
         from longspan.model.smollm2 import dequantise  # noqa: PLC0415 - imports transformers' models: seconds
 
         dequantise(gguf, folder)
