@@ -159,7 +159,8 @@ class ProcessServer:
     def _num_losses(self) -> int:
         return len(
             re.findall(
-                "new workers are being started|the others go on|starting another engine core", self._server.text()
+                "new workers are being started|the other instances go on|starting another engine core",
+                self._server.text(),
             )
         )
 
