@@ -5,7 +5,7 @@ import signal
 
 
 def main() -> None:
-    """Runs the command line and exits."""
+    """Run the command line and exits."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _leave)

@@ -93,7 +93,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     record_times: bool = False
 
     def resolve(self) -> ResolvedArgs:
-        """Checks the options as far as that needs no model.
+        """Check the options as far as that needs no model.
 
         Raises:
             ValueError: for an option that is out of range, or options that exclude each other.
@@ -136,7 +136,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ParameterError for more ranks, or more threads of them, than `MAX_THREADS_PER_CORE` allows."""
+        """Raise ParameterError for more ranks, or more threads of them, than `MAX_THREADS_PER_CORE` allows."""
         num_cores = limits.cores()
         most, cores = MAX_THREADS_PER_CORE * num_cores, f"{num_cores} CPU core{'s' * (num_cores > 1)}"
         if num_ranks > most:
@@ -170,7 +170,7 @@ class ResolvedArgs:
 
 
 def locations(num_ranks: int) -> tuple[Location, ...]:
-    """Locates every rank on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`."""
+    """Locate every rank on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`."""
     try:
         return locations_of_ranks(num_ranks, os.environ.get(_HOSTS) or "1")
     except ValueError as error:
@@ -180,7 +180,7 @@ def locations(num_ranks: int) -> tuple[Location, ...]:
 def unpacked(
     kind: Callable[ParametersT, ValueT],
 ) -> Callable[[Callable[[SelfT, ValueT], None]], Callable[Concatenate[SelfT, ParametersT], None]]:
-    """Decorates a method that takes a `kind`, so that it takes the arguments of its constructor."""
+    """Decorate a method that takes a `kind`, so that it takes the arguments of its constructor."""
     signature = inspect.signature(kind)
 
     def unpack(method: Callable[[SelfT, ValueT], None]) -> Callable[Concatenate[SelfT, ParametersT], None]:

@@ -41,7 +41,7 @@ class AsyncLLM(LocalEngine):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Completes one prompt and yields its cumulative output whenever a token has come.
+        """Complete one prompt and yield its cumulative output whenever a token has come.
 
         The request also ends by `abort`, or when the generator is closed or its task cancelled.
 
@@ -78,7 +78,7 @@ class AsyncLLM(LocalEngine):
                 self._driver.leave(call)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests by their ids: each yields a last output, finished by `abort`. Unknown ids are ignored."""
+        """End requests by their ids: each yields a last output, finished by `abort`. Unknown ids are ignored."""
         for one in (request_id,) if isinstance(request_id, str) else request_id:
             if (call := self._calls.get(one)) is not None:
                 self._driver.abort(call)

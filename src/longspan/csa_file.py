@@ -18,7 +18,7 @@ _FORMS = "is off, auto, or a file of settings"
 
 
 def csa_settings(name: str, model: str) -> str:
-    """Returns what a file says as JSON; `off`, and JSON itself, as they are. Of a tuned file points are left out.
+    """Return what a file says as JSON; `off`, and JSON itself, as they are. Of a tuned file points are left out.
 
     Raises:
         ParameterError: when it cannot be read, or is neither YAML with names and values nor a tuned file; for `auto`
@@ -57,7 +57,7 @@ def _content(name: str) -> str:
 
 
 def _tuned_for(model: str) -> str:
-    """Reads the tuned file of a model, by the last part of its name."""
+    """Read the tuned file of a model, by the last part of its name."""
     name = Path(model).name.lower().removesuffix("-instruct")
     file = files("longspan.cost") / "data" / "csa" / f"{name}.json"
     if not file.is_file():

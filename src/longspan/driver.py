@@ -106,7 +106,7 @@ class Driver:
         self._ear.setblocking(False)
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a forked child, which has neither this object's thread nor its connections."""
+        """Raise RuntimeError in a forked child, which has neither this object's thread nor its connections."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this engine belongs to process {self._process}, which process {os.getpid()} was forked from: "
@@ -114,27 +114,27 @@ class Driver:
             )
 
     def check(self) -> None:
-        """Raises RuntimeError in a forked child, and the error that later calls get when the engine is down."""
+        """Raise RuntimeError in a forked child, and the error that later calls get when the engine is down."""
         self.check_process()
         if self._end is not None:
             raise _again(self._end, "; this engine is down, make a new one")
 
     def start(self, call: Call, states: Sequence[RequestState]) -> None:
-        """Starts requests of a call. What the engine refuses ends the call with the error."""
+        """Start requests of a call. What the engine refuses ends the call with the error."""
         self._submit(_Command(partial(self._start, call, states), call.put))
 
     def abort(self, call: Call | None = None) -> None:
-        """Ends the requests of a call, or of all calls under way; their outputs so far are delivered."""
+        """End the requests of a call, or of all calls under way; their outputs so far are delivered."""
         if call is not None:
             call.aborted = True
         self._post(_Command(partial(self._abort, call)))
 
     def leave(self, call: Call) -> None:
-        """Aborts the requests of a call whose caller has stopped waiting."""
+        """Abort the requests of a call whose caller has stopped waiting."""
         self._post(_Command(partial(self._abort, call, delivers=False)))
 
     def run(self, function: Callable[[], ResultT]) -> ResultT:
-        """Calls a function between two steps and returns its result.
+        """Call a function between two steps and return its result.
 
         If no request is under way, steps of ended requests complete first, and changes of clusters before and after.
         """
@@ -156,14 +156,14 @@ class Driver:
         return future.result()
 
     def settle(self) -> None:
-        """Waits until the engine is at rest, so that this thread may use it; returns at once if calls are under way."""
+        """Wait until the engine is at rest, so that this thread may use it; return at once if calls are under way."""
         if self._rests or self._end is not None or self.run(lambda: bool(self._running.choices)):
             return
         with self._changed:
             self._changed.wait_for(lambda: self._rests or self._running.choices)
 
     def close(self) -> None:
-        """Ends the thread, fails all calls under way, and closes the service."""
+        """End the thread, fails all calls under way, and close the service."""
         with self._changed:
             self._end = self._end or ShutDownError("this engine was shut down: make a new one")
             self._wake()
@@ -195,13 +195,13 @@ class Driver:
             self._refuse()
 
     def _post(self, command: _Command) -> None:
-        """Leaves a command for the thread. If that rests, no request is under way that it could be for."""
+        """Leave a command for the thread. If that rests, no request is under way that it could be for."""
         if os.getpid() == self._process and self._end is None:
             self._commands.append(command)
             self._ring()
 
     def _wake(self) -> None:
-        """Lets the thread look for commands, whether it rests or waits for workers."""
+        """Let the thread look for commands, whether it rests or wait for workers."""
         if self._rests:
             self._changed.notify_all()
         else:
@@ -253,7 +253,7 @@ class Driver:
             self._close()
 
     def _rest(self) -> None:
-        """Waits for a command or the end."""
+        """Wait for a command or the end."""
         assert not self._running.choices, "a call under way has requests"
         with self._changed:
             if self._commands:
@@ -289,7 +289,7 @@ class Driver:
             submitted.deliver()
 
     def _settle(self) -> None:
-        """Completes steps of ended requests if no others run, so that the next ones find their KV."""
+        """Complete steps of ended requests if no others run, so that the next ones find their KV."""
         while not self._running.choices and self._end is None and self._engine.has_unfinished:
             self._step()
 
@@ -325,7 +325,7 @@ class Driver:
 
 
 def _again(end: BaseException, advice: str = "") -> BaseException:
-    """Makes the error anew for another caller: exceptions are not shared between threads."""
+    """Make the error anew for another caller: exceptions are not shared between threads."""
     if isinstance(end, WorkerLostError):
         return type(end)(end.rank, f"{end.reason}{advice}")
     if isinstance(end, ShutDownError):

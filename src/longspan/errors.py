@@ -23,7 +23,7 @@ class ParameterError(ValueError):
 
 
 def named(name: str, problem: str) -> str:
-    """Writes the message about a parameter for readers who know it as `name`."""
+    """Write the message about a parameter for readers who know it as `name`."""
     return f"{name}{problem}" if problem[:1] in (":", "(") else f"{name} {problem}"
 
 

@@ -46,7 +46,7 @@ class Text:
         return Text(token_ids=tokenize("\n\n".join(topic for _, topic in topics)), begin=begin)
 
     def window(self, num_tokens: int, index: int, num_windows: int) -> list[int]:
-        """Returns one of so many windows of that length, whose starts are evenly spread over the text."""
+        """Return one of so many windows of that length, whose starts are evenly spread over the text."""
         num_starts = len(self.token_ids) - num_tokens
         if num_starts < 0:
             problem = f"need {num_tokens} tokens of text, but Python's manual has {len(self.token_ids)}: shorten them"
@@ -56,7 +56,7 @@ class Text:
 
 
 def check_lengths(lengths: Sequence[int], max_model_len: int) -> None:
-    """Raises ParameterError unless all are lengths that prompt and answer together may have."""
+    """Raise ParameterError unless all are lengths that prompt and answer together may have."""
     if not lengths:
         raise ParameterError("lengths", "must be one or more, but none given", lengths)
     longest = max(lengths)
@@ -93,7 +93,7 @@ NEEDLE_PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
 def needles(
     text: Text, tokenize: Tokenize, length: int, *, depths: Sequence[float], num_samples: int, seed: int
 ) -> list[Needle]:
-    """Hides keys in windows of the text: at each depth, one in each of `num_samples` windows.
+    """Hide keys in windows of the text: at each depth, one in each of `num_samples` windows.
 
     A key depends on the seed, its length, its depth and its window only, not on which others there are.
     """
@@ -124,7 +124,7 @@ class NeedleResult:
 
 
 def needle_results(found: Sequence[tuple[Needle, bool]]) -> list[NeedleResult]:
-    """Counts for each length and depth what was found, in their order."""
+    """Count for each length and depth what was found, in their order."""
     cells: dict[tuple[int, float], list[bool]] = {}
     for needle, is_found in found:
         cells.setdefault((needle.length, needle.depth), []).append(is_found)
@@ -175,7 +175,7 @@ class Recording:
 
 
 def perplexity_params(*, num_top: int) -> SamplingParams:
-    """Returns parameters that report log-probabilities of the prompt, and so many of the most likely tokens with each.
+    """Return parameters that report log-probabilities of the prompt, and so many of the most likely tokens with each.
 
     The one token of the answer is not looked at.
     """
@@ -183,7 +183,7 @@ def perplexity_params(*, num_top: int) -> SamplingParams:
 
 
 def perplexity_prompts(text: Text, length: int, *, num_samples: int) -> list[list[int]]:
-    """Cuts windows of the text that have, with special tokens and the one token of the answer, that length."""
+    """Cut windows of the text that have, with special tokens and the one token of the answer, that length."""
     num_others = len(text.begin) + 1
     if length < num_others + 2:
         raise ParameterError("lengths", f"must be at least {num_others + 2}, but {length} given", length)
@@ -191,7 +191,7 @@ def perplexity_prompts(text: Text, length: int, *, num_samples: int) -> list[lis
 
 
 def scored(length: int, output: RequestOutput) -> ScoredWindow:
-    """Reads what a request with `perplexity_params` has put out."""
+    """Read what a request with `perplexity_params` has put out."""
     assert output.prompt_logprobs is not None, "they were asked for"
     _, *reports = output.prompt_logprobs
     logprobs = [{token: one.logprob for token, one in (report or {}).items()} for report in reports]
@@ -199,7 +199,7 @@ def scored(length: int, output: RequestOutput) -> ScoredWindow:
 
 
 def perplexity(windows: Sequence[ScoredWindow]) -> float:
-    """Returns exp of the mean negative log-likelihood of all tokens that have one."""
+    """Return exp of the mean negative log-likelihood of all tokens that have one."""
     return math.exp(_mean([one for window in windows for one in window.negative_log_likelihoods()]))
 
 
@@ -217,7 +217,7 @@ class Comparison:
 
 
 def compare(exact: Sequence[ScoredWindow], other: Sequence[ScoredWindow]) -> Comparison:
-    """Compares a run with an exact one that has scored its windows, and maybe more; see `check_same_windows`.
+    """Compare a run with an exact one that has scored its windows, and maybe more; see `check_same_windows`.
 
     Tokens that only one of both reports count as one, so `kl` is what it is at least: to tell apart less never makes
     the divergence larger.
@@ -232,7 +232,7 @@ def compare(exact: Sequence[ScoredWindow], other: Sequence[ScoredWindow]) -> Com
 
 
 def check_same_windows(exact: Recording, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ParameterError, before a run, when these are not among the windows that it is to be compared with."""
+    """Raise ParameterError, before a run, when these are not among the windows that it is to be compared with."""
     known = {tuple(window.token_ids) for window in exact.windows}
     missing = sum(tuple(prompt) not in known for prompt in prompts)
     if missing:

@@ -50,7 +50,7 @@ class Progress:
 
 
 def count_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
-    """Counts prompt tokens of requests that have put a token out, and output tokens so far."""
+    """Count prompt tokens of requests that have put a token out, and output tokens so far."""
     prompts = (len(state.engine_request.token_ids) for state in states if state.num_taken)
     return sum(prompts), sum(state.num_taken for state in states)
 
@@ -90,7 +90,7 @@ class _WaitingCall:
             self._driver.start(self._call, states)
 
     def next(self, timeout_s: float | None = None) -> Update | None:
-        """Returns the next update, or None if none comes in time; raises the error that ends the call."""
+        """Return the next update, or None if none comes in time; raise the error that ends the call."""
         self._driver.check_process()
         try:
             update = self._updates.get(timeout=timeout_s)
@@ -123,7 +123,7 @@ class LLM(LocalEngine):
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes one prompt, or a list of them together, and returns their outputs in order.
+        """Complete one prompt, or a list of them together, and return their outputs in order.
 
         `use_tqdm` shows a progress bar for more than one prompt, if stderr is a terminal.
 
@@ -140,7 +140,7 @@ class LLM(LocalEngine):
         *,
         use_tqdm: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Generates like `generate`, but yields each output as soon as it and all before it have finished."""
+        """Generate like `generate`, but yields each output as soon as it and all before it have finished."""
         self._driver.check()
         every = _every(prompts)
         params = _one_each(sampling_params, len(every))
@@ -155,7 +155,7 @@ class LLM(LocalEngine):
         use_tqdm: bool = True,
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of a list of them, as the model's chat template renders it.
+        """Answer a conversation, or each of a list of them, as the model's chat template renders it.
 
         A message is a mapping with `role` and `content`; see `TemplateOptions` for the other arguments.
 
@@ -171,7 +171,7 @@ class LLM(LocalEngine):
         return list(self._in_order(requests, use_tqdm=use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
+        """Complete one prompt and yield its cumulative output whenever a token has come; see `generate`."""
         self._driver.check()
         return self._stream(self.input_processor.process(prompt, sampling_params or SamplingParams()))
 
@@ -181,7 +181,7 @@ class LLM(LocalEngine):
         sampling_params: SamplingParams | None = None,
         **template: Unpack[TemplateOptions],
     ) -> Iterator[RequestOutput]:
-        """Answers one conversation and yields the cumulative output whenever a token has come; see `chat`."""
+        """Answer one conversation and yield the cumulative output whenever a token has come; see `chat`."""
         self._driver.check()
         return self._stream(self.input_processor.process_chat(messages, sampling_params or SamplingParams(), template))
 
@@ -193,7 +193,7 @@ class LLM(LocalEngine):
         most_waiting_tokens: int = MOST_WAITING_TOKENS,
         stepped: Callable[[Sequence[Choice]], object] | None = None,
     ) -> Iterator[tuple[TagT, list[RequestState]]]:
-        """Runs groups of engine requests and yields each group as soon as all of it has finished.
+        """Run groups of engine requests and yield each group as soon as all of it has finished.
 
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
         that have no token yet hold fewer than `most_waiting_tokens`. A None among them puts the next off for some
@@ -231,7 +231,7 @@ class LLM(LocalEngine):
                         stepped(choices)
 
     def abort(self) -> None:
-        """Ends all calls under way after the step in flight; they return what there is, finished by `abort`.
+        """End all calls under way after the step in flight; they return what there is, finished by `abort`.
 
         May be called by a signal handler or another thread.
         """
@@ -262,7 +262,7 @@ class LLM(LocalEngine):
 
     @contextmanager
     def _call(self, *, each_token: bool = False) -> Iterator[_WaitingCall]:
-        """Opens a call; ends the requests that still run when the caller stops early."""
+        """Open a call; ends the requests that still run when the caller stops early."""
         call = _WaitingCall(self._driver, each_token=each_token)
         try:
             yield call

@@ -78,24 +78,24 @@ class LocalEngine:
         return self.service.engine
 
     def with_engine(self, function: Callable[[Engine], ResultT]) -> ResultT:
-        """Calls a function with the engine between two steps, while calls are under way, and returns its result."""
+        """Call a function with the engine between two steps, while calls are under way, and return its result."""
         return self._driver.run(partial(function, self.service.engine))
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
-        """Raises the ValueError that `generate` would raise for this prompt and policy, and generates nothing."""
+        """Raise the ValueError that `generate` would raise for this prompt and policy, and generates nothing."""
         engine_request = self.input_processor.process(prompt, sampling_params or SamplingParams())
         self.service.engine.check(len(engine_request.token_ids))
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """Formats a chat by the model's template, see `InputProcessor.render_chat`."""
+        """Format a chat by the model's template, see `InputProcessor.render_chat`."""
         return self.input_processor.render_chat(messages, **template)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of a text, see `InputProcessor.tokenize`."""
+        """Return the token ids of a text, see `InputProcessor.tokenize`."""
         return self.input_processor.tokenize(text, add_special_tokens=add_special_tokens)
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
-        """Changes the policy between calls, see `Service.set_policy`; cached KV stays."""
+        """Change the policy between calls, see `Service.set_policy`; cached KV stays."""
         self._driver.run(partial(self.service.set_policy, policy, options))
 
     def reshard(self, parallel: str) -> None:
@@ -115,7 +115,7 @@ class LocalEngine:
         self._driver.run(partial(self.service.reshard, parallel))
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests, also on hosts and disks, so that no prompt starts from any of it.
+        """Forget the KV of finished requests, also on hosts and disks, so that no prompt starts from any of it.
 
         Raises:
             RuntimeError: when requests are unfinished.
@@ -139,7 +139,7 @@ class LocalEngine:
         return {**found, "total": sum(found.values())}
 
     def sparse_savings(self, output: RequestOutput) -> Savings | None:
-        """Returns what sparse attention saved a request; None when it was computed exactly."""
+        """Return what sparse attention saved a request; None when it was computed exactly."""
         if not output.metrics.sparse_parts:
             return None
         from longspan.core.sparse_plan import savings  # noqa: PLC0415 - exact attention does not need it
@@ -150,7 +150,7 @@ class LocalEngine:
         return savings(output.metrics.sparse_parts, layers, stages, DTYPES[self.service.files.dtype].itemsize)
 
     def worker_times(self) -> list[dict[str, float]]:
-        """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
+        """Return seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
 
         They count from the start to the latest step; empty without `record_times`. What computes on a CPU counts the
         seconds that it had a core, and waiting counts seconds of the clock.
@@ -158,5 +158,5 @@ class LocalEngine:
         return [dict(times) for times in self.service.executor.worker_times]
 
     def shutdown(self) -> None:
-        """Stops the workers, and ends calls under way with an error; can be called again."""
+        """Stop the workers, and ends calls under way with an error; can be called again."""
         self._finalizer()

@@ -37,7 +37,7 @@ class Candidate:
     decode: ParallelSpec | None = None
 
     def options(self, given: EngineArgs) -> EngineArgs:
-        """Returns options of an engine that runs so."""
+        """Return options of an engine that runs so."""
         if self.decode is None:
             return replace(given, policy="chunked", parallel=str(self.spec))
         prefill, decode = str(self.spec), str(self.decode)
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:
-    """Returns all specs that take so many ranks, with at least one layer in each stage; most instances first."""
+    """Return all specs that take so many ranks, with at least one layer in each stage; most instances first."""
     degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
     return [
         ParallelSpec(instances=num_ranks // (tp * pp), tp=tp, pp=pp)
@@ -82,7 +82,7 @@ def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:
 
 
 def candidates(specs: Sequence[ParallelSpec], *, policy: str, with_pairs: bool) -> list[Candidate]:
-    """Returns what a policy can run of some specs: `chunked` each, `seesaw` pairs with as many instances, auto both."""
+    """Return what a policy can run of some specs: `chunked` each, `seesaw` pairs with as many instances, auto both."""
     single = [Candidate(spec=spec) for spec in specs] if policy != "seesaw" else []
     pairs = [
         Candidate(spec=prefill, decode=decode)
@@ -93,7 +93,7 @@ def candidates(specs: Sequence[ParallelSpec], *, policy: str, with_pairs: bool) 
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns the quickest of those that refuse the fewest requests; the first of equals.
+    """Return the quickest of those that refuse the fewest requests; the first of equals.
 
     Raises:
         ParameterError: when none could run, with the reason of the first.
@@ -106,7 +106,7 @@ def best(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def explanation(outcome: Outcome) -> str:
-    """Says in a few words where the time of a run goes, or why there was none."""
+    """Say in a few words where the time of a run goes, or why there was none."""
     if outcome.problem is not None:
         return f"not simulated: {outcome.problem}"
     words = [f"{outcome.prefill_share:.0%} of step time is prefill"]
@@ -118,7 +118,7 @@ def explanation(outcome: Outcome) -> str:
 
 
 def check_options(given: EngineArgs) -> None:
-    """Raises ParameterError for options that leave nothing to choose, or that no candidate can have."""
+    """Raise ParameterError for options that leave nothing to choose, or that no candidate can have."""
     if given.policy not in _POLICIES:
         problem = f"{given.policy} is not simulated for parallel {AUTO}: choose {', '.join(_POLICIES)}, or give a spec"
         raise ParameterError("policy", problem, given.policy)
@@ -149,7 +149,7 @@ class Machine:
 
     @classmethod
     def of(cls, given: EngineArgs) -> Machine:
-        """Counts ranks, finds the model and reads profiles.
+        """Count ranks, finds the model and read profiles.
 
         Raises:
             ValueError: for wrong options, an unknown model, or when there is no profile of it.
@@ -185,7 +185,7 @@ class Machine:
         return candidates(specs, policy=given.policy, with_pairs=bool(given.host_kv_gib))
 
     def outcome(self, candidate: Candidate, requests: Sequence[Arrival]) -> Outcome:
-        """Simulates a candidate with requests that are all there at once."""
+        """Simulate a candidate with requests that are all there at once."""
         try:
             setup = ResolvedEngine.of(candidate.options(self.given), self.model)
             watch = _Watch()
@@ -222,7 +222,7 @@ class _Watch:
 
 
 def arrivals_of(requests: Sequence[EngineRequest], max_model_len: int) -> list[Arrival]:
-    """Returns the requests for the simulator, one for each of their choices."""
+    """Return the requests for the simulator, one for each of their choices."""
     found = []
     for one in requests:
         wanted = one.params.max_tokens or DEFAULT_OUTPUT_TOKENS
@@ -233,12 +233,12 @@ def arrivals_of(requests: Sequence[EngineRequest], max_model_len: int) -> list[A
 
 
 def drawn(number: int, most: int) -> range | list[int]:
-    """Returns the indices of at most `most` of a number of things, evenly apart."""
+    """Return the indices of at most `most` of a number of things, evenly apart."""
     return range(number) if number <= most else [index * number // most for index in range(most)]
 
 
 def _command(given: EngineArgs, tp: int, num_ranks: int) -> str:
-    """Returns the command that measures instances of a tp, as many as there are ranks for."""
+    """Return the command that measures instances of a tp, as many as there are ranks for."""
     spec = ParallelSpec(instances=num_ranks // tp, tp=tp)
     words = ["longspan profile", given.model, f"--parallel {spec}", f"--threads-per-rank {given.threads_per_rank}"]
     default = EngineArgs()

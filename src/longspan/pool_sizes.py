@@ -24,7 +24,7 @@ KvBytes = Callable[[Cluster, int, int], int]
 
 
 def measures_memory(given: EngineArgs) -> bool:
-    """Tells whether workers measure what memory KV may take: on CUDA, unless the user says that."""
+    """Tell whether workers measure what memory KV may take: on CUDA, unless the user says that."""
     return given.device == "cuda" and given.kv_cache_memory_bytes is None and given.num_gpu_blocks_override is None
 
 
@@ -98,7 +98,7 @@ def check_host_memory(gib: float, cluster: Cluster) -> None:
 
 
 def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
-    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both.
+    """Estimate the weights of the fullest rank: its share of the layers, and an embedding, an output head or both.
 
     Of a model whose layers read tokens, the last stage has both.
     """
@@ -109,7 +109,7 @@ def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.
 
 
 def _check_hosts(gib: float, cluster: Cluster) -> None:
-    """Raises ParameterError when instances have no host each."""
+    """Raise ParameterError when instances have no host each."""
     for instance in cluster.instances if gib else ():
         if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
             problem = f"is for instances on one host each, but instance {instance} has ranks on several: leave it out"

@@ -64,7 +64,7 @@ class EngineModel:
 
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
-        """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
+        """Find or fetches the model; raise ValueError when it is unknown or cannot be served."""
         dtype = given.required_dtype
         kernels = None if dtype == "auto" else kernels_of(given.attention_backend, given.device, dtype)
         if given.quantization is not None and kernels is None:
@@ -96,7 +96,7 @@ class EngineModel:
         return self.info.shape(DTYPES[self.files.dtype].itemsize)
 
     def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
-        """Returns the key of what was measured of instances of `tp` ranks of so many threads."""
+        """Return the key of what was measured of instances of `tp` ranks of so many threads."""
         native = self.kernels is not None
         return profile_key_of(self.files, device, tp=tp, threads=threads, native=native, sizes=self.info.sizes)
 

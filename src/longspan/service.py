@@ -70,7 +70,7 @@ class Service:
             acquired.pop_all()  # `close` releases it from now on
 
     def _open(self, given: EngineArgs, launcher: Callable[[WorkerConfig], Launcher], acquired: ExitStack) -> None:
-        """Does the work of the constructor; `acquired` gets all that must be released if it fails."""
+        """Do the work of the constructor; `acquired` gets all that must be released if it fails."""
         is_open = measures_memory(given)
         self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_open else by_rule(given))
         cluster = setup.config.cluster
@@ -135,7 +135,7 @@ class Service:
             raise ValueError(f"{problem}; {error.reason}") from error
 
     def _with_measured_pools(self, setup: ResolvedEngine, acquired: ExitStack) -> ResolvedEngine:
-        """Starts the workers, which measure what memory KV may take, and gives them such pools.
+        """Start the workers, which measure what memory KV may take, and gives them such pools.
 
         Raises:
             ValueError: when devices have too little memory.
@@ -156,7 +156,7 @@ class Service:
         return setup
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
-        """Changes the policy between requests; cached KV and the size of steps stay.
+        """Change the policy between requests; cached KV and the size of steps stay.
 
         Raises:
             ValueError: for an unknown policy, or options that it cannot work with.
@@ -217,7 +217,7 @@ class Service:
         self.setup = replace(self.setup, choice=choice.updated(policy))
 
     def restart(self) -> None:
-        """Starts new workers in place of lost ones; every request goes on where it was.
+        """Start new workers in place of lost ones; every request goes on where it was.
 
         Raises:
             WorkerLostError: when a worker does not start.
@@ -227,7 +227,7 @@ class Service:
         self.engine.restart(self.executor)
 
     def _config_for(self, cluster: Cluster) -> WorkerConfig:
-        """Returns the options of workers that start with this cluster."""
+        """Return the options of workers that start with this cluster."""
         first = self._worker_config
         return msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
 
@@ -308,14 +308,14 @@ class Service:
         return None
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests, also what is saved; raises RuntimeError when some are unfinished."""
+        """Forget the KV of finished requests, also what is saved; raise RuntimeError when some are unfinished."""
         self.engine.settle(_SETTLE_S)
         self.engine.reset_prefix_cache()
         for disk in self._disks.values():
             disk.clear()
 
     def close(self) -> None:
-        """Saves what is to be saved, stops the workers and releases the memory of hosts; can be called again."""
+        """Save what is to be saved, stop the workers and releases the memory of hosts; can be called again."""
         self.executor.wakeup = None
         if self._disks and not self.executor.closed:
             with suppress(WorkerLostError):
@@ -332,7 +332,7 @@ class Service:
 
 
 def _host_kernels(given: EngineArgs, dtype: str, cluster: Cluster) -> Path | None:
-    """Returns the compiled kernels by which hosts of other devices compute, if they have KV."""
+    """Return the compiled kernels by which hosts of other devices compute, if they have KV."""
     if given.device == "cpu" or not cluster.host_blocks:
         return None
     return kernels_of("auto", "cpu", dtype)
@@ -353,7 +353,7 @@ def _open_disks(
     host_memory: Sequence[HostMemory],
     acquired: ExitStack,
 ) -> dict[int, DiskPool]:
-    """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
+    """Open the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
     a folder of its own; so is each host.
     """
     from longspan.runtime.disk_pool import DiskPool  # noqa: PLC0415 - an engine with a disk tier alone

@@ -103,7 +103,7 @@ class Journal:
 
 
 def text_of(llm: LLM, data: Path | None) -> evals.Text:
-    """Returns the text that prompts are made of: a file's, or Python's manual.
+    """Return the text that prompts are made of: a file's, or Python's manual.
 
     Raises:
         ValueError: when the file cannot be read.
@@ -120,7 +120,7 @@ def text_of(llm: LLM, data: Path | None) -> evals.Text:
 
 
 def header_of(llm: LLM, model: str, text: evals.Text) -> Header:
-    """Describes what is measured; raises ValueError where no prompt is shared, or text or model are too short."""
+    """Describe what is measured; raise ValueError where no prompt is shared, or text or model are too short."""
     facts = llm.facts
     assert facts.cluster is not None, "an engine has one"
     locations = [facts.location(instance) for instance in sorted(facts.cluster.instances, key=facts.location)]
@@ -137,7 +137,7 @@ def header_of(llm: LLM, model: str, text: evals.Text) -> Header:
 
 
 def group_of(llm: LLM, hosts: tuple[int, ...], block_size: int) -> Group:
-    """Makes a group whose speeds of links are measured, and the others unknown.
+    """Make a group whose speeds of links are measured, and the others unknown.
 
     Raises:
         WorkerLostError: when the processes between which links are measured do not start.
@@ -155,7 +155,7 @@ def group_of(llm: LLM, hosts: tuple[int, ...], block_size: int) -> Group:
 
 
 def check_enough(points: Sequence[Point], lengths: Sequence[int], journal: Path) -> None:
-    """Raises ParameterError unless there are points enough for fits."""
+    """Raise ParameterError unless there are points enough for fits."""
     exact, sparse = ([one for one in points if (one.levels == 1) == is_exact] for is_exact in (True, False))
     if len(exact) < len(lengths) or len(sparse) < FEWEST_POINTS:
         problem = (
@@ -170,7 +170,7 @@ def digest(text: evals.Text) -> str:
 
 
 def lengths_for(text: evals.Text, max_model_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Returns the lengths of prompts that model and text allow.
+    """Return the lengths of prompts that model and text allow.
 
     Raises:
         ValueError: when there is none.
@@ -188,7 +188,7 @@ def lengths_for(text: evals.Text, max_model_len: int, lengths: Sequence[int]) ->
 def measure(
     llm: LLM, text: evals.Text, header: Header, points: Sequence[Point], *, goes_on: Callable[[], bool]
 ) -> Iterator[Point]:
-    """Measures exact points of all lengths, then random ones, while `goes_on` says so; none of those that there are."""
+    """Measure exact points of all lengths, then random ones, while `goes_on` says so; none of those that there are."""
     known = {one.num_tokens for one in points if one.levels == 1}
     for length in header.lengths:
         if length not in known and goes_on():
@@ -205,7 +205,7 @@ def measure(
 
 
 def drawn(number: int, lengths: Sequence[int], hosts: Sequence[int]) -> tuple[int, Configuration, DropMode]:
-    """Draws the length and configuration of a point; short prompts and few drops more often than others.
+    """Draw the length and configuration of a point; short prompts and few drops more often than others.
 
     Only keys and values are dropped: dropped queries spare less for the same loss (`benchmarks/csa.py quality`).
     """
@@ -218,7 +218,7 @@ def drawn(number: int, lengths: Sequence[int], hosts: Sequence[int]) -> tuple[in
 
 
 def hidden_keys(llm: LLM, text: evals.Text, length: int) -> list[evals.Needle]:
-    """Hides a key at each depth, each in another window of the text."""
+    """Hide a key at each depth, each in another window of the text."""
     tokenize, count = partial(llm.tokenize, add_special_tokens=False), len(DEPTHS)
     every = evals.needles(text, tokenize, length, depths=DEPTHS, num_samples=count, seed=0)
     return every[:: count + 1]
@@ -247,7 +247,7 @@ def _point(
 
 
 def _times(llm: LLM, prompt: list[int]) -> tuple[float | None, float]:
-    """Returns the time to the first token, and the seconds of attention of all ranks together."""
+    """Return the time to the first token, and the seconds of attention of all ranks together."""
     before = _attention_s(llm)
     [output] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
     return output.metrics.ttft_s, _attention_s(llm) - before
@@ -265,7 +265,7 @@ def _forced(key: str) -> SamplingParams:
 
 
 def _answer(llm: LLM, key: str, output: RequestOutput) -> tuple[float, bool]:
-    """Returns the probability of a key behind a blank, whatever follows it, and whether each token is the likeliest.
+    """Return the probability of a key behind a blank, whatever follows it, and whether each token is the likeliest.
 
     A model may be in doubt about the blank: that says nothing of whether it has found the key.
     """
@@ -277,6 +277,6 @@ def _answer(llm: LLM, key: str, output: RequestOutput) -> tuple[float, bool]:
 
 
 def _nll(output: RequestOutput) -> float:
-    """Returns the mean negative log-likelihood of all tokens of the prompt but the first."""
+    """Return the mean negative log-likelihood of all tokens of the prompt but the first."""
     [*likelihoods] = evals.scored(len(output.prompt_token_ids) + 1, output).negative_log_likelihoods()
     return statistics.fmean(likelihoods)

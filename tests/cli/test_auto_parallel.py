@@ -192,7 +192,7 @@ def test_without_memory_on_the_host_the_best_spec_is_taken(
     [llm] = started
     assert (llm.engine.config.cluster.spec, llm.service.policy_settings.name) == (TP2, "chunked")
     _, err = capsys.readouterr()
-    assert f"tp 1 were not measured, so not simulated: longspan profile {tiny} --parallel 2 " in err
+    assert f"tp 1 have no profile, so they were not simulated: longspan profile {tiny} --parallel 2 " in err
     assert "pairs for Seesaw need --host-kv-gib" in err
     assert "longspan: takes tp2: " in err
 

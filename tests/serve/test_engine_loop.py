@@ -536,7 +536,7 @@ def test_a_smaller_fleet_that_does_not_start_is_followed_by_another_attempt(
     [
         (
             [WorkerLostError(0, "it does not start")] * 3,
-            "it does not start; --max-worker-restarts 0 allows .* cannot go on .* has no other .* allow more",
+            "it does not start; --max-worker-restarts 0 allows .* cannot continue .* has no other .* allow more",
         ),
         ([OSError("no process")] * 3, "no process"),
     ],

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 _form = partial(Option, group="Structured outputs: give one")
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
-"""The command line takes these values for granted, unlike Python and the server."""
+"""The defaults of the command line, unlike in Python and on the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """The form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
+    """The constraint of an output: fields of `StructuredOutputsParams`, as texts or names of files."""
 
     json_schema: Annotated[
-        str | None, _form("The output is JSON that this schema describes.", metavar="FILE_OR_TEXT")
+        str | None, _form("The output is JSON that follows this schema.", metavar="FILE_OR_TEXT")
     ] = None
     regex: Annotated[str | None, _form("The whole output matches this regular expression.")] = None
     choice: Annotated[list[str] | None, _form("A text that the output may be; repeatable.")] = None
@@ -48,7 +48,7 @@ class FormOptions:
     ] = None
 
     def params(self) -> StructuredOutputsParams | None:
-        """Returns the parameter of a request."""
+        """Return the parameter `structured_outputs` of a request."""
         if self == FormOptions():
             return None
         return StructuredOutputsParams(
@@ -78,7 +78,7 @@ def generate(
     form: FormOptions = _FORM,
     engine: EngineArgs = _ENGINE,
 ) -> None:
-    """Completes one prompt and streams the text. For many prompts there is longspan batch."""
+    """Complete one prompt and stream the text. For many prompts use longspan batch."""
     given = _prompt(prompt, prompt_file, token_ids)
     params = replace(sampling, structured_outputs=form.params())
     if not as_json and (params.logprobs, params.prompt_logprobs) != (None, None):
@@ -97,7 +97,7 @@ def generate(
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: tuple[int, ...] | None) -> str | list[int]:
-    """Reads the prompt from whichever of its sources was given; from stdin, if none was and it is no terminal."""
+    """Read the prompt from its only given source. Without a source, read it from stdin if it is no terminal."""
     given = sum(source is not None for source in (prompt, prompt_file, token_ids))
     if given > 1 or (given == 0 and sys.stdin.isatty()):
         raise ValueError(f"exactly one of --prompt, --prompt-file and --token-ids is needed, but {given} given")
@@ -108,15 +108,15 @@ def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: tuple[int, 
     return read_text(prompt_file or Path(STDIN), "prompt file")
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- output
 
 
 def stream_to_stdout(
     llm: LLM, prompt: str | list[int], params: SamplingParams, *, as_ids: bool = False, quiet: bool = False
 ) -> RequestOutput:
-    """Runs one request, writes its text (or its token ids) to stdout as they are made, and returns its last output.
+    """Run one request, stream its text or token ids to stdout, and return its last output.
 
-    Of several outputs, the texts follow at the end, with an empty line between.
+    The texts of several outputs follow at the end, with an empty line between.
     """
     written = ""
     output: RequestOutput | None = None
@@ -215,12 +215,12 @@ def _schema(value: str) -> str:
 
 
 def _file_or_text(name: str, value: str) -> str:
-    """Returns the text of this file if it exists, or else the value itself."""
+    """Return the text of this file if it exists, or else the value itself."""
     try:
         return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
     except UnicodeDecodeError as error:
         raise ParameterError(name, f": file {value!r} is not UTF-8: {error}", value) from None
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # so it is a text
+        if error.errno == errno.ENAMETOOLONG:  # the value is a text
             return value
         raise ParameterError(name, f": file {value!r} cannot be read: {error.strerror}", value) from None

@@ -1,4 +1,4 @@
-"""The API server's client of the engine core: starts it, watches it, and exchanges messages with it without blocking."""
+"""The API server's client of the engine core: starts it, watches it, and exchanges messages without blocking."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class EngineClient:
         self.on_loss: Callable[[], None] = lambda: None
         self.on_length: Callable[[int], None] = lambda _: None
         self.down = asyncio.Event()
-        self._setup = setup
         self._first: asyncio.Future[messages.Started] = asyncio.get_running_loop().create_future()
-        self._numbers = itertools.count()
+        self._setup, self._numbers = setup, itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
         self._changes = _Changes()
         self._replies: dict[int, asyncio.Future[PolicySettings | str]] = {}  # to commands, by their number
@@ -81,7 +80,11 @@ class EngineClient:
         """
         if self.state == "down" or self._closing:
             raise EngineLostError("the engine is down")
-        self._check_capacity(engine_requests)
+        serving = self.state == "serving"
+        # An engine core bounds the requests that it has accepted.
+        waiting = [q.engine_requests[i] for q, i in self._waiting.values() if not serving or not q.accepted.done()]
+        queue_limits = _queue_limits(self._setup, self.started if serving else None, self.stats)
+        _check_capacity(waiting, engine_requests, *queue_limits)
         queue = OutputQueue(engine_requests, self._cancel)
         try:
             for index, engine_request in enumerate(engine_requests):
@@ -151,28 +154,6 @@ class EngineClient:
         for queue in self._queues():
             self._fail(queue, EngineLostError(reason))
 
-    def _check_capacity(self, engine_requests: Sequence[EngineRequest]) -> None:
-        """Bound the requests that the engine core has not accepted yet. It bounds its own queue.
-
-        Raises:
-            QueueFullError: more requests or tokens would wait than the setup allows.
-        """
-        serving = self.state == "serving"
-        waiting = [
-            queue.engine_requests[index]
-            for queue, index in self._waiting.values()
-            if not serving or not queue.accepted.done()
-        ]
-        num_reqs = len(waiting) + len(engine_requests)
-        num_tokens = sum(len(request.token_ids) for request in (*waiting, *engine_requests))
-        max_reqs, max_tokens = _queue_limits(self._setup, self.started if serving else None, self.stats)
-        if num_reqs > max_reqs:
-            problem = f"{num_reqs} requests would wait for the engine, of at most {max_reqs}"
-            raise QueueFullError(f"{problem} (--max-num-queued-reqs)")
-        if waiting and num_tokens > max_tokens:
-            problem = f"prompts of {num_tokens} tokens would wait for the engine, of at most {max_tokens}"
-            raise QueueFullError(f"{problem} (--max-num-queued-tokens)")
-
     def _queues(self) -> set[OutputQueue]:
         return {queue for queue, _ in self._waiting.values()}
 
@@ -187,7 +168,7 @@ class EngineClient:
             self._send(messages.Cancel(number))
 
     def _send(self, command: messages.Command) -> None:
-        """Send a command to the engine core. `_replay` sends the unfinished requests to one that starts later."""
+        """Send a command to the connected engine core. `_replay` repeats unfinished requests for a later one."""
         if self._core is not None and self._connected:
             self._core.send(command)
 
@@ -361,6 +342,19 @@ def _queue_limits(
     if stats is not None:
         num_instances, num_kv_blocks = len(stats.used_blocks), stats.num_kv_blocks
     return max_reqs + num_instances * started.max_num_seqs, max_tokens + num_kv_blocks * started.block_size
+
+
+def _check_capacity(
+    waiting: Sequence[EngineRequest], added: Sequence[EngineRequest], max_reqs: int, max_tokens: int
+) -> None:
+    """Raise QueueFullError if more requests or tokens would wait than may. A single request may have any length."""
+    num_reqs, num_tokens = len(waiting) + len(added), sum(len(request.token_ids) for request in (*waiting, *added))
+    if num_reqs > max_reqs:
+        problem = f"{num_reqs} requests would wait for the engine, of at most {max_reqs}"
+        raise QueueFullError(f"{problem} (--max-num-queued-reqs)")
+    if waiting and num_tokens > max_tokens:
+        problem = f"prompts of {num_tokens} tokens would wait for the engine, of at most {max_tokens}"
+        raise QueueFullError(f"{problem} (--max-num-queued-tokens)")
 
 
 class _Changes:

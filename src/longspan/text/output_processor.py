@@ -1,4 +1,4 @@
-"""Prompts in progress: the engine's tokens become text, its logprobs dictionaries, its requests outputs."""
+"""State of requests in progress: converts the engine's tokens to text, its logprobs to dictionaries and to outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FAILURES: dict[ErrorKind, str] = {
     "structured_outputs": "an output could not be completed in the form that structured_outputs, response_format or "
-    "tools ask for",
+    "tools require",
     "non_finite": "an output ended with an error",
     "capacity": "an output ended after the loss of a worker",
 }
@@ -29,7 +29,7 @@ _FAILURES: dict[ErrorKind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Size of a choice's output at one moment. Tokens and text only grow, so another thread can read them up to it."""
+    """Size of a choice's output at one moment. Tokens and text only grow, so other threads can read up to this size."""
 
     num_tokens: int
     num_characters: int
@@ -39,10 +39,10 @@ class Snapshot:
 
 
 class RequestState:
-    """An engine request with its `n` choices, once it is started.
+    """An engine request with its `n` choices, which it has once it is started.
 
     Args:
-        request_id: the id of its outputs; by default the engine's own number.
+        request_id: the id of its outputs. By default the engine's own number.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether all its choices have ended, once it is started."""
+        """Whether the request was started and all its choices have ended."""
         return bool(self.choices) and all(choice.finished for choice in self.choices)
 
     @property
     def num_taken(self) -> int:
-        """Tokens of all choices so far."""
+        """Number of tokens of all choices so far."""
         return sum(choice.num_taken for choice in self.choices)
 
     @property
     def failure(self) -> tuple[ErrorKind, str] | None:
-        """The kind of error that the first failed choice ended with, and a sentence about it; None without one."""
+        """The kind of error of the first failed choice, and a sentence about it. None without an error."""
         for request in (choice.request for choice in self.choices):
             if request.finish_reason == "error":
                 assert request.error is not None, "an error has a kind"
@@ -83,11 +83,11 @@ class RequestState:
         return None
 
     def snapshot(self) -> tuple[Snapshot, ...]:
-        """Returns the size of each choice's output now."""
+        """Return the present size of each choice's output."""
         return tuple([choice.snapshot() for choice in self.choices])
 
     def output(self, snapshot: Sequence[Snapshot] = ()) -> RequestOutput:
-        """Returns the output up to now, or up to an earlier snapshot."""
+        """Return the output up to now, or up to an earlier snapshot."""
         leader, ends = self.choices[0].request, snapshot or self.snapshot()
         return RequestOutput(
             request_id=leader.id if self._request_id is None else self._request_id,
@@ -102,7 +102,7 @@ class RequestState:
         )
 
     def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
-        """Returns logprobs of the prompt once the first token is out; None before, or if not asked for."""
+        """Return logprobs of the prompt. None before the first output token, or if they are not requested."""
         leader = self.choices[0].request
         if self.engine_request.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
             text_of = _texts_by(self._tokenizer)
@@ -114,7 +114,7 @@ class RequestState:
 
 
 class Choice:
-    """One of a prompt's outputs: a request of the engine with its text."""
+    """One output of a prompt: a request of the engine with its text."""
 
     def __init__(
         self, request: Request, tokenizer: PreTrainedTokenizerBase | None, shown_token_ids: Sequence[int] = ()
@@ -133,17 +133,17 @@ class Choice:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether the output has ended."""
         return self.request.finish_reason is not None
 
     @property
     def text(self) -> str:
-        """The text so far, without what may still turn out to belong to a stop string."""
+        """The text so far, without an end that may be the beginning of a stop string."""
         return "" if self._detokenizer is None else self._detokenizer.text
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token that ended it, or what went wrong."""
+        """The stop string or token that ended the output, or the message of an error."""
         stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
         return self.request.stop_reason if stopped_by is None else stopped_by
 
@@ -156,13 +156,13 @@ class Choice:
             self._cumulative += report.logprob
         if self._detokenizer is None:
             return False
-        # Before this sees stop strings, "stop" means that the last token is a stop token, which has no text.
+        # Until stop strings are looked for, "stop" means that the last token is a stop token, which has no text.
         stop = self.num_taken - (request.finish_reason == "stop" and self.num_taken > start)
         self._detokenizer.add(request.output[start:stop], finished=self.finished)
         return self._detokenizer.stopped_by is not None
 
     def snapshot(self) -> Snapshot:
-        """Returns the size of its output now."""
+        """Return the present size of the output."""
         return Snapshot(
             num_tokens=self.num_taken,
             num_characters=len(self.text),
@@ -188,12 +188,12 @@ class Choice:
 
 
 def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None]) -> LogprobsOfToken:
-    """Maps token ids to logprobs: `token` itself, then the most likely ones, best first; `text` names each."""
-    found = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=text(token))}
+    """Map token ids to logprobs: first `token`, then the most likely tokens, best first. `text` decodes each token."""
+    logprobs = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=text(token))}
     for rank, (other, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), start=1):
         if other != token:
-            found[other] = Logprob(logprob=logprob, rank=rank, decoded_token=text(other))
-    return found
+            logprobs[other] = Logprob(logprob=logprob, rank=rank, decoded_token=text(other))
+    return logprobs
 
 
 def _texts_by(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str | None]:
