@@ -200,10 +200,10 @@ def test_certain_predictions_have_no_divergence() -> None:
         (["--against", "x.json"], "--against does not apply to --task needle"),
         (["--task", "perplexity", "--against", "gone.json"], "'gone.json' cannot be read"),
         (["--task", "perplexity", "--against", __file__], "is no file that --save writes"),
-        (["--task", "perplexity", "--save", "gone/x.json"], "the folder 'gone' is not there"),
+        (["--task", "perplexity", "--save", "gone/x.json"], "the folder 'gone' does not exist"),
         (["--task", "haystack"], "--task"),
         (["--num-samples", "0"], "--num-samples"),
-        (["--skip-tokenizer-init"], "--skip-tokenizer-init leaves nothing"),
+        (["--skip-tokenizer-init"], "--skip-tokenizer-init excludes prompts"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

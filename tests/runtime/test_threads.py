@@ -461,7 +461,7 @@ def test_an_id_is_that_of_one_request_at_a_time(async_llm: ThreadAsyncLLM) -> No
     async def main() -> None:
         first = async_llm.generate([5, 6], ENDLESS, "same")
         await anext(first)
-        with pytest.raises(ValueError, match="request_id 'same' is that of a request under way"):
+        with pytest.raises(ValueError, match="request_id 'same' is the id of an unfinished request"):
             await anext(async_llm.generate([5, 6], ENDLESS, "same"))
         await anext(first)
         await first.aclose()

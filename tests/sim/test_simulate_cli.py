@@ -317,7 +317,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
             "--policy 'best' is unknown: choose from auto, chunked",
         ),
         (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
-        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
+        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' does not exist"),
         (
             ("--profile", "P", "--rate", "1", "--gpus-per-host", "4", "--policy", "context", "-o", "threshold=9"),
             "4 inst",
