@@ -228,7 +228,6 @@ def _command(given: EngineArgs, tp: int, num_ranks: int) -> str:
     """Return the command that measures instances with `tp` on all ranks."""
     spec = ParallelSpec(instances=num_ranks // tp, tp=tp)
     words = ["longspan profile", given.model, f"--parallel {spec}", f"--threads-per-rank {given.threads_per_rank}"]
-    for field in ("dtype", "device", "attention_backend", "quantization", "load_format"):
-        if (value := getattr(given, field)) != getattr(EngineArgs, field):
-            words.append(f"--{field.replace('_', '-')} {value}")
-    return " ".join(words)
+    fields = ("dtype", "device", "attention_backend", "quantization", "load_format")
+    chosen = (field for field in fields if getattr(given, field) != getattr(EngineArgs, field))
+    return " ".join([*words, *(f"--{field.replace('_', '-')} {getattr(given, field)}" for field in chosen)])

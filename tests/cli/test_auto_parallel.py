@@ -84,7 +84,7 @@ def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
     assert best([slow, replace(slow, candidate=quick)]) is slow
     with pytest.raises(ParameterError, match=r"parallel auto finds no candidate that can run: tp2 cannot run: no room"):
         best([Outcome(candidate=quick, problem="no room")])
-    with pytest.raises(ParameterError, match="finds nothing"):
+    with pytest.raises(ParameterError, match="finds no candidate"):
         best([])
 
 
@@ -180,7 +180,7 @@ def test_a_pair_is_taken_where_each_is_good_at_one_thing(
     rows = [line for line in err.splitlines() if re.search(r"│ +[0-9.]+ +│ +[0-9.]+ +│", line.replace("┃", "│"))]
     assert len(rows) == 5, err
     assert "seesaw pp2 to tp2" in rows[0] and "1.00" in rows[0]
-    assert "longspan: takes seesaw pp2 to tp2: " in err
+    assert "longspan: uses seesaw pp2 to tp2: " in err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_REQUESTS
 
 
@@ -194,7 +194,7 @@ def test_without_memory_on_the_host_the_best_spec_is_taken(
     _, err = capsys.readouterr()
     assert f"tp 1 have no profile, so they were not simulated: longspan profile {tiny} --parallel 2 " in err
     assert "pairs for Seesaw need --host-kv-gib" in err
-    assert "longspan: takes tp2: " in err
+    assert "longspan: uses tp2: " in err
 
 
 def test_without_a_profile_the_user_is_told_how_to_make_one(
