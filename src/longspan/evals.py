@@ -230,8 +230,8 @@ def compare(exact: Sequence[ScoredWindow], other: Sequence[ScoredWindow]) -> Com
 
 def check_same_windows(exact: Recording, prompts: Sequence[Sequence[int]]) -> None:
     """Raise ParameterError, before a run, if its windows are not among the windows of the exact run."""
-    known = {tuple(window.token_ids) for window in exact.windows}
-    missing = sum(tuple(prompt) not in known for prompt in prompts)
+    exact_windows = {tuple(window.token_ids) for window in exact.windows}
+    missing = sum(tuple(prompt) not in exact_windows for prompt in prompts)
     if missing:
         lengths = ",".join(map(str, sorted({window.length for window in exact.windows})))
         problem = (

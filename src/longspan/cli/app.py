@@ -1,8 +1,8 @@
 """The command `longspan`: its verbs, and the conversion of exceptions to messages and exit codes.
 
 Values are checked where they are used (`LLM`, `SamplingParams`, `ParallelSpec`). An exception becomes one line and an
-exit code. It is 1 if a worker was lost or the output cannot be written, 2 for a mistake of the user, 130 for Ctrl-C,
-143 for SIGTERM. Success is 0. A closed pipe prints no line.
+exit code. It is 1 if a worker was lost or the output cannot be written, 2 for a mistake of the user. Ctrl-C is 130,
+SIGTERM 143, success 0. A closed pipe prints no line.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def _answers(llm: LLM, model: str, names: list[str], progress: _Progress) -> Ans
 def concurrency(config: EngineConfig) -> tuple[int, int]:
     """Return the maximum number of concurrent requests, and of prompt tokens that wait.
 
-    With phases, there is a request for each request slot on devices and for each block on hosts, since each request has
-    at least one host block. So a phase ends only if the hosts are full, or no request remains. Waiting prompts take a
+    With phases, there is a request for each request slot on devices and for each block on hosts. A request has at least
+    one host block. So a phase ends only if the hosts are full, or no request remains. Waiting prompts take a
     small part of the memory of their KV.
     """
     from longspan.llm import MAX_WAITING_TOKENS  # noqa: PLC0415  # loads transformers

@@ -170,9 +170,9 @@ def _perplexity(windows: Sequence[ScoredWindow], exact: Recording | None) -> tup
     compared = {} if exact is None else {"against": asdict(exact.subject)}
     columns = ("KL, nats", "to exact") if exact is not None else ()
     table = number_table("Perplexity", "tokens", "predicted", "perplexity", *columns)
-    for length, one in [*((f"{one['length']:,}", one) for one in results), *([("all", result)] if results[1:] else [])]:
-        compared_to = (f"{one['kl']:.3g}", f"{one['perplexity_ratio']:.6g}") if exact is not None else ()
-        table.add_row(length, f"{one['num_tokens']:,}", f"{one['perplexity']:.6g}", *compared_to)
+    for length, row in [*((f"{row['length']:,}", row) for row in results), *([("all", result)] if results[1:] else [])]:
+        compared_to = (f"{row['kl']:.3g}", f"{row['perplexity_ratio']:.6g}") if exact is not None else ()
+        table.add_row(length, f"{row['num_tokens']:,}", f"{row['perplexity']:.6g}", *compared_to)
     return {"results": results, **result, **compared}, table
 
 

@@ -91,9 +91,9 @@ def generate(
         print(json.dumps(_json_result(output, *moved, csa)))
     elif sys.stderr.isatty():
         Console(stderr=True).print(stats_table(output.metrics, *moved))
-    for one in output.outputs:
-        if one.finish_reason == "error":
-            raise ValueError(f"output {one.index} ended early: {one.stop_reason}")
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise ValueError(f"output {completion.index} ended early: {completion.stop_reason}")
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: tuple[int, ...] | None) -> str | list[int]:
@@ -127,7 +127,7 @@ def stream_to_stdout(
             written = text
     assert output is not None, "a stream has at least one output"
     if not quiet:
-        _write("\n" if params.n == 1 else "\n\n".join(_text(one, as_ids=as_ids) for one in output.outputs) + "\n")
+        _write("\n" if params.n == 1 else "\n\n".join(_text(each, as_ids=as_ids) for each in output.outputs) + "\n")
     return output
 
 
@@ -137,13 +137,13 @@ def _json_result(
     bytes_between_hosts: Mapping[str, int],
     csa: Savings | None,
 ) -> dict[str, object]:
-    found = {**_completion(output.outputs[0]), "prompt_tokens": len(output.prompt_token_ids)}
+    fields = {**_completion(output.outputs[0]), "prompt_tokens": len(output.prompt_token_ids)}
     if output.prompt_logprobs is not None:
-        found["prompt_logprobs"] = [None if token is None else _logprobs(token) for token in output.prompt_logprobs]
+        fields["prompt_logprobs"] = [None if token is None else _logprobs(token) for token in output.prompt_logprobs]
     if len(output.outputs) > 1:
-        found["outputs"] = [_completion(completion) for completion in output.outputs]
+        fields["outputs"] = [_completion(completion) for completion in output.outputs]
     return {
-        **found,
+        **fields,
         "ttft_s": output.metrics.ttft_s,
         "tbt_s": list(output.metrics.tbt_s),
         "exchange": output.metrics.exchanges,
@@ -184,22 +184,22 @@ def _text(completion: CompletionOutput, *, as_ids: bool) -> str:
 
 
 def _completion(completion: CompletionOutput) -> dict[str, object]:
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
     if completion.logprobs is not None:
-        found["cumulative_logprob"] = completion.cumulative_logprob
-        found["logprobs"] = [_logprobs(token) for token in completion.logprobs]
-    return found
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+        fields["logprobs"] = [_logprobs(token) for token in completion.logprobs]
+    return fields
 
 
 def _logprobs(token: LogprobsOfToken) -> list[dict[str, object]]:
     return [
-        {"token_id": token_id, "token": one.decoded_token, "logprob": one.logprob, "rank": one.rank}
-        for token_id, one in token.items()
+        {"token_id": token_id, "token": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
+        for token_id, entry in token.items()
     ]
 
 

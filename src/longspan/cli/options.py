@@ -135,11 +135,7 @@ _CONFIG = _Flag(
 
 
 class _Verb(Generic[ReturnT]):
-    """A verb with one parameter per flag, from which Cyclopts makes the command line.
-
-    A verb's function takes dataclasses, while Cyclopts inspects and calls this object. The signature is computed again
-    if a registry of choices has grown.
-    """
+    """A verb with one parameter per flag for Cyclopts. A longer registry of choices updates the signature."""
 
     def __init__(self, function: Callable[..., ReturnT]) -> None:
         self._function, self._flags = function, _flags_of(function)
@@ -180,7 +176,7 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
 def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
     """Return the flags of a verb's parameters, by field."""
     parameters, own = inspect.signature(verb).parameters, options_of(verb)
-    listed = [_CONFIG] if any(isinstance(one.default, EngineArgs) for one in parameters.values()) else []
+    listed = [_CONFIG] if any(isinstance(parameter.default, EngineArgs) for parameter in parameters.values()) else []
     for name, parameter in parameters.items():
         default = parameter.default
         if is_dataclass(default):

@@ -94,7 +94,7 @@ def simulate(
     chosen = each_policy(scheduling)
     if results.profile_improvement_rates and len(chosen) > 1:
         raise ParameterError("policy", f"must be tetris, which has improvement rates, but {scheduling.policy} given")
-    experiments = [replace(make_experiment(model, cluster, one, faults), progress=_bar) for one in chosen]
+    experiments = [replace(make_experiment(model, cluster, policy, faults), progress=_bar) for policy in chosen]
     requests = make_workload(workload)
     _warn(experiments)
     if results.profile_improvement_rates:

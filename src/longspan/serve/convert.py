@@ -344,8 +344,10 @@ def _rendered(
     """Render a conversation as text and token ids. `check_chars` bounds the contents first, then the text."""
     assert request.messages is not None, "the caller has checked"
     variables = request.chat_template_kwargs or {}
-    if variables and (taken := sorted(variables.keys() & _not_variables())):
-        raise WireError(f"{shortened(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
+    if variables and (reserved := sorted(variables.keys() & _not_variables())):
+        raise WireError(
+            f"{shortened(reserved[0])} is not a variable of templates: leave it out", "chat_template_kwargs"
+        )
     shows_tools = not isinstance(request, ChatCompletionRequest) or request.tool_choice != "none"
     tools = [tool.for_template() for tool in request.tools or () if shows_tools]
     with as_wire_errors("messages"):

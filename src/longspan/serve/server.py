@@ -180,7 +180,7 @@ class Server:
     def _prepared(self, request: Request, body: TextRequest, grammar: str) -> Assembler:
         name = body.model or self.served.names[0]
         assembler = prepared(body, self.served, request_id=request.state.request_id, model=name, grammar=grammar)
-        num_tokens = sum(len(one.token_ids) for one in assembler.engine_requests)
+        num_tokens = sum(len(engine_request.token_ids) for engine_request in assembler.engine_requests)
         with as_wire_errors("prompt"):
             self.settings.check_queue(len(assembler.engine_requests), num_tokens)
         return assembler
