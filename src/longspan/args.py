@@ -85,7 +85,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     ] = None
     step_timeout_s: Annotated[
         float,
-        _memory("Seconds after which a step in progress counts as lost.", name="step-timeout", minimum=0.001),
+        _memory("Seconds after which a busy rank without a finished step is lost.", name="step-timeout", minimum=0.001),
     ] = 300.0
     seed: int = 0
     record_times: bool = False
