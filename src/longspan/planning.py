@@ -82,7 +82,7 @@ def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:
 
 
 def candidates(specs: Sequence[ParallelSpec], *, policy: str, with_pairs: bool) -> list[Candidate]:
-    """Return a policy's candidates: single specs for `chunked`, pairs of equal instances for `seesaw`, both for auto."""
+    """Return a policy's candidates: specs for `chunked`, pairs of equal instances for `seesaw`, both for auto."""
     single = [Candidate(spec=spec) for spec in specs] if policy != "seesaw" else []
     pairs = [
         Candidate(spec=prefill, decode=decode)
