@@ -31,8 +31,8 @@ from longspan.planning import (
     best,
     candidates,
     check_options,
-    drawn,
     explanation,
+    sample_indices,
     specs_of,
 )
 from longspan.text.input_processor import EngineRequest
@@ -82,21 +82,21 @@ def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0, num_refused=1)]) is slow
     assert best([Outcome(candidate=quick, problem="no room"), slow]) is slow
     assert best([slow, replace(slow, candidate=quick)]) is slow
-    with pytest.raises(ParameterError, match=r"parallel auto finds nothing that can run: tp2 cannot run: no room"):
+    with pytest.raises(ParameterError, match=r"parallel auto finds no candidate that can run: tp2 cannot run: no room"):
         best([Outcome(candidate=quick, problem="no room")])
-    with pytest.raises(ParameterError, match="finds nothing"):
+    with pytest.raises(ParameterError, match="finds no candidate"):
         best([])
 
 
 def test_an_outcome_is_explained() -> None:
     pair = Outcome(candidate=Candidate(spec=PP2, decode=TP2), num_transitions=3, prefill_share=0.25, num_refused=2)
-    assert explanation(pair) == "25% of step time is prefill, 3 transitions, 2 requests have no room"
+    assert explanation(pair) == "25% of step time is prefill, 3 transitions, 2 requests do not fit"
     assert explanation(replace(pair, problem="no room")) == "not simulated: no room"
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))
-def test_requests_are_drawn_evenly(number: int, most: int) -> None:
-    indices = list(drawn(number, most))
+def test_requests_are_sampled_evenly(number: int, most: int) -> None:
+    indices = list(sample_indices(number, most))
     assert len(indices) == min(number, most)
     gaps = {b - a for a, b in pairwise(indices)}
     assert not gaps or (min(gaps) >= 1 and max(gaps) - min(gaps) <= 1)
@@ -120,7 +120,7 @@ def test_outputs_are_as_long_as_asked_for_or_as_is_usual() -> None:
     ("options", "words"),
     [
         ({"policy": "context"}, "policy context is not simulated"),
-        ({"policy": "seesaw"}, "host_kv_gib is where KV lies"),
+        ({"policy": "seesaw"}, "host_kv_gib must be more than 0 for policy seesaw"),
         ({"instances": 2}, "exclude each other"),
         ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "exclude each other"),
     ],
@@ -180,7 +180,7 @@ def test_a_pair_is_taken_where_each_is_good_at_one_thing(
     rows = [line for line in err.splitlines() if re.search(r"│ +[0-9.]+ +│ +[0-9.]+ +│", line.replace("┃", "│"))]
     assert len(rows) == 5, err
     assert "seesaw pp2 to tp2" in rows[0] and "1.00" in rows[0]
-    assert "longspan: takes seesaw pp2 to tp2: " in err
+    assert "longspan: uses seesaw pp2 to tp2: " in err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_REQUESTS
 
 
@@ -192,9 +192,9 @@ def test_without_memory_on_the_host_the_best_spec_is_taken(
     [llm] = started
     assert (llm.engine.config.cluster.spec, llm.service.policy_settings.name) == (TP2, "chunked")
     _, err = capsys.readouterr()
-    assert f"tp 1 were not measured, so not simulated: longspan profile {tiny} --parallel 2 " in err
+    assert f"tp 1 have no profile, so they were not simulated: longspan profile {tiny} --parallel 2 " in err
     assert "pairs for Seesaw need --host-kv-gib" in err
-    assert "longspan: takes tp2: " in err
+    assert "longspan: uses tp2: " in err
 
 
 def test_without_a_profile_the_user_is_told_how_to_make_one(

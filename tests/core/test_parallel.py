@@ -146,7 +146,7 @@ def test_more_ranks_or_threads_than_cores_can_serve_are_refused_by_name(
     given: dict[str, Any], parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "cores", lambda: 2)
-    with pytest.raises(ParameterError, match="2 CPU cores are here for at most 32: use fewer") as refusal:
+    with pytest.raises(ParameterError, match="2 CPU cores allow at most 32: use fewer") as refusal:
         EngineArgs(**given).resolve()
     assert refusal.value.parameter == parameter
     monkeypatch.setattr(limits, "cores", lambda: 64)

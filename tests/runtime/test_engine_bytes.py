@@ -77,7 +77,7 @@ def test_times_of_each_rank_are_told_if_they_are_recorded(record_times: bool, tm
 
 def test_devices_that_are_not_there_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="cuda was asked for, but PyTorch finds no CUDA device here: use cpu"):
+    with pytest.raises(ValueError, match="is cuda, but PyTorch finds no CUDA device here: use cpu"):
         ThreadLLM("no/such/model", device="cuda")
 
 

@@ -176,7 +176,7 @@ def test_a_batch_file_gets_the_answer_of_a_server(poisoned: Path) -> None:
     requests = ((index, COMPLETIONS, json.dumps(body).encode()) for index, body in enumerate(bodies))
     with engine(poisoned) as llm:
         served = ServedModel(input_processor=llm.input_processor, names=("m",))
-        answers = {tag: rest for tag, *rest in answer_each(llm, served, requests, most=2, most_waiting_tokens=999)}
+        answers = {tag: rest for tag, *rest in answer_each(llm, served, requests, max_groups=2, max_waiting_tokens=999)}
     assert {tag: status for tag, (status, _) in answers.items()} == {0: 500, 1: 200}
     error = answers[0][1]["error"]
     assert (error["code"], error["param"], error["type"]) == ("non_finite", None, "server_error")

@@ -154,5 +154,5 @@ def test_a_prompt_that_the_host_has_no_room_for_is_refused(engines: Engines, odd
 
 
 def test_the_policy_changes_to_none_of_one_cluster(engines: Engines, odd: Path) -> None:
-    with pytest.raises(ParameterError, match="chunked keeps to one cluster, but two take turns here"):
+    with pytest.raises(ParameterError, match="chunked supports one cluster, but this engine has two phases"):
         turning(engines, odd, "pp2 tp2").set_policy("chunked", {})

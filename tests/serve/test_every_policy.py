@@ -159,7 +159,8 @@ class ProcessServer:
     def _num_losses(self) -> int:
         return len(
             re.findall(
-                "new workers are being started|the others go on|starting another engine core", self._server.text()
+                "new workers are being started|the other instances go on|starting another engine core",
+                self._server.text(),
             )
         )
 
@@ -421,7 +422,7 @@ def test_requests_fail_with_the_remedy_when_a_fleet_can_neither_restart_nor_shri
         error = stream.result().events[-1]["error"]["message"]
         assert "the engine core was lost: worker rank 0 was lost" in error
         assert "--max-worker-restarts 1 allows no further replacement" in error
-        assert "allow more restarts, or start anew with more instances" in error
+        assert "allow more restarts, or start again with more instances" in error
         assert whole.result().token_ids == oracle.complete(LONG, 600).token_ids
         check_answers(server, oracle)
 

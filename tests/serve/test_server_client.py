@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from longspan import SamplingParams, limits
 from longspan.args import EngineArgs
-from longspan.serve import client, run
+from longspan.serve import core_process, run
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.messages import Delta, EngineSetup
@@ -77,8 +77,8 @@ async def streamed(answer: OutputQueue, found: list[Output] | None = None) -> li
 
 
 async def kill_engine(client: EngineClient, number: signal.Signals = signal.SIGKILL) -> None:
-    assert client._process is not None
-    os.kill(client._process.pid, number)
+    assert client._core is not None
+    os.kill(client._core.pid, number)
 
 
 @pytest.mark.parametrize("kind", [WRONG, ENDS_AT_ONCE])
@@ -344,7 +344,7 @@ def test_an_engine_whose_process_cannot_be_made_is_told_at_once(
         raise OSError("no more processes")
 
     async def check() -> None:
-        monkeypatch.setattr(client, "start_child", start_child)
+        monkeypatch.setattr(core_process, "start_child", start_child)
         setup = EngineSetup(engine=EngineArgs(str(tmp_path)), max_num_queued_reqs=9, max_num_queued_tokens=99)
         engine = EngineClient(setup)
         with pytest.raises(EngineLostError, match=r"the engine core cannot be started \(no more processes\)"):

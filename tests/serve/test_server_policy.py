@@ -179,7 +179,11 @@ def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:
 
 def num_losses(server: ServerProcess) -> int:
     """What the API server has noticed; nobody is served until what was lost is replaced."""
-    return len(re.findall("new workers are being started|the others go on|starting another engine core", server.text()))
+    return len(
+        re.findall(
+            "new workers are being started|the other instances go on|starting another engine core", server.text()
+        )
+    )
 
 
 def rate_of(client: Client) -> object:

@@ -136,7 +136,7 @@ def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.Cap
     found = json.loads(shown.out)
     assert found["max_rate"] is None
     assert shown.err == (
-        "longspan: context: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
+        "longspan: context: max_rate is null: if all 3 requests arrive at once, P99 TTFT is still below 25 times the "
         f"{found['light_ttft_p99_s']:.3g} s of light load: give a larger --num-requests\n"
     )
 
@@ -292,12 +292,12 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--dtype", "float32"), "--dtype float32 refines data sheets"),
         (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 refines data sheets"),
         (("--profile", "P", "--attention", "flash"), "--attention flash refines data sheets"),
-        (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 is of lost workers"),
+        (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 needs a lost worker"),
         (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 counts shared prefixes"),
         (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is the time between turns"),
-        (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
-        (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
-        (("--profile", "P", "--profile-improvement-rates"), "goes up to --rate: give the highest rate"),
+        (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is for a single run"),
+        (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is for a single run"),
+        (("--profile", "P", "--profile-improvement-rates"), "needs --rate: give the highest expected rate"),
         (("--profile", "P", "--rate", "inf", "--find-max-rate"), "varies the time between them: give a number"),
         (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
         (("--profile", "P"), "give rate"),
@@ -317,7 +317,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
             "--policy 'best' is unknown: choose from auto, chunked",
         ),
         (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
-        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
+        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' does not exist"),
         (
             ("--profile", "P", "--rate", "1", "--gpus-per-host", "4", "--policy", "context", "-o", "threshold=9"),
             "4 inst",
@@ -461,7 +461,7 @@ def test_answers_that_are_cut_are_told(profile: Path, tmp_path: Path, capsys: py
     found = json.loads(shown.out)
     assert found["num_truncated"] == found["num_completed"] == 2
     assert found["num_prompt_tokens"] + found["num_output_tokens"] == 2 * 9_000
-    assert "2 answers are shorter than asked for, the first, 0, by" in shown.err
+    assert "2 answers are shorter than requested, the first, 0, by" in shown.err
 
 
 @pytest.mark.parametrize("kind", ["searched", "predicted"])

@@ -112,7 +112,7 @@ def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]
         (("--policy", "context,fixed-sp"), "sp must be 1 or more: give the number of instances"),
         (("--policy", "chunked", "--exchange", "ring_kv"), "policy chunked has no option 'exchange'"),
         (("--policy", "tetris,chunked", "--profile-improvement-rates"), "--policy must be tetris"),
-        (("--profile-improvement-rates", "--slo-tbt", "1"), "--slo-tbt is of a single run"),
+        (("--profile-improvement-rates", "--slo-tbt", "1"), "--slo-tbt is for a single run"),
         (("--slo-ttft", "0"), "--slo-ttft must be above 0 seconds, but 0.0 given"),
         (("--slo-tbt", "nan"), "--slo-tbt must be a number of at most 1e+15, but nan given"),
     ],
@@ -155,7 +155,7 @@ def test_a_service_level_that_light_load_does_not_keep_has_no_rate(capsys: pytes
     rates = {policy: found["max_rate"] for policy, found in json.loads(shown.out).items()}
     assert rates["chunked"] == 0 != rates["context"]
     assert "longspan: chunked: max_rate is 0: only " in shown.err
-    assert "when none meets another, but 90% must" in shown.err
+    assert "when requests do not overlap, but 90% must" in shown.err
 
 
 def test_highest_rates_by_light_loads_of_their_own_are_not_to_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_highest_rates_by_light_loads_of_their_own_are_not_to_be_compared(capsys
     for bound, told in (((), 1), (("--slo-ttft", "9"), 0)):
         assert run("simulate", *HOST, *REQUESTS, *few, *bound, "--json") == 0
         shown = capsys.readouterr()
-        assert shown.err.count("each max_rate is told by the policy's own light load: give --slo-ttft") == told
+        assert shown.err.count("each max_rate is relative to the policy's own light load: give --slo-ttft") == told
         assert json.loads(shown.out)["chunked"]["max_rate"] is None
 
 

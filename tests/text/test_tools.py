@@ -17,7 +17,7 @@ from longspan.text import tools
 from longspan.text.grammar_check import LIMITS
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import Detokenizer
-from longspan.text.tools import FORMATS, CallReader, Function, calls_grammar, found_format
+from longspan.text.tools import FORMATS, CallReader, Function, calls_grammar, detect_format
 
 WEATHER = {
     "type": "object",
@@ -91,14 +91,14 @@ def read(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("with_markers", [False, True])
 def test_the_form_of_calls_is_found_in_the_template(form: str, with_markers: bool) -> None:
-    assert found_format(processor(form, with_markers=with_markers)) is FORMATS[form]
+    assert detect_format(processor(form, with_markers=with_markers)) is FORMATS[form]
 
 
 def test_a_template_may_write_the_arguments_first() -> None:
     name = '"name": "{{ call.function.name }}"'
     template = TEMPLATES["hermes"].replace(name + ", ", " ").replace("| tojson }}}", "| tojson }}, " + name + "}")
     assert '{{ call.function.arguments | tojson }}, "name"' in template
-    assert found_format(processor(template)) is FORMATS["hermes"]
+    assert detect_format(processor(template)) is FORMATS["hermes"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_template_may_write_the_arguments_first() -> None:
     ],
 )
 def test_a_form_that_is_not_sure_is_none(template: str | None) -> None:
-    assert found_format(processor(template)) is None
+    assert detect_format(processor(template)) is None
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -305,7 +305,7 @@ def test_markers_that_are_special_tokens_are_shown_and_others_are_not() -> None:
 
 def test_a_template_that_knows_no_tools_says_so() -> None:
     messages = [{"role": "user", "content": "Go."}]
-    with pytest.raises(ParameterError, match=r"^tools cannot be used: the model's chat template knows no tools"):
+    with pytest.raises(ParameterError, match=r"^tools cannot be used: the model's chat template describes no tools"):
         processor(None).render_chat(messages, tools=[tool("weather", WEATHER)])
     assert "weather" in processor("hermes").render_chat(messages, tools=[tool("weather", WEATHER)])
     assert processor("hermes").render_chat(messages) == processor("hermes").render_chat(messages, tools=[])

