@@ -29,13 +29,13 @@ _REGISTRY: dict[str, str | type[Policy]] = {
     "context": "context:Context",
     "runahead": "runahead:Runahead",
     "tetris": "tetris:Tetris",
-    "fixed-sp": "tetris:FixedSp",
-    "loongserve": "loongserve:LoongServe",
-    "loongserve-disagg": "loongserve:LoongServeDisagg",
+    "fixed-sp": "baselines.fixed_sp:FixedSp",
+    "loongserve": "baselines.loongserve:LoongServe",
+    "loongserve-disagg": "baselines.loongserve:LoongServeDisagg",
     "csps": "csps:Csps",
     "seesaw": "seesaw:Seesaw",
-    "prefill-first": "batch_order:PrefillFirst",
-    "decode-first": "batch_order:DecodeFirst",
+    "prefill-first": "baselines.phase_order:PrefillFirst",
+    "decode-first": "baselines.phase_order:DecodeFirst",
 }
 """A policy, or the module and name of a class that is imported on first use."""
 _BUILT_IN = frozenset(_REGISTRY)

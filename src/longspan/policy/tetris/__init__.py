@@ -1,4 +1,4 @@
-"""Tetris (chunkwise dynamic sequence parallelism), and fixed groups, its baseline, on the same machinery."""
+"""Tetris: chunkwise dynamic sequence parallelism. Prompts are planned as chunks on growing groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
-from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt
+from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
 
 _ENOUGH_OF_A_HOST = 4
@@ -92,19 +92,6 @@ class TetrisOptions(GroupOptions):
         return RateTable(entries=((0.0, rate),))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedOptions(GroupOptions):
-    """Options of `fixed-sp`: the size of groups, which must be given, how they compute, and `balance`."""
-
-    sp: int = 0
-    balance: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sp < 1:
-            raise ParameterError("sp", "must be 1 or more: give the number of instances of each group", self.sp)
-
-
 class Tetris(Cdsp, name="tetris"):
     """Plans chunks by Algorithm 1."""
 
@@ -161,21 +148,6 @@ class Tetris(Cdsp, name="tetris"):
         )
 
 
-class FixedGroups(Planner):
-    """Plans on fixed groups of `size` neighbours: to the planner, each group is a host."""
-
-    def __init__(self, times: PrefillTime, everyone: Sequence[int], size: int) -> None:
-        assert len(everyone) % size == 0, "nobody is left over"
-        self._group_of = {instance: index // size for index, instance in enumerate(everyone)}
-        super().__init__({size: times}, [self._group_of[instance] for instance in sorted(everyone)])
-
-    def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
-        """Puts all tokens in one chunk, on the group with the shortest queue that has all of `prompt.held`."""
-        if len({self._group_of[instance] for instance in prompt.held}) > 1:
-            return None
-        return super().plan(prompt, queue_s, used)
-
-
 def _default_improvement_rate(*, has_roles: bool) -> float:
     """Returns the rate without a table: between what the paper finds best for few and for many requests.
 
@@ -211,23 +183,6 @@ def planner_of(
         min_chunk_tokens=min_chunk_tokens,
         usual_size=usual_size,
     )
-
-
-class FixedSp(Cdsp, name="fixed-sp"):
-    """Runs each prompt on one of the fixed groups."""
-
-    Options = FixedOptions
-    knows_roles = True
-
-    def __init__(self, instances: tuple[int, ...], options: FixedOptions, facts: Facts) -> None:
-        size, number = options.sp, len(instances)
-        if size <= number and number % size:
-            problem = f"({size}) does not divide {number} instances into groups: choose one that does, or give parallel"
-            raise ParameterError("sp", f"{problem} another number", size)
-        times = sp_times(facts, options.exchanges, str(size), number)[size]
-        planner = FixedGroups(times, instances, size)
-        parts = options.group_parts(instances, facts, balance=options.balance)
-        super().__init__(instances, options, planner, parts, decode=facts.decode)
 
 
 # ---------------------------------------------------------------- times of chunks
