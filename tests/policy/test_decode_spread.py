@@ -23,7 +23,7 @@ from longspan.cost.architecture import from_config
 from longspan.cost.estimate import estimate_decode
 from longspan.cost.forward import rooflines
 from longspan.cost.topology import Devices
-from longspan.policy.group_parts import Room, block_owners, shard_chunk
+from longspan.policy.shards import Room, block_owners, shard_chunk
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import simulate
 from longspan.workload.spec import WorkloadSpec

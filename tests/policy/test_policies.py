@@ -23,8 +23,8 @@ from longspan.core.steps import Forward, Free, Sampled
 from longspan.core.view import ClusterView
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import Room, Shape, block_owners, shard_chunk
 from longspan.policy.registry import make_policy
+from longspan.policy.shards import Room, Shape, block_owners, shard_chunk
 
 
 @pytest.mark.parametrize(("instances", "name"), [(1, "chunked"), (2, "auto"), (7, "auto")])

@@ -19,9 +19,9 @@ from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_price import prompt_s, rates_of_profile
-from longspan.cost.csa_search import Configuration, Group
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
+from longspan.policy.csps.search import Configuration, Group
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import make_experiment
 

@@ -17,9 +17,9 @@ from longspan.core.options import Option
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
-    from longspan.cost.csa_tuned import HeldOut, Tuned
     from longspan.evals import Text
     from longspan.llm import LLM
+    from longspan.policy.csps.tuned import HeldOut, Tuned
     from longspan.tuning import Header, Journal
 
 _ENGINE = EngineArgs(parallel="4")
@@ -44,7 +44,7 @@ def tune(
     point is kept at once in FILE.journal: run it again after it was stopped, or for more points, and it goes on.
     """
     from longspan import tuning  # noqa: PLC0415 - other verbs need none of it
-    from longspan.cost.csa_tuned import tuned  # noqa: PLC0415
+    from longspan.policy.csps.tuned import tuned  # noqa: PLC0415
 
     del what
     given = _checked(engine)

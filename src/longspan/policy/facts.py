@@ -11,6 +11,7 @@ from longspan.core.cluster import Cluster, Location
 from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 
 if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost model
+    from longspan.core.exchange import Exchange
     from longspan.cost.csa_pipeline import Rates
     from longspan.cost.fitted_cost import FittedCost
     from longspan.cost.partition_table import PartitionTable
@@ -46,7 +47,8 @@ class Facts:
         cluster: None when nothing is known of it: then all instances do everything and are near each other.
         turns: the clusters that prefill and decode by turns on the same devices, if they do.
         turn_cost: what these take; None when that is not known.
-        rates: returns the speeds of each member of a group on some hosts, by which sparse attention is priced.
+        rates, exact_s: price sparse attention. They return the speeds of a member by the hosts of its group, and the
+            seconds of a whole prompt by its exchange, group and length.
     """
 
     shape: ModelShape | None = None
@@ -58,6 +60,7 @@ class Facts:
     turns: tuple[Cluster, ...] = ()
     turn_cost: TurnCost | None = None
     rates: Callable[[tuple[int, ...]], Rates | None] | None = None
+    exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None
 
     @property
     def tp(self) -> int | None:
@@ -91,6 +94,7 @@ def known_facts(
     turns: Sequence[Cluster] = (),
     turn_cost: TurnCost | None = None,
     rates: Callable[[tuple[int, ...]], Rates] | None = None,
+    exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None,
 ) -> Facts:
     """Return the facts of a cluster whose instances the key describes.
 
@@ -107,6 +111,7 @@ def known_facts(
         turns=tuple(turns),
         turn_cost=turn_cost,
         rates=rates or (None if profile is None else partial(_measured_rates, profile, shape)),
+        exact_s=exact_s or (None if profile is None else partial(_measured_prompt_s, profile)),
     )
 
 
@@ -114,6 +119,11 @@ def _measured_rates(profile: Profile, shape: ModelShape, hosts: tuple[int, ...])
     from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
 
     return rates_of_profile(profile, shape, len(hosts))
+
+
+def _measured_prompt_s(profile: Profile, exchange: Exchange, group: tuple[int, ...], num_tokens: int) -> float | None:
+    times = profile.times().get((len(group), exchange))
+    return None if times is None else times.seconds(num_tokens)
 
 
 def measured_turns(

@@ -11,7 +11,7 @@ from longspan.core.view import RequestView
 
 if TYPE_CHECKING:  # types alone
     from longspan.policy.batching import Budget
-    from longspan.policy.group_parts import Room
+    from longspan.policy.shards import Room
 
 
 def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -> PrefixHit:

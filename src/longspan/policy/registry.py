@@ -32,7 +32,7 @@ _REGISTRY: dict[str, str | type[Policy]] = {
     "fixed-sp": "baselines.fixed_sp:FixedSp",
     "loongserve": "baselines.loongserve:LoongServe",
     "loongserve-disagg": "baselines.loongserve:LoongServeDisagg",
-    "csps": "csps:Csps",
+    "csps": "csps.policy:Csps",
     "seesaw": "seesaw:Seesaw",
     "prefill-first": "baselines.phase_order:PrefillFirst",
     "decode-first": "baselines.phase_order:DecodeFirst",

@@ -10,9 +10,9 @@ the paper. A request larger than one KV pool is shared by all instances of the p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from longspan.core.cluster import Cluster
@@ -21,6 +21,7 @@ from longspan.core.policy import Policy
 from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch
+from longspan.policy.by_length import ByLength
 from longspan.policy.chunked import admit_alone
 from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.facts import Facts
@@ -209,9 +210,10 @@ class _PhaseGroups(Context):
             sharing = replace(sharing, weights="auto")
         profile = facts.profile if cluster.spec.tp == facts.tp else None
         instances = tuple(sorted(cluster.instances, key=cluster.location))
-        super().__init__(instances, sharing, replace(facts, cluster=cluster, profile=profile))
+        facts, all_or_one = replace(facts, cluster=cluster, profile=profile), partial(_AllOrOne, shares=self.shares)
+        super().__init__(instances, sharing, facts, placement=all_or_one)
         self._pool_blocks = min(cluster.num_blocks, default=0)
-        self._spread: set[int] | None = set() if len(set(self._host.values())) > 1 else None
+        self._spread: set[int] | None = set() if len(set(self._by_length.host.values())) > 1 else None
         """Waiting requests with an output whose KV is in the pools of several hosts. None on a single host."""
 
     def preempted(self, request: RequestView) -> None:
@@ -238,14 +240,14 @@ class _PhaseGroups(Context):
 
         If all instances are to share the first waiting prompt, instances that could step wait until all of them can.
         """
-        batch, first = Batch(view, self._all), next(self._in_turn(view), None)
+        batch, first = Batch(view, self._all), next(self._candidates(view), None)
         for request in batch.running():
             if request.num_scheduled < request.num_prompt:
-                batch.add(self._group_parts.next(request, batch.budget, self._long_share(view)))
+                batch.add(self.parts.next(request, batch.budget, self._max_long_tokens(view)))
         can_admit = first is not None and room.has(first, is_shared=self.shares(first))
         if first is not None and can_admit and self._lacks_members(first, view, batch.instances):
             return Plan()
-        for request in batch.waiting(self._in_turn(view)):
+        for request in batch.waiting(self._candidates(view)):
             if self.shares(request):
                 part = self._first(request, batch.budget)
             else:
@@ -253,17 +255,19 @@ class _PhaseGroups(Context):
             batch.add(part if part is not None and room.take(part) else None)
         return batch.plan()
 
-    @property
-    def _side_by_side(self) -> bool:
-        """Shared prompts are prefilled one after the other, because each takes all instances."""
-        return False
 
-    def _group_size(self, request: RequestView, view: ClusterView) -> int:
-        return self._members(request, 0, view)
+class _AllOrOne:
+    """Places a request on all instances of a phase or on one. Shared prompts are prefilled one after the other."""
 
-    def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
+    is_concurrent = False
+
+    def __init__(self, by_length: ByLength, shares: Callable[[RequestView], bool]) -> None:
+        self._shares, self._number = shares, len(by_length.instances)
+        self.partition, self.ranked = by_length.partition, by_length.ranked
+
+    def members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
         del cached_tokens, view
-        return len(self.instances) if self.shares(request) else 1
+        return self._number if self._shares(request) else 1
 
 
 class _Room:

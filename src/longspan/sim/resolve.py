@@ -27,7 +27,7 @@ from longspan.cost.forward import Roofline
 from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY, rank_block_bytes, with_pools
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions_by, modelled_ttft
-from longspan.cost.pricing import PricedTurns, predicted_profile
+from longspan.cost.pricing import PricedTurns, predicted_profile, whole_prompt_s
 from longspan.cost.profile import Profile, profiled_prompts
 from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import RooflineCost
@@ -106,6 +106,7 @@ def computed_experiment(
         turns=turns,
         turn_cost=PricedTurns(cost, turns, scheduling.block_size, slow) if turns else None,
         rates=partial(cost.rates, slow=slow),
+        exact_s=partial(whole_prompt_s, cost, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
     return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
@@ -140,6 +141,7 @@ def measured_experiment(
         partitions=partitions,
         turns=turns,
         turn_cost=measured_turns(cost, turns, scheduling.block_size, slow),
+        exact_s=partial(whole_prompt_s, cost, slow=slow),
     )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(

@@ -14,8 +14,9 @@ from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import GroupParts, check_exchange
+from longspan.policy.group_parts import GroupParts
 from longspan.policy.routing import goes_on
+from longspan.policy.sharing import check_exchange
 from longspan.policy.tetris import GroupOptions, planner_of
 from longspan.policy.tetris.execution import Cdsp, Planned, QueueTimes
 from longspan.policy.tetris.planner import Planner

@@ -13,7 +13,8 @@ from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, e
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
+from longspan.policy.group_parts import GroupParts
+from longspan.policy.sharing import SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate

@@ -11,8 +11,8 @@ from invented_tuned import RATES, TINY_SHAPE, invented_points, invented_tuned
 
 from longspan.core.sparse import is_tuned
 from longspan.cost.csa_pipeline import LinkSpeed
-from longspan.cost.csa_search import Group
-from longspan.cost.csa_tuned import HELD_OUT_EVERY, Point, Tuned, fit_rates, pair_shares, split, tuned
+from longspan.policy.csps.search import Group
+from longspan.policy.csps.tuned import HELD_OUT_EVERY, Point, Tuned, fit_rates, pair_shares, split, tuned
 
 GROUP = Group(shape=TINY_SHAPE, hosts=(0, 0, 1, 1), rates=RATES)
 

@@ -14,12 +14,12 @@ from invented_tuned import RATES, TINY_SHAPE, invented_tuned
 from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
 from longspan.core.exchange import LOCAL
 from longspan.core.policy import Policy
-from longspan.cost.csa_search import least_loss, least_ttft
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
-from longspan.policy.csa_auto import GRID, CsaChooser, Objective, bucket, rates_of
+from longspan.policy.csps.chooser import GRID, CsaChooser, Objective, bucket, rates_of
+from longspan.policy.csps.search import least_loss, least_ttft
 from longspan.policy.facts import Facts, known_facts
 from longspan.policy.registry import make_policy
 
@@ -29,7 +29,7 @@ FACTS = Facts(
     cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")),
 )
 HOSTS = (0, 0, 1, 1)
-CHOOSER = CsaChooser(TUNED, FACTS, HOSTS, ())
+CHOOSER = CsaChooser(TUNED, FACTS, range(4), "alltoall")
 
 
 def csps(**options: str) -> Policy:
@@ -70,7 +70,7 @@ def test_a_target_that_cannot_be_met_is_come_near() -> None:
 
 
 def test_where_any_drop_loses_nothing_is_dropped() -> None:
-    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, HOSTS, ())
+    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, range(4), "alltoall")
     found = chooser.choose(4000, 4, Objective())
     assert (found.configuration.levels, found.configuration.drop, found.choice.loss) == (2, 0, 0)
 
@@ -80,21 +80,22 @@ def test_where_any_drop_loses_nothing_is_dropped() -> None:
 def test_choices_are_as_quick_as_enumeration_s(num_tokens: int, most: float, is_target: bool) -> None:
     """And keep to the constraint, at the length that stands for the prompt's."""
     length = bucket(num_tokens)
-    best_s = min(table.least_ttft(length, g.bytes_per_s, lambda *_: 0.0, 1.0).ttft_s for g, table in CHOOSER.tables(4))
+    tables = CHOOSER.tables(4)
+    best_s = min(one.ttft_s for g, table in tables for one in table.choices(length, g.bytes_per_s, lambda *_: 0.0))
     objective = Objective(target_s=best_s * (1 + most / 5)) if is_target else Objective(max_loss=most)
     chosen = CHOOSER.choose(num_tokens, 4, objective)
     enumerated = []
     for group, _ in CHOOSER.tables(4):
         loss = TUNED.loss_in(HOSTS, group.mode)
         if objective.target_s is None:
-            enumerated.append(least_ttft(group, length, loss, objective.most_lost, GRID))
+            enumerated.append(least_ttft(GRID.choices(group, length, loss), objective.loss_bound))
         else:
-            enumerated.append(least_loss(group, length, loss, objective.target_s, GRID))
+            enumerated.append(least_loss(GRID.choices(group, length, loss), objective.target_s))
     known = [one for one in enumerated if one is not None]
     if not known or not chosen.is_met:
         return
     if objective.target_s is None:
-        assert chosen.choice.loss <= objective.most_lost
+        assert chosen.choice.loss <= objective.loss_bound
         assert chosen.choice.ttft_s <= 1.05 * min(one.ttft_s for one in known)
     else:
         [group] = [group for group, _ in CHOOSER.tables(4) if group.mode == chosen.mode]

@@ -18,10 +18,10 @@ import msgspec
 from longspan.core.sparse import DropMode, SparseSetting
 from longspan.core.sparse_plan import segments_of
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_models import LossModel, LossSample
 from longspan.cost.csa_pipeline import Rates
-from longspan.cost.csa_search import Configuration, Grid, Group, Loss
 from longspan.cost.profile_key import Stored
+from longspan.policy.csps.models import LossModel, LossSample
+from longspan.policy.csps.search import Configuration, Grid, Group, Loss
 
 NO_LOSS = 1.0
 """Points below which a loss counts as none: some prompts do not tell less from nothing."""
