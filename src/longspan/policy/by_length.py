@@ -56,7 +56,7 @@ class ByLength:
     def ranked(
         self, able: Sequence[int], cached: Mapping[int, int], request: RequestView, budget: Budget, members: int
     ) -> list[int]:
-        """Prefer cached blocks, then low load, then hosts with many candidates, then few allocated blocks."""
+        """Sort by cached blocks, then low load, then hosts with many candidates, then few allocated blocks."""
         del request, members
         kv, host = budget.view.kv, self.host
         near, used = Counter(host[i] for i in able), self.used_blocks(able, budget)

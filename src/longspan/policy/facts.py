@@ -1,4 +1,4 @@
-"""The facts that policies go by. Engines and simulations make them here, from a model, hardware and a cluster."""
+"""The known facts of a model, its hardware and a cluster. Engines and simulations make them for their policies."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost mode
 
 
 class TurnCost(Protocol):
-    """Predicts what the work of an offline run takes on each of the clusters that take turns, all of it in use."""
+    """Predicts the seconds of an offline run on each of the clusters that alternate, with all instances in use."""
 
     def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
-        """Times prompts of a `length` that have `num_tokens` together."""
+        """Predict prompts of a `length` with `num_tokens` in total."""
 
     def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
-        """Times one more token for each of `num_seqs` requests of a `length`."""
+        """Predict one more token for each of `num_seqs` requests of a `length`."""
 
     def reshard_s(self, cluster: Cluster) -> float:
-        """Times the change to this cluster from the other one."""
+        """Predict the change from the other cluster to this one."""
 
     def swap_s(self, cluster: Cluster, num_blocks: int) -> float:
-        """Times blocks that go from the devices of a cluster to their hosts, or come from there."""
+        """Predict copies of blocks between the devices of a cluster and their hosts, in one direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class Facts:
     """The known facts of a model and its hardware, from which a policy is made.
 
     Attributes:
-        model: what the table of partitions calls it.
-        partitions: searched ones. None before they are looked up: no prompt is refused then.
-        cluster: None when nothing is known of it: then all instances do everything and are near each other.
-        turns: the clusters that prefill and decode by turns on the same devices, if they do.
-        turn_cost: what these take; None when that is not known.
+        model: the key of the model in the table of partitions.
+        partitions: searched partitions. None before they are looked up. Then no prompt is refused.
+        cluster: None if it is unknown. Then instances have no roles and are near each other.
+        turns: the clusters that alternately prefill and decode on the same devices, if they do.
+        turn_cost: the cost of these clusters. None if it is unknown.
         rates, exact_s: price sparse attention. They return the speeds of a member by the hosts of its group, and the
             seconds of a whole prompt by its exchange, group and length.
     """
@@ -64,7 +64,7 @@ class Facts:
 
     @property
     def tp(self) -> int | None:
-        """Shards of each prefill instance; None while that is not known."""
+        """Shards of each prefill instance. None if the cluster is unknown."""
         return None if self.cluster is None else self.cluster.spec.tp
 
     @property
@@ -76,7 +76,7 @@ class Facts:
 
     @property
     def decode(self) -> range:
-        """The instances that only decode, none without roles."""
+        """The instances that only decode. Empty without roles."""
         return range(0) if self.cluster is None else self.cluster.decode
 
     def location(self, instance: int) -> Location:
@@ -98,7 +98,7 @@ def known_facts(
 ) -> Facts:
     """Return the facts of a cluster whose instances the key describes.
 
-    Speeds are those of the profile. A profile without them leaves `hardware`, or typical speeds of such a device.
+    Speeds are those of the profile, or else of `hardware`, or else typical speeds of such a device.
     """
     measured = None if profile is None else profile.hardware(shape)
     return Facts(
@@ -129,7 +129,7 @@ def _measured_prompt_s(profile: Profile, exchange: Exchange, group: tuple[int, .
 def measured_turns(
     cost: FittedCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0
 ) -> PricedTurns | None:
-    """Price clusters that take turns by profiles, times `slow`. None on CUDA: profiles lack the cost of a change there.
+    """Price alternating clusters by profiles, times `slow`. None on CUDA: profiles lack the cost of a change there.
 
     Raises:
         ParameterError: for a profile that lacks instances of one cluster, or links.

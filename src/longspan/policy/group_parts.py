@@ -14,7 +14,7 @@ from longspan.policy.batching import Budget, loaded_first, single_part
 from longspan.policy.chain_cuts import ChainCuts
 from longspan.policy.choosing import Chooser
 from longspan.policy.facts import Facts
-from longspan.policy.shards import ZIGZAG, Room, Shape, block_owners, shard_chunk, shard_to_last
+from longspan.policy.shards import ZIGZAG, Capacity, Shape, block_owners, shard_chunk, shard_to_last
 from longspan.policy.sharing import SharingOptions
 
 _ANSWER_TOKENS = 200
@@ -156,31 +156,31 @@ class GroupParts:
             table, start, cost = request.table, request.num_scheduled, Counter(instance for _, instance in moves)
         else:
             table, start, cost = hit.refs, hit.num_tokens, budget.view.kv.hit_cost(hit, budget.claimed)
-        room = Room(
+        capacity = Capacity(
             tokens=tuple([min(budget.tokens[i], most) for i in group]),
             blocks=tuple([budget.blocks[i] - cost.get(i, 0) for i in group]),
             block_size=request.block_size,
         )
         if budget.outgrows(request):
-            from longspan.policy.on_hosts import room_now  # noqa: PLC0415 - few requests are so long
+            from longspan.policy.on_hosts import capacity_now  # noqa: PLC0415 - few requests are so long
 
-            room = room_now(request, group, budget, room, hit)
-        if not any(room.tokens):
+            capacity = capacity_now(request, group, budget, capacity, hit)
+        if not any(capacity.tokens):
             return None
         members = {instance: member for member, instance in enumerate(group)}  # -1 for blocks on hosts
         reads_hosts = bool(request.hosted) if hit is None else any(ref.pool not in members for ref in hit.refs)
         exchange, shape = RING_Q if reads_hosts else self._decoding, ZIGZAG
         if request.num_tokens - start > 1:
-            new_tokens = min(end - start, sum(room.tokens))
+            new_tokens = min(end - start, sum(capacity.tokens))
             answer_tokens = expected_answer(request) if start == 0 and new_tokens == request.num_tokens else 0
             exchange = RING_Q if reads_hosts else self.exchange(new_tokens, start, len(group), answer_tokens)
             shape = self._shape(exchange, request, new_tokens, start, len(group), partition)
         moved = dict(moves)
         owners = [members.get(moved.get(index, ref.pool), -1) for index, ref in enumerate(table)]
         to_last = self._leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1)
-        shards = shard_to_last(start, end, owners, room, shape) if to_last else None
+        shards = shard_to_last(start, end, owners, capacity, shape) if to_last else None
         kv_owner = None if shards is None else group[-1]
-        shards = shards or shard_chunk(start, end, owners, room, shape, _first_member(request, len(group)))
+        shards = shards or shard_chunk(start, end, owners, capacity, shape, _first_member(request, len(group)))
         if shards is None:
             return None
         stop = max([run.stop for runs in shards for run in runs])
@@ -258,12 +258,12 @@ def is_too_large(request: RequestView, view: ClusterView, members: int) -> bool:
 
 
 def even_moves(
-    blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]
+    blocks: Sequence[BlockRef], group: Sequence[int], free_blocks: Mapping[int, int]
 ) -> tuple[tuple[int, int], ...]:
     """Return moves (index into `blocks`, new owner) after which the members differ by at most one block.
 
     The number of moves is minimal: the members with the most blocks keep the odd ones, and only the last blocks of a
-    member move. No member receives more blocks than its `room`.
+    member move. No member receives more blocks than its `free_blocks`.
     """
     held = defaultdict[int, list[int]](list)
     for index, ref in enumerate(blocks):
@@ -271,6 +271,6 @@ def even_moves(
     each, odd = divmod(len(blocks), len(group))
     by_size = sorted(group, key=lambda instance: -len(held[instance]))
     wanted = {instance: each + (rank < odd) for rank, instance in enumerate(by_size)}
-    receivers = [i for i in group for _ in range(min(wanted[i] - len(held[i]), room[i]))]
+    receivers = [i for i in group for _ in range(min(wanted[i] - len(held[i]), free_blocks[i]))]
     leaving = [index for i in group for index in held[i][wanted[i] :]]
     return tuple(sorted(zip(leaving, receivers, strict=False)))

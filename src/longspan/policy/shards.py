@@ -27,7 +27,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Capacity:
     """Tokens that each member may compute in this step, and free KV blocks that it may allocate."""
 
     tokens: tuple[int, ...]
@@ -47,7 +47,7 @@ ZIGZAG = Shape()
 
 
 def shard_chunk(
-    start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = ZIGZAG, first: int = 0
+    start: int, stop: int, owners: Sequence[int], capacity: Capacity, shape: Shape = ZIGZAG, first: int = 0
 ) -> SpanShards | None:
     """Shard the next chunk of the tokens `[start, stop)`.
 
@@ -55,16 +55,16 @@ def shard_chunk(
     shape. Otherwise it is part of one block, for its owner, or for the next member if the block is new. Return None
     if no member can compute a token. If no block is free, the shards ask for one, so that a request is preempted.
 
-    Members begin the blocks of the request in turn, from `first` on. A member with two blocks more than the smallest
-    share is passed over, but not for a difference of one. Otherwise all requests with a common cached prefix would
-    continue on the same member. If no block is free, the member with the fewest blocks is next.
+    Members begin the blocks of the request in cyclic order, from `first` on. A member is passed over if it has two
+    blocks more than the smallest share. For a difference of one it is not, because all requests with a common cached
+    prefix would then continue on the same member. If no block is free, the member with the fewest blocks is next.
 
     Args:
         owners: the member that holds each earlier block, -1 for a block on a host.
     """
-    num_members, size = len(room.tokens), room.block_size
+    num_members, size = len(capacity.tokens), capacity.block_size
     members, held, next_member = range(num_members), Counter(owners), first + len(owners)
-    enough = min(held[m] for m in members) + any(number > 0 for number in room.blocks)
+    enough = min(held[m] for m in members) + any(number > 0 for number in capacity.blocks)
     by_turn = sorted(members, key=lambda m: (max(held[m], enough), (m - next_member) % num_members))
     head = None
     if start % size:
@@ -72,7 +72,7 @@ def shard_chunk(
     # A chain has its own order, and fractions belong to members.
     order = members if shape.chained or shape.fractions or shape.in_order else by_turn
     turns = {member: turn for turn, member in enumerate(order)}
-    for end in chain((stop,), _ends(start, room, shape)):
+    for end in chain((stop,), _ends(start, capacity, shape)):
         if start < end <= stop:
             in_order = shard_span(
                 shape.layout,
@@ -82,41 +82,43 @@ def shard_chunk(
                 fractions=shape.fractions,
             )
             shards = tuple([in_order[turns[member]] for member in members])
-            if room.fits(shards):
+            if capacity.fits(shards):
                 return shards
-    return _shard_one_block(start, stop, head, by_turn, room)
+    return _shard_one_block(start, stop, head, by_turn, capacity)
 
 
-def shard_to_last(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape) -> SpanShards | None:
+def shard_to_last(start: int, stop: int, owners: Sequence[int], capacity: Capacity, shape: Shape) -> SpanShards | None:
     """Shard a chunk for a chain whose last member holds all KV. Return None if it has too few free blocks."""
-    shards = shard_chunk(start, stop, owners, replace(room, blocks=(stop,) * len(room.tokens)), shape)
+    shards = shard_chunk(start, stop, owners, replace(capacity, blocks=(stop,) * len(capacity.tokens)), shape)
     if shards is None:
         return None
-    num_blocks = -(-max(run.stop for runs in shards for run in runs) // room.block_size) - len(owners)
-    return shards if num_blocks <= room.blocks[-1] else None
+    num_blocks = -(-max(run.stop for runs in shards for run in runs) // capacity.block_size) - len(owners)
+    return shards if num_blocks <= capacity.blocks[-1] else None
 
 
-def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:
-    """Yield ends of chunks, longest first. Even shards have the same number of blocks, others are rounded to blocks."""
-    num_members, size = len(room.tokens), room.block_size
+def _ends(start: int, capacity: Capacity, shape: Shape) -> Iterator[int]:
+    """Yield ends of chunks, longest first. Even shards have equally many blocks. Uneven ends are rounded to blocks."""
+    num_members, size = len(capacity.tokens), capacity.block_size
     if shape.fractions:
-        limits = (tokens / part for tokens, part in zip(room.tokens, shape.fractions, strict=True) if part)
+        limits = (tokens / part for tokens, part in zip(capacity.tokens, shape.fractions, strict=True) if part)
         last = start + int(min(limits))
         yield from ((last // size - less) * size for less in range(2 * num_members))
     else:
-        last = start + min(room.tokens) * num_members
+        last = start + min(capacity.tokens) * num_members
         yield from (last // quantum * quantum for quantum in (2 * num_members * size, num_members * size))
 
 
-def _shard_one_block(start: int, stop: int, head: int | None, order: Sequence[int], room: Room) -> SpanShards | None:
+def _shard_one_block(
+    start: int, stop: int, head: int | None, order: Sequence[int], capacity: Capacity
+) -> SpanShards | None:
     if head is None:
-        able = [m for m in order if room.tokens[m] > 0]
-        if any(number > 0 for number in room.blocks):  # a member with a block but no tokens has tokens in a later step
-            able = [m for m in able if room.blocks[m] > 0]
+        able = [m for m in order if capacity.tokens[m] > 0]
+        if any(number > 0 for number in capacity.blocks):  # a member with a block has tokens in a later step
+            able = [m for m in able if capacity.blocks[m] > 0]
         head = next(iter(able), None)
-    if head is None or room.tokens[head] <= 0:
+    if head is None or capacity.tokens[head] <= 0:
         return None
-    end = min(stop, start + room.tokens[head], (start // room.block_size + 1) * room.block_size)
+    end = min(stop, start + capacity.tokens[head], (start // capacity.block_size + 1) * capacity.block_size)
     return shard_span("single", start, end, len(order), head=head)
 
 

@@ -62,7 +62,7 @@ class ByPartition:
     def ranked(
         self, able: Sequence[int], cached: Mapping[int, int], request: RequestView, budget: Budget, members: int
     ) -> list[int]:
-        """Prefer cached blocks, then free blocks for a partition, then idle instances on hosts with most of these.
+        """Sort by cached blocks, then free blocks for a partition, then idle instances, on hosts with most of these.
 
         With a partition, instances without free blocks for it are left out.
         """

@@ -330,7 +330,7 @@ def _has_room(planned: Planned, budget: Budget) -> bool:
     request, group, kv = planned.request, planned.group, budget.view.kv
     if any(budget.seqs[i] <= 0 for i in planned.spans[0].group):
         return False
-    room, whole = budget.room(request, group), request.blocks_for(request.num_tokens)
+    room, whole = budget.free_blocks(request, group), request.blocks_for(request.num_tokens)
     if whole <= room:
         return True
     hit = budget.hit(request, group)  # what others use, too, takes no room
