@@ -40,7 +40,7 @@ def csps(**options: str) -> Policy:
 def test_without_an_objective_nothing_is_lost() -> None:
     setting = csps().sparse(3000, 16, 10_000)
     assert setting is not None and setting.num_levels == 2
-    most = TUNED.most_without_loss(3445, 2, setting.mode)
+    most = TUNED.max_drop_without_loss(3445, 2, setting.mode)
     assert most is not None and 0 < setting.ratio(1, 0, 2) <= most + 1e-9
     assert csps().sparse(90, 16, 10_000) is None, "one instance computes it"
 

@@ -112,6 +112,6 @@ def _table(found: Tuned) -> Table:
     for levels, mode in columns:
         table.add_column(f"{levels} levels, {mode}", justify="right")
     for length in sorted({one.num_tokens for one in found.points}):
-        most = (found.most_without_loss(length, levels, mode) for levels, mode in columns)
+        most = (found.max_drop_without_loss(length, levels, mode) for levels, mode in columns)
         table.add_row(f"{length:,}", *("" if one is None else f"{one:.0%}" for one in most))
     return table

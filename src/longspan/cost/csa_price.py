@@ -75,7 +75,7 @@ def _busiest(
     shape: ModelShape,
     rates: Rates,
 ) -> MemberWork:
-    """Return the work of the member that takes longest without micro-partitions. The others wait for it."""
+    """Return the work of the member that takes longest without micro-partitions. All members wait for it."""
     pieces = (1,) * (1 if setting is None else len(setting.segments))
     works = member_works(setting, num_tokens, partition, hosts, shape)
     return max(works, key=lambda work: layer_time(work, pieces, rates).total_s)

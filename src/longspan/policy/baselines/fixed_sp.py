@@ -15,7 +15,7 @@ from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions(GroupOptions):
-    """Options of `fixed-sp`: the size of groups, which must be given, how they compute, and `balance`."""
+    """Options of `fixed-sp`: the size of groups, which is required, their exchanges, and `balance`."""
 
     sp: int = 0
     balance: bool = True
@@ -27,15 +27,15 @@ class FixedOptions(GroupOptions):
 
 
 class FixedGroups(Planner):
-    """Plans on fixed groups of `size` neighbours: to the planner, each group is a host."""
+    """Plans on fixed groups of `size` neighbours. For the planner, each group is a host."""
 
-    def __init__(self, times: PrefillTime, everyone: Sequence[int], size: int) -> None:
-        assert len(everyone) % size == 0, "nobody is left over"
-        self._group_of = {instance: index // size for index, instance in enumerate(everyone)}
-        super().__init__({size: times}, [self._group_of[instance] for instance in sorted(everyone)])
+    def __init__(self, times: PrefillTime, instances: Sequence[int], size: int) -> None:
+        assert len(instances) % size == 0, "all groups are equally large"
+        self._group_of = {instance: index // size for index, instance in enumerate(instances)}
+        super().__init__({size: times}, [self._group_of[instance] for instance in sorted(instances)])
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
-        """Puts all tokens in one chunk, on the group with the shortest queue that has all of `prompt.held`."""
+        """Plan one chunk on the group with cached blocks, or with the shortest queue. None if several have such blocks."""
         if len({self._group_of[instance] for instance in prompt.held}) > 1:
             return None
         return super().plan(prompt, queue_s, used)

@@ -30,7 +30,7 @@ GRID = Grid(
 )
 """The configurations that are tried. No prompt drops more than 48 % of the tokens of level 2."""
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 65536, 262144, 1048576)
-"""Lengths in tokens for which configurations are enumerated. Others are interpolated."""
+"""Lengths in tokens for which configurations are enumerated. Other lengths are interpolated."""
 _PER_DOUBLING = 8
 """Lengths within an eighth of a doubling have one configuration, so that their prompts can share cached KV."""
 _ANY_LOSS = 1e9

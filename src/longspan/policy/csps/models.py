@@ -174,7 +174,7 @@ class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def train(cls, group: Group, lengths: Sequence[int], links: Sequence[float], grid: Grid) -> Self:
-        """Enumerate the times of all cells, and check interpolated times halfway between them."""
+        """Make a table by enumeration, and check interpolated times halfway between its points."""
         options, cells = grid.options(group), []
         for length in lengths:
             row = []

@@ -2,8 +2,8 @@
 
 Policy `context` plans the prompts. Each instance has a partition of neighbouring tokens. Neighbouring partitions are on
 instances near each other, and heads are sent (`alltoall`, the paper's SP-NTP). The last instance of a prompt has the
-last tokens, and prefills short prompts in the same step. A setting (`core/sparse.py`) says which tokens are dropped at
-each level. It is part of the request, and requests share cached KV only if their settings are equal.
+last tokens, and prefills short prompts in the same step. A setting (`core/sparse.py`) has the drop ratio of each
+level. It is part of the request, and requests share cached KV only if their settings are equal.
 
 Decodes attend to all KV, and send queries. With roles, the KV of a shared prompt goes to several instances that only
 decode, concurrently with short requests (SP decode, §4.2).

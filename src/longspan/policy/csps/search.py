@@ -185,7 +185,7 @@ class Grid:
         return min(timed, key=lambda pair: (pair[0], pair[1].micro_partitions))
 
     def choices(self, group: Group, num_tokens: int, loss: Loss) -> Iterator[Choice]:
-        """Enumerate the options of a group, each with its quickest micro-partitions."""
+        """Yield the options of a group, each with its quickest micro-partitions."""
         for option in self.options(group):
             ttft_s, configuration = self.quickest(group, num_tokens, option)
             yield Choice(configuration, ttft_s, loss(num_tokens, group.mean_drop(option)))
