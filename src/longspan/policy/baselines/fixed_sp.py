@@ -35,7 +35,7 @@ class FixedGroups(Planner):
         super().__init__({size: times}, [self._group_of[instance] for instance in sorted(instances)])
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
-        """Plan one chunk on the group with cached blocks, or with the shortest queue. None if several have such blocks."""
+        """Plan one chunk on the group with cached blocks, or with the shortest queue. None if several have them."""
         if len({self._group_of[instance] for instance in prompt.held}) > 1:
             return None
         return super().plan(prompt, queue_s, used)

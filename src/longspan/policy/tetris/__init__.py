@@ -20,15 +20,16 @@ from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
 
 _ENOUGH_OF_A_HOST = 4
-"""Groups that end at hosts with fewer instances lose more for prompts than they win for decodes at low load."""
+"""Smallest number of instances per host for which groups end at hosts. On smaller hosts, prompts lose more than
+decodes gain at low load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """Options that tell how groups compute.
+    """Options for the exchanges and layouts of groups.
 
     Attributes:
-        exchange, decode, layout, rotate: as of `context`, but for chains and `gather_hidden`.
+        exchange, decode, layout, rotate: as of `context`, without chains and `gather_hidden`.
     """
 
     exchange: str = "auto"
@@ -54,16 +55,16 @@ class GroupOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TetrisOptions(GroupOptions):
-    """Options of `tetris`: how prompts are planned, and how groups compute.
+    """Options of `tetris`: for plans, and for the exchanges and layouts of groups.
 
     Attributes:
-        improvement_rate: by which part of the time a larger group must be quicker to be taken; `auto` goes by how many
-            requests arrive, and `improvement_rates`.
-        improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s and
-            sooner after a start.
+        improvement_rate: the share of the time that a larger group must save. `auto` looks it up in
+            `improvement_rates` by the observed request rate.
+        improvement_rates: improvement rates by requests per second, such as `0.5:0.1,1:0.3`. The nearest request rate
+            counts. It is looked up every 30 s, and more often after a start.
         chunking: whether a prompt may be cut into chunks on growing groups.
-        sp_sizes: of groups; `auto` is powers of two, see also `_usual_size`.
-        min_chunk: tokens below which a chunk does not pay, unless it is the last.
+        sp_sizes: sizes of groups. `auto` is powers of two, see also `_usual_size`.
+        min_chunk: lower bound for the tokens of a chunk, except the last.
         balance: whether the KV of earlier chunks is spread evenly over a group that has grown.
     """
 
@@ -86,7 +87,7 @@ class TetrisOptions(GroupOptions):
             raise ParameterError("min_chunk", f"must be at least 1, but {self.min_chunk} given", self.min_chunk)
 
     def rate_table(self, default: float) -> RateTable:
-        """Returns the table of improvement rates; `auto` without a table has the `default` alone."""
+        """Return the table of improvement rates. `auto` without a table has the `default` only."""
         if self.improvement_rates:
             return RateTable.parse(self.improvement_rates)
         rate = default if self.improvement_rate == "auto" else self.improvement_rate
@@ -139,7 +140,7 @@ class Tetris(Cdsp, name="tetris"):
 
     @property
     def hint(self) -> str | None:
-        """Advise to let the improvement rate follow the request rate, when no option says how."""
+        """Advise a table of improvement rates, if no option sets a rate."""
         if self.options.improvement_rate != "auto" or self.options.improvement_rates:
             return None
         return (
@@ -150,19 +151,20 @@ class Tetris(Cdsp, name="tetris"):
 
 
 def _default_improvement_rate(*, has_roles: bool) -> float:
-    """Returns the rate without a table: between what the paper finds best for few and for many requests.
+    """Return the rate without a table: between the paper's best rates for low and for high request rates.
 
-    Where instances also decode, the lowest: then most groups are as large as they get, and few wait for one of another
-    size that overlaps with them.
+    If instances also decode, the rate is low. Most groups then have the largest size, and few wait for overlapping
+    groups of another size.
     """
     return 0.3 if has_roles else 0.05
 
 
 def _usual_size(facts: Facts, instances: Sequence[int]) -> int | None:
-    """Counts the most instances of a host, if that is enough of them and they also decode; None for no bound.
+    """Return the number of instances of the largest host, as an upper bound for groups. None is no bound.
 
-    A decode steps together with all prompts on its group, and with their groups. Groups of one host end there; larger
-    ones overlap, until all instances of the cluster wait for each other in every step.
+    There is a bound if instances also decode and hosts are large enough. A decode steps together with all prompts on
+    its group, and with their groups. Groups within one host do not overlap with other hosts. Larger groups overlap,
+    until all instances of the cluster wait for each other in every step.
     """
     per_host = max(Counter(hosts_of([facts.location(i) for i in sorted(instances)])).values())
     return per_host if not facts.has_roles and per_host >= _ENOUGH_OF_A_HOST else None
@@ -177,7 +179,7 @@ def planner_of(
     min_chunk_tokens: int = 1,
     usual_size: int | None = None,
 ) -> Planner:
-    """Makes a `Planner` by the times of `sp_times`."""
+    """Make a `Planner` with the times of `sp_times`."""
     return Planner(
         sp_times(facts, exchanges, sizes, len(instances)),
         hosts_of([facts.location(i) for i in sorted(instances)]),
@@ -190,16 +192,16 @@ def planner_of(
 
 
 _ONE_INSTANCE = PrefillTime(start_s=0.02, token_s=1e-4, cached_s=2e-9, square_s=1e-9)
-"""A guess for want of any cost: it only says that longer prompts take longer."""
+"""Times of one instance if no cost is known. Only the order of lengths matters."""
 _HOP_S = 1e-3
-"""Seconds that each further member adds to a step, for want of measurements."""
+"""Seconds that each further member adds to a step, if nothing was measured."""
 
 
 def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_instances: int) -> dict[int, PrefillTime]:
-    """Predicts chunks, by measured seconds or expected ones, for the sizes of groups to choose from, ascending.
+    """Return measured or expected times of chunks by group size, ascending.
 
-    Those are the `given` ones (`1,2,4`), or with `auto` powers of two, so that groups of different sizes leave no odd
-    instances; with measurements only sizes that were measured.
+    The sizes are the `given` ones (`1,2,4`). `auto` is powers of two, which leave no odd instances. With measurements,
+    `auto` has measured sizes only.
     """
     measured = measured_times(facts, exchanges)
     if given == "auto":
@@ -224,26 +226,26 @@ def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_inst
 
 
 def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, PrefillTime]:
-    """Fits times for every number of instances measured, by the quickest of these exchanges; empty without a profile.
+    """Fit times for every measured number of instances, by the quickest of these exchanges. Empty without a profile.
 
-    Where none of these was measured with a number of instances, it is the quickest of all others.
+    If none of these exchanges was measured for a number of instances, the quickest measured exchange counts.
     """
     prefills = facts.profile.prefills if facts.profile is not None else ()
     quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
-    for one in prefills:
-        known = quickest[one.members, exchange_named(one.exchange) in exchanges]
-        lengths = one.new_tokens, one.cached_tokens
-        known[lengths] = min(one.median_s, known.get(lengths, math.inf))
-    found: dict[int, PrefillTime] = {}
-    for (members, _), seconds in sorted(quickest.items()):  # what was asked for comes last, and counts
+    for prefill in prefills:
+        seconds = quickest[prefill.members, exchange_named(prefill.exchange) in exchanges]
+        lengths = prefill.new_tokens, prefill.cached_tokens
+        seconds[lengths] = min(prefill.median_s, seconds.get(lengths, math.inf))
+    times: dict[int, PrefillTime] = {}
+    for (members, _), seconds in sorted(quickest.items()):  # the given exchanges are last, and replace the other times
         fit = fit_times([(*lengths, s) for lengths, s in seconds.items()])
         if fit is not None and fit.token_s + fit.square_s > 0:
-            found[members] = fit
-    return found
+            times[members] = fit
+    return times
 
 
 def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, PrefillTime]:
-    """Predicts unmeasured times: one instance by shape and hardware, several by even shares and a start for each."""
+    """Predict times without measurements: one instance by shape and hardware, several by even shares and a start."""
     shape, hardware = facts.shape, facts.hardware
     alone = _ONE_INSTANCE
     if shape is not None and hardware is not None:
