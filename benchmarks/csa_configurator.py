@@ -31,8 +31,9 @@ from rich.table import Table
 from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
 from longspan.core.exchange import ALLTOALL
 from longspan.core.sparse import DropMode
-from longspan.policy.csps.chooser import CsaChooser, Objective
+from longspan.policy.csps.chooser import CsaChooser
 from longspan.policy.csps.models import LossModel
+from longspan.policy.csps.objective import Objective
 from longspan.policy.csps.search import Choice, Configuration, Grid, Group, least_loss, least_ttft
 from longspan.policy.csps.tuned import Tuned, loss_samples, split
 from longspan.policy.facts import Facts

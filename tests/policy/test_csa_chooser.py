@@ -18,7 +18,8 @@ from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
-from longspan.policy.csps.chooser import GRID, CsaChooser, Objective, bucket, rates_of
+from longspan.policy.csps.chooser import GRID, CsaChooser, bucket, rates_of
+from longspan.policy.csps.objective import Objective
 from longspan.policy.csps.search import least_loss, least_ttft
 from longspan.policy.facts import Facts, known_facts
 from longspan.policy.registry import make_policy

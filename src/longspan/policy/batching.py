@@ -157,15 +157,13 @@ class Batch:
 def _can_wait(part: ScheduledPart, view: ClusterView) -> bool:
     """Return True if the request should wait for a block instead of being preempted.
 
-    Only a rotated token waits, because it needs a block of one member. It waits while other running requests hold
-    blocks there. Otherwise the request exceeds its group, or in-flight copies hold the other blocks. Such copies may
-    wait for this request.
+    A rotated token needs a block of one member, and waits while other running requests hold blocks there. Otherwise the
+    request exceeds its group, or in-flight copies hold the other blocks and may wait for this request.
     """
     if part.rotation is None:
         return False
-    request, [owner] = part.request, part.block_owners
-    peers = (peer for peer in view.running.on(owner) if peer.id != request.id)
-    return any(ref.instance == owner for peer in peers for ref in peer.table)
+    me, [owner] = part.request, part.block_owners
+    return any(ref.instance == owner for peer in view.running.on(owner) if peer.id != me.id for ref in peer.table)
 
 
 def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ...], ...]:
@@ -314,11 +312,7 @@ def is_decode(request: RequestView, start: int) -> bool:
 
 
 def _step_tokens(view: ClusterView, instance: int) -> int:
-    """Return an upper bound for the tokens of a step on one instance.
-
-    With several stages, each step has at most 1/pp of these tokens. The due tokens fill several steps, to keep all
-    stages busy.
-    """
+    """Return an upper bound for the tokens of a step: with several stages 1/pp of all, or less to keep stages busy."""
     pp = view.cluster.pp(instance)
     max_tokens = -(-view.max_num_batched_tokens // pp)
     if pp == 1:
@@ -350,11 +344,9 @@ def single_part(
     most: int | None = None,
     end: int | None = None,
 ) -> ScheduledPart | None:
-    """Schedule the tokens of a request from `start` on, as far as one instance has budget. Return None for no token.
+    """Schedule tokens of a request from `start` up to `end`, `most` of them, as far as one instance has budget.
 
-    Args:
-        hit: of an admission. The part has no tokens if the hit must be loaded first.
-        most, end: upper bounds for the number of tokens, and for their positions.
+    Return None if there is no token. An admission has a `hit`. It has no tokens if the hit must be loaded first.
     """
     if hit is not None and hit.waits:
         return loaded_first(request, (instance,), budget, hit)

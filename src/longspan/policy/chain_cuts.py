@@ -51,9 +51,8 @@ class ChainCuts:
     def fractions(self, new_tokens: int, cached_tokens: int, members: int) -> tuple[float, ...]:
         """Return the fractions of one chain, which computes `new_tokens` in a step. Empty for even pieces.
 
-        The table has whole prompts. Other chains, such as a part of a prompt or a recomputed request, are predicted.
-        All members attend to cached tokens alike, which makes pieces more even: their distance from even pieces is
-        that of the searched pieces, times the share of new tokens.
+        The table has whole prompts. Parts of prompts and recomputed requests are predicted. All members attend to
+        cached tokens alike, so the distance from even pieces is multiplied by the share of new tokens.
         """
         if self._kind == "even":
             return ()

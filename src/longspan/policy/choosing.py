@@ -10,8 +10,7 @@ from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import LinkFit
 from longspan.policy.facts import Facts
 
-_MAX_CACHED = 100_000
-"""Upper bound for the lengths whose choice is cached."""
+_MAX_CACHED = 100_000  # lengths
 
 
 class Chooser:
@@ -54,9 +53,9 @@ class Chooser:
         """Cached, because every step predicts all waiting prompts."""
 
     def _members(self, new_tokens: int, cached_tokens: int = 0, answer_tokens: int = 0) -> int | None:
-        """Return the number of instances that is expected to finish a prompt and its answer first.
+        """Return the smallest number of instances that is expected to finish a prompt and its answer first.
 
-        Of equals return the smallest. Return None if times were not measured.
+        Return None if times were not measured.
         """
         if self._alone is None or not self._shared:
             return None
@@ -107,10 +106,7 @@ class Chooser:
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
 
     def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
-        """Set the source of weights of a step by `alltoall`, if unsharded weights are an option or send fewer bytes.
-
-        Other exchanges stay as they are.
-        """
+        """Set the source of weights of a step by `alltoall`, if unsharded weights are an option or send fewer bytes."""
         shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights
         if "weights" not in exchange.traits.parameters or new_tokens == 1 or tp == 1:
             return exchange

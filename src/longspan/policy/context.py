@@ -2,9 +2,8 @@
 
 A long prompt is sharded zigzag over several instances, chunk by chunk, and prefilled with ring pass-KV or a quicker
 exchange. Its decode leaves KV in place, rotates the owner of new blocks or tokens, and moves queries. A short prompt
-runs on the instance where its prefill is expected to finish first. `placement.py` decides the number of instances.
-Instances that share a request step together. Sharded prompts are prefilled one after the other, unless the placement
-allows several at a time. Short prompts may start meanwhile.
+runs on the instance where its prefill is expected to finish first. A `Placement` decides the number of instances, and
+whether several sharded prompts are prefilled at a time. Instances that share a request step together.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch, Budget
 from longspan.policy.by_length import ByLength
-from longspan.policy.chain_cuts import ChainCuts
 from longspan.policy.chunked import admit_alone
 from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts, expected_answer, is_too_large
 from longspan.policy.sharing import SharingOptions
 
 if TYPE_CHECKING:
+    from longspan.policy.chain_cuts import ChainCuts
     from longspan.policy.placement import Placement
 
 
@@ -89,8 +88,11 @@ class Context(Policy, name="context"):
             sharing = options
         sharing.check_instances(len(instances), facts.tp)
         if chain_cuts == "auto":
-            may_chain = sharing.wanted is None and not sharing.fractions
-            chain_cuts = ChainCuts("auto", facts, len(instances)) if may_chain else None
+            chain_cuts = None
+            if sharing.wanted is None and not sharing.fractions:
+                from longspan.policy.chain_cuts import ChainCuts  # noqa: PLC0415 - only chains are cut
+
+                chain_cuts = ChainCuts("auto", facts, len(instances))
         self._all, self._sharing, self._chain_cuts = frozenset(instances), sharing, chain_cuts
         self.parts = GroupParts(len(instances), sharing, facts, chain_cuts)
         self._by_length = ByLength(
@@ -108,10 +110,7 @@ class Context(Policy, name="context"):
             self._chain_cuts.check(num_prompt_tokens, self._by_length.num_members(num_prompt_tokens))
 
     def plan(self, view: ClusterView) -> Plan:
-        """Continue running requests, and admit waiting requests.
-
-        If the first waiting prompt is sharded over more instances than can step now, these instances wait.
-        """
+        """Continue running requests and admit new ones. Instances wait if too few can step for the first prompt."""
         batch = Batch(view, self._all)
         if not batch.instances:
             return Plan()
@@ -153,7 +152,7 @@ class Context(Policy, name="context"):
         return members > 1 and len(instances - self._taken(view)) < members
 
     def _group_size(self, request: RequestView, view: ClusterView) -> int:
-        """Return the number of instances for a request. A request that exceeds their pools gets all instances.
+        """Return the number of instances for a request, or all instances if it exceeds their pools.
 
         If one instance has the whole hit, the number is that for the other tokens, which may be 1.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from longspan.core.cluster import Cluster, Location
 from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
@@ -19,22 +19,6 @@ if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost mode
     from longspan.cost.pricing import PricedTurns
     from longspan.cost.profile import Profile
     from longspan.cost.profile_key import ProfileKey
-
-
-class TurnCost(Protocol):
-    """Predicts the seconds of an offline run on each of the clusters that alternate, with all instances in use."""
-
-    def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
-        """Predict prompts of a `length` with `num_tokens` in total."""
-
-    def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
-        """Predict one more token for each of `num_seqs` requests of a `length`."""
-
-    def reshard_s(self, cluster: Cluster) -> float:
-        """Predict the change from the other cluster to this one."""
-
-    def swap_s(self, cluster: Cluster, num_blocks: int) -> float:
-        """Predict copies of blocks between the devices of a cluster and their hosts, in one direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +42,7 @@ class Facts:
     partitions: PartitionTable | ModelledPartitions | None = None
     cluster: Cluster | None = None
     turns: tuple[Cluster, ...] = ()
-    turn_cost: TurnCost | None = None
+    turn_cost: PricedTurns | None = None
     rates: Callable[[tuple[int, ...]], Rates | None] | None = None
     exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None
 
@@ -92,7 +76,7 @@ def known_facts(
     partitions: PartitionTable | ModelledPartitions,
     hardware: Hardware | None = None,
     turns: Sequence[Cluster] = (),
-    turn_cost: TurnCost | None = None,
+    turn_cost: PricedTurns | None = None,
     rates: Callable[[tuple[int, ...]], Rates] | None = None,
     exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None,
 ) -> Facts:

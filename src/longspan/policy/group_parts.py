@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from longspan.core.blocks import BlockRef, PrefixHit
 from longspan.core.exchange import RING_Q, Exchange, exchange_of
@@ -11,11 +12,13 @@ from longspan.core.layouts import shard_span
 from longspan.core.owners import Rotation
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.policy.batching import Budget, loaded_first, single_part
-from longspan.policy.chain_cuts import ChainCuts
 from longspan.policy.choosing import Chooser
 from longspan.policy.facts import Facts
 from longspan.policy.shards import ZIGZAG, Capacity, Shape, block_owners, shard_chunk, shard_to_last
 from longspan.policy.sharing import SharingOptions
+
+if TYPE_CHECKING:
+    from longspan.policy.chain_cuts import ChainCuts
 
 _ANSWER_TOKENS = 200
 """Upper bound for the output tokens that a prefill is planned for. `max_tokens` is often much larger than an answer.

@@ -14,8 +14,7 @@ if TYPE_CHECKING:  # types alone
     from longspan.policy.batching import Budget
 
 _STEPS_AHEAD = 4
-"""Upper bound for the steps between the start of a load and the first step of its request. More steps hold blocks for
-longer before the request needs them."""
+"""Upper bound for the steps between a load and the first step of its request. More steps hold blocks longer."""
 
 
 def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:

@@ -15,9 +15,7 @@ from longspan.core.runs import Layout, Run, SpanShards
 class Shape:
     """A layout of chunks, and for a contiguous layout the fractions of the members. Empty fractions are even.
 
-    Attributes:
-        chained: the shards are a chain. Its first member may begin inside a block of another member.
-        in_order: neighbouring members have neighbouring pieces.
+    If `chained`, the first member may begin inside a block of another one. If `in_order`, pieces are in member order.
     """
 
     layout: Layout = "zigzag"

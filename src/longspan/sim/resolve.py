@@ -65,9 +65,8 @@ def computed_experiment(
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     line = cost.lines[0]
-    search = partial(searched_fractions, line, align=scheduling.block_size)
     estimate = None if scheduling.policy == "runahead" else partial(levelled_fractions, line)  # runahead searches
-    partitions = ModelledPartitions(search, estimate)
+    partitions = ModelledPartitions(partial(searched_fractions, line, align=scheduling.block_size), estimate)
     turns = clusters if len(clusters) > 1 else ()
     early = Facts(model=model.name, partitions=partitions, cluster=cluster, turns=turns)
     scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))

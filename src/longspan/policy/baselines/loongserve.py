@@ -74,8 +74,7 @@ class AloneParts(GroupParts):
 def _scaled_down(request: RequestView, budget: Budget) -> tuple[tuple[int, int], ...]:
     """Return moves of blocks after which as few members as possible hold any.
 
-    The member with the last block is kept, because that block may not be full. Then the members with the most free and
-    own blocks are kept.
+    The member with the last block stays, as that may not be full, then the members with the most free and own blocks.
     """
     table = request.table
     held = Counter(ref.instance for ref in table)

@@ -21,8 +21,9 @@ from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Rates
 from longspan.errors import ParameterError
 from longspan.policy.csps.models import TimeTable
+from longspan.policy.csps.objective import Objective
 from longspan.policy.csps.search import Choice, Configuration, Grid, Group, least_loss, least_ttft
-from longspan.policy.csps.tuned import NO_LOSS, Tuned
+from longspan.policy.csps.tuned import Tuned
 from longspan.policy.facts import Facts
 
 GRID = Grid(
@@ -35,23 +36,6 @@ _PER_DOUBLING = 8
 """Lengths within an eighth of a doubling have one configuration, so that their prompts can share cached KV."""
 _ANY_LOSS = 1e9
 """Upper bound in points that every finite loss meets."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """The least time with at most `max_loss` points lost, or the least loss within `target_s`.
-
-    Attributes:
-        target_s: seconds to the first token. None limits the loss instead.
-    """
-
-    max_loss: float = 0.0
-    target_s: float | None = None
-
-    @property
-    def loss_bound(self) -> float:
-        """Upper bound for predicted points."""
-        return max(self.max_loss, NO_LOSS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,11 +26,13 @@ from longspan.core.view import ClusterView, Plan, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch
 from longspan.policy.context import Context
-from longspan.policy.csps.chooser import CsaChooser
 from longspan.policy.csps.placement import ByPartition
 from longspan.policy.csps.settings import CsaConfig, CspsOptions
 from longspan.policy.facts import Facts
 from longspan.policy.routing import Router
+
+if TYPE_CHECKING:
+    from longspan.policy.csps.chooser import CsaChooser
 
 
 class Csps(Policy, name="csps"):
@@ -60,6 +63,8 @@ class Csps(Policy, name="csps"):
         self._chooser, self._config, self._objective = chooser, options.config, options.objective
 
     def _chooser_of(self, options: CspsOptions, sizes: Sequence[int]) -> CsaChooser:
+        from longspan.policy.csps.chooser import CsaChooser  # noqa: PLC0415 - settings in a file choose nothing
+
         assert options.tuned is not None, "csa is a tuned file"
         return CsaChooser(options.tuned, self._facts, self.instances, options.exchange, sizes=sizes)
 

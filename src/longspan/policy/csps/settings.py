@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -15,9 +15,11 @@ from longspan.core.sparse import MOST_LEVELS, MOST_PIECES, DropMode, RateBy, is_
 from longspan.core.sparse_plan import ratios_by_rule
 from longspan.errors import ParameterError
 from longspan.policy.context import ContextOptions
-from longspan.policy.csps.chooser import Objective
-from longspan.policy.csps.tuned import Tuned
+from longspan.policy.csps.objective import Objective
 from longspan.policy.shards import Shape
+
+if TYPE_CHECKING:
+    from longspan.policy.csps.tuned import Tuned
 
 _OFF = "off"
 
@@ -190,7 +192,11 @@ class CspsOptions(ContextOptions):
     @cached_property
     def tuned(self) -> Tuned | None:
         """The tuned file, if `csa` is one."""
-        return Tuned.from_json(self.csa) if is_tuned(self.csa) else None
+        if not is_tuned(self.csa):
+            return None
+        from longspan.policy.csps.tuned import Tuned  # noqa: PLC0415 - settings in a file need no fits
+
+        return Tuned.from_json(self.csa)
 
     @property
     def objective(self) -> Objective:

@@ -21,10 +21,9 @@ from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Rates
 from longspan.cost.profile_key import Stored
 from longspan.policy.csps.models import LossModel, LossSample
+from longspan.policy.csps.objective import NO_LOSS
 from longspan.policy.csps.search import Configuration, Grid, Group, Loss
 
-NO_LOSS = 1.0
-"""Loss in points that counts as none. Smaller losses are below the noise of the measured prompts."""
 HELD_OUT_EVERY = 5
 """Every fifth point is held out from the fits, as in the paper."""
 

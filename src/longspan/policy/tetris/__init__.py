@@ -20,8 +20,7 @@ from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
 
 _ENOUGH_OF_A_HOST = 4
-"""Smallest number of instances per host for which groups end at hosts. On smaller hosts, prompts lose more than
-decodes gain at low load."""
+"""Least instances per host to bound groups by hosts. With fewer, prompts lose more than decodes gain at low load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +152,7 @@ class Tetris(Cdsp, name="tetris"):
 def _default_improvement_rate(*, has_roles: bool) -> float:
     """Return the rate without a table: between the paper's best rates for low and for high request rates.
 
-    If instances also decode, the rate is low. Most groups then have the largest size, and few wait for overlapping
-    groups of another size.
+    If instances also decode, it is low: most groups have the largest size, and few wait for overlapping other groups.
     """
     return 0.3 if has_roles else 0.05
 

@@ -383,7 +383,7 @@ class QueueTimes:
         return now_s - self._corrected_at_s >= _TOLERANCE * max(self.waits_s(now_s))
 
     def correct(self, now_s: float, prompts: Iterable[Sequence[tuple[float, tuple[int, ...]]]]) -> None:
-        """Recompute all times from the remaining chunks, given as seconds and group for each prompt in order.
+        """Recompute all times from the remaining chunks of each prompt: seconds and group, in order.
 
         A chunk starts when the chunk before it has finished and all instances of its group are free.
         """

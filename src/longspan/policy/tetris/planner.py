@@ -52,13 +52,12 @@ class Planner:
     """Plans for instances on `hosts` (a number for each), with groups of the sizes in `times`.
 
     A chunk before the last must have `min_chunk_tokens` and be quicker than on the next smaller possible group (line 12
-    of Algorithm 1). Groups of more than `usual_size` instances are for prompts that do not fit into fewer pools, or
-    whose cached blocks are on more instances.
+    of Algorithm 1). Groups of more than `usual_size` instances are for prompts that need more pools or hold more.
 
     Attributes:
         sizes: ascending.
-        nested: whether groups that begin alike contain each other. Hosts are then equally large, and every size is part
-            of a host or whole hosts. The search then has few groups.
+        nested: whether groups that begin alike contain each other, because hosts are equally large and every size is a
+            part of a host or whole hosts. The search then has few groups.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class Planner:
     def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
         """Return the chunks with the least time to first token, if each instance is free in `queue_s` seconds.
 
-        Of instances that are free at the same time, the ones with less `used` are chosen first, then the lower numbers.
-        Return None if more instances hold cached blocks than the largest group has.
+        Of instances that are free at the same time, less `used` ones are chosen first, then lower numbers. Return None
+        if more instances hold cached blocks than the largest group has.
         """
         assert prompt.new_tokens > 0, "a prompt has tokens to compute"
         low = next((k for k, size in enumerate(self.sizes) if size >= len(prompt.held)), None)
@@ -201,8 +200,7 @@ class _Search:
 def _floors(times: Sequence[PrefillTime]) -> list[PrefillTime]:
     """Return lower bounds for the times of chunks on the first size, on the first two sizes, and so on.
 
-    L tokens behind C cached ones have LC pairs with cached tokens, and L²/2 pairs with each other. A cut turns pairs of
-    the second kind into pairs of the first kind.
+    L tokens behind C cached ones have LC pairs with these, and L²/2 pairs with each other, which a cut moves to the LC.
     """
     of_each = (
         (size.start_s for size in times),
@@ -224,9 +222,8 @@ class _Order:
 
     Attributes:
         instances: in this order.
-        hosts: the positions of the instances of each host, ascending. Hosts are in the order in which whole hosts are
-            added to groups.
-        known: the groups computed so far. Many cuts of a prompt use the same groups.
+        hosts: the positions of the instances of each host, ascending, in the order in which groups add whole hosts.
+        known: the groups computed so far, which many cuts of a prompt share.
     """
 
     def __init__(self, planner: Planner, queue_s: Sequence[float], used: Sequence[int]) -> None:
@@ -267,9 +264,8 @@ _Key = tuple[frozenset[int], frozenset[int]] | None
 class Groups:
     """The groups of all sizes that extend an `initial` one inside a pool. `k` is an index of sizes.
 
-    The first instances added are the soonest free ones on the hosts of `initial`. The missing instances are on one
-    other host, if it has enough. Of several such hosts, the last needed instance decides.
-    Otherwise the largest hosts are added whole, of equals the soonest free.
+    The first instances added are the soonest free ones on the hosts of `initial`. Missing instances are on one other
+    host if it has enough, where the last of them is free soonest. Otherwise the largest hosts are added whole.
 
     Attributes:
         queue_s: by size, the seconds until the last member is free. Undefined for sizes below `initial`.
