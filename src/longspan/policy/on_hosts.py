@@ -37,8 +37,8 @@ def blocks_now(
     missing = 0 if is_new else request.blocks_for(request.num_tokens) - len(request.table)
     own = -(-missing // len(request.kv_owners)) if missing else 0
     left = [number - max(0, budget.reserved[i] - own) for i, number in zip(group, free, strict=True)]
-    found = tuple([max(0, number) for number in left])
-    return found if is_new or any(found) else tuple([min(1, max(0, number)) for number in free])
+    blocks = tuple([max(0, number) for number in left])
+    return blocks if is_new or any(blocks) else tuple([min(1, max(0, number)) for number in free])
 
 
 def capacity_now(
@@ -53,5 +53,5 @@ def capacity_now(
     begun = table[start // size].pool if start % size else None
     rest = [-start % size if i == begun else 0 for i in group]
     least = int(hit is None and not any(blocks) and not any(rest))
-    most = [max(least, number) * size + more for number, more in zip(blocks, rest, strict=True)]
-    return replace(capacity, blocks=blocks, tokens=tuple(map(min, capacity.tokens, most)))
+    max_tokens = [max(least, number) * size + more for number, more in zip(blocks, rest, strict=True)]
+    return replace(capacity, blocks=blocks, tokens=tuple(map(min, capacity.tokens, max_tokens)))

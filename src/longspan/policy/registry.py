@@ -144,7 +144,7 @@ def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool
 
 
 def _option_names(name: str) -> dict[str, None]:
-    return dict.fromkeys(one.name for one in fields(policy_class(name).Options))
+    return dict.fromkeys(option.name for option in fields(policy_class(name).Options))
 
 
 def check_sparse(name: str, options: Mapping[str, str]) -> None:

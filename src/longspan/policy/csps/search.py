@@ -46,7 +46,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def least_ttft(choices: Iterable[Choice], max_loss: float) -> Choice | None:
     """Return the quickest choice that loses at most `max_loss` points (Eq. 8), or None if every choice loses more."""
-    return min((one for one in choices if one.loss <= max_loss), key=lambda one: one.ttft_s, default=None)
+    return min(
+        (choice for choice in choices if choice.loss <= max_loss), key=lambda choice: choice.ttft_s, default=None
+    )
 
 
 def least_loss(choices: Iterable[Choice], max_ttft_s: float) -> Choice | None:
@@ -54,8 +56,8 @@ def least_loss(choices: Iterable[Choice], max_ttft_s: float) -> Choice | None:
 
     Of equal losses the quicker choice is returned.
     """
-    in_time = (one for one in choices if one.ttft_s <= max_ttft_s)
-    return min(in_time, key=lambda one: (one.loss, one.ttft_s), default=None)
+    in_time = (choice for choice in choices if choice.ttft_s <= max_ttft_s)
+    return min(in_time, key=lambda choice: (choice.loss, choice.ttft_s), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ class Grid:
     def quickest(self, group: Group, num_tokens: int, option: Configuration) -> tuple[float, Configuration]:
         """Return the least seconds of an option and its micro-partitions. Of equally quick ones the fewest win."""
         cut = (Configuration(option.levels, option.drop, pieces) for pieces in self._pieces(option.levels))
-        timed = ((group.ttft_s(num_tokens, one), one) for one in cut)
+        timed = ((group.ttft_s(num_tokens, configuration), configuration) for configuration in cut)
         return min(timed, key=lambda pair: (pair[0], pair[1].micro_partitions))
 
     def choices(self, group: Group, num_tokens: int, loss: Loss) -> Iterator[Choice]:

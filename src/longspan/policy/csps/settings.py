@@ -85,18 +85,18 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(self.drop, float):
             return ((ratios_by_rule(self.drop, self.levels),),)
         by_level = [self.drop.get(level, 0.0) for level in range(2, self.levels + 1)]
-        num_layers = _common("layers", [1 if isinstance(one, float) else len(one) for one in by_level])
+        num_layers = _common("layers", [1 if isinstance(ratios, float) else len(ratios) for ratios in by_level])
         table = []
         for layer in range(num_layers):
             of_layer = [ratios if isinstance(ratios, float) else ratios[layer] for ratios in by_level]
-            num_heads = _common("KV heads", [1 if isinstance(one, float) else len(one) for one in of_layer])
+            num_heads = _common("KV heads", [1 if isinstance(ratios, float) else len(ratios) for ratios in of_layer])
             heads = range(num_heads)
             table.append(tuple(tuple(r if isinstance(r, float) else r[head] for r in of_layer) for head in heads))
         return tuple(table)
 
 
 def _has_none(ratios: Ratios | list[float]) -> bool:
-    return isinstance(ratios, list) and (not ratios or any(isinstance(one, list) and not one for one in ratios))
+    return isinstance(ratios, list) and (not ratios or any(isinstance(ratio, list) and not ratio for ratio in ratios))
 
 
 def _numbers(ratios: Sequence[float | list[float]] | Sequence[Ratios]) -> list[float]:
@@ -151,7 +151,7 @@ class CspsOptions(ContextOptions):
         is_able = self.exchange != "auto" and exchange_of(self.exchange).has_sparse_form
         if not is_able or self.layout not in {"auto", "contiguous"}:
             given = f"layout {self.layout}" if is_able else self.exchange
-            able = ", ".join(one.kind for one in with_sparse_form())
+            able = ", ".join(exchange.kind for exchange in with_sparse_form())
             problem = f"is for exchange {able} and layout contiguous, but {given} given: leave one of them out"
             raise ParameterError("csa", problem, _OFF)
 

@@ -170,11 +170,11 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
     model = LossModel.fit(samples)
     rates = fit_rates(group, fitted)
     errors = [
-        abs(model.predict(one.num_tokens, one.mean_drop, one.mode) - one.loss)
-        for one in loss_samples(group, held_out, points)
+        abs(model.predict(point.num_tokens, point.mean_drop, point.mode) - point.loss)
+        for point in loss_samples(group, held_out, points)
     ]
     timed = replace(group, rates=rates)
-    time_errors = [_time_error(timed, one) for one in held_out if one.ttft_s is not None]
+    time_errors = [_time_error(timed, point) for point in held_out if point.ttft_s is not None]
     return Tuned(
         tuned_for=tuned_for,
         dtype=dtype,
@@ -195,23 +195,23 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
 
 def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     """Return points to fit, and held-out points. Exact points are never held out."""
-    sparse = [one for one in points if one.levels > 1]
+    sparse = [point for point in points if point.levels > 1]
     held_out = sparse[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    return [one for one in points if one not in held_out], held_out
+    return [point for point in points if point not in held_out], held_out
 
 
 def loss_samples(group: Group, points: Sequence[Point], exact: Sequence[Point]) -> list[LossSample]:
     """Return the loss of sparse points, compared with the exact points of the same length."""
-    exact_of = {one.num_tokens: one for one in exact if one.levels == 1}
+    exact_of = {point.num_tokens: point for point in exact if point.levels == 1}
     return [
         LossSample(
-            num_tokens=one.num_tokens,
-            mean_drop=group.mean_drop(one.configuration),
-            mode=one.mode,
-            loss=one.loss(exact_of[one.num_tokens]),
+            num_tokens=point.num_tokens,
+            mean_drop=group.mean_drop(point.configuration),
+            mode=point.mode,
+            loss=point.loss(exact_of[point.num_tokens]),
         )
-        for one in points
-        if one.levels > 1
+        for point in points
+        if point.levels > 1
     ]
 
 
@@ -223,11 +223,13 @@ def fit_rates(group: Group, points: Sequence[Point]) -> Rates:
     shape = group.shape
     heads = shape.num_heads * shape.num_layers
     pairs_per_s = [
-        heads * one.num_tokens**2 / 2 / one.attention_s for one in points if one.levels == 1 and one.attention_s
+        heads * point.num_tokens**2 / 2 / point.attention_s
+        for point in points
+        if point.levels == 1 and point.attention_s
     ]
     median = statistics.median(pairs_per_s) if pairs_per_s else group.rates.pairs_per_s
     rates = msgspec.structs.replace(group.rates, pairs_per_s=median, qkv_s=0.0, linear_s=0.0, rest_s=0.0)
-    rest_s = _rest_s(replace(group, rates=rates), [one for one in points if one.ttft_s is not None])
+    rest_s = _rest_s(replace(group, rates=rates), [point for point in points if point.ttft_s is not None])
     return msgspec.structs.replace(rates, rest_s=rest_s)
 
 

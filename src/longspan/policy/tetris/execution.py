@@ -315,11 +315,11 @@ class Cdsp(Policy):
         if not self._is_first(request.id, group):
             return None
         # Decodes on these instances use the budget first.
-        most = max(1, budget.view.max_num_batched_tokens - max(self._num_decodes(i, budget.view) for i in group))
+        max_tokens = max(1, budget.view.max_num_batched_tokens - max(self._num_decodes(i, budget.view) for i in group))
         if len(group) > 1:
-            return self._group_parts.chunk(request, budget, group, hit, most=most, end=span.stop)
+            return self._group_parts.chunk(request, budget, group, hit, most=max_tokens, end=span.stop)
         start = request.num_scheduled if hit is None else hit.num_tokens
-        return single_part(request, group[0], start, budget, hit, most=most, end=span.stop)
+        return single_part(request, group[0], start, budget, hit, most=max_tokens, end=span.stop)
 
     def _num_decodes(self, instance: int, view: ClusterView) -> int:
         return sum(request.id not in self._plans and not request.targets for request in view.running.on(instance))

@@ -175,14 +175,14 @@ class _Search:
         low, current, high = sizes
         times, smaller, extended = self._times[current], self._times[current - 1], groups.after(current)
         slope, floors = times.token_s + times.cached_s * cached, self._floors
-        most = math.inf if self._instance_tokens is None else self._sizes[current] * self._instance_tokens
+        max_tokens = math.inf if self._instance_tokens is None else self._sizes[current] * self._instance_tokens
         for following in range(current + 1, high + 1):
             rest_s = extended.queue_s[following] - start_s - times.start_s
             if rest_s <= 0:
                 continue
             root = math.sqrt(slope * slope + 4 * times.square_s * rest_s)
             tokens = int(2 * rest_s / (slope + root) + _ROUNDING)
-            if tokens >= new or tokens < self._min_tokens or cached + tokens > most:
+            if tokens >= new or tokens < self._min_tokens or cached + tokens > max_tokens:
                 continue
             seconds, left = times.start_s + (slope + times.square_s * tokens) * tokens, new - tokens
             if current > low:
