@@ -29,15 +29,15 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import closed_form
 import msgspec
 import numpy as np
+from closed_form import OfflineWork
 from tqdm import tqdm
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
 from longspan.core.splits import ParallelSpec
-from longspan.cost import closed_form
-from longspan.cost.closed_form import OfflineWork
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices

@@ -28,7 +28,7 @@ def csa_settings(name: str, model: str) -> str:
         return name
     content = _tuned_for(model) if name == AUTO else _content(name)
     if is_tuned(content):
-        from longspan.cost.csa_tuned import Tuned  # noqa: PLC0415 - loads numpy
+        from longspan.policy.csps.tuned import Tuned  # noqa: PLC0415 - numpy, which the command line needs only here
 
         try:
             return Tuned.from_json(content).brief.to_json(indent=0)
@@ -58,7 +58,7 @@ def _content(name: str) -> str:
 def _tuned_for(model: str) -> str:
     """Return the tuned file of a model, by the last part of its name."""
     name = Path(model).name.lower().removesuffix("-instruct")
-    file = files("longspan.cost") / "data" / "csa" / f"{name}.json"
+    file = files("longspan.policy.csps") / "data" / f"{name}.json"
     if not file.is_file():
         command = f"longspan tune csa {model} --max-minutes 30 --out {name}.json"
         problem = f"auto has no tuned file for {model}: make one with {command}, and give it by csa"

@@ -235,8 +235,10 @@ class ResolvedEngine:
         if num_new and len(set(before.hosts)) > 1:
             problem = f"{spec} takes {num_new} more ranks, whose hosts are not known: start a new engine"
             raise ParameterError("parallel", problem, spec)
-        if num_new and num_ranks > MOST_GROWN:
-            problem = f"{spec} takes {num_ranks} ranks, but a fleet grows to at most {MOST_GROWN}: start a new engine"
+        if num_new and num_ranks > MAX_GROWN_RANKS:
+            problem = (
+                f"{spec} takes {num_ranks} ranks, but a fleet grows to at most {MAX_GROWN_RANKS}: start a new engine"
+            )
             raise ParameterError("parallel", problem, spec)
         replace(given, parallel=spec, instances=None, tp=None, pp=None).check_ranks(num_ranks)
         if locations:
@@ -286,7 +288,7 @@ def measured_cost(
     return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=rest)
 
 
-def _turn_cost(key: ProfileKey, shape: ModelShape, phases: Sequence[Cluster], block_size: int) -> PricedTurns | None:
+def _phase_cost(key: ProfileKey, shape: ModelShape, phases: Sequence[Cluster], block_size: int) -> PricedPhases | None:
     """Return the costs of phases by the profiles of their clusters, or None if a measurement is missing."""
     try:
         cost = measured_cost(key, shape, phases, block_size) if phases else None

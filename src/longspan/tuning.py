@@ -25,11 +25,11 @@ from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.sparse import DropMode
 from longspan.core.sparse_plan import segments_of
 from longspan.cost.csa_pipeline import LinkSpeed, Rates
-from longspan.cost.csa_search import STEP, Configuration, Group
-from longspan.cost.csa_tuned import Point
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
 from longspan.limits import read_text
+from longspan.policy.csps.search import STEP, Configuration, Group
+from longspan.policy.csps.tuned import Point
 from longspan.profiling.links import time_links
 
 if TYPE_CHECKING:

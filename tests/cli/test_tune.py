@@ -15,10 +15,10 @@ from invented_tuned import invented_tuned
 
 from longspan import tuning
 from longspan.core.sampling import SamplingParams
-from longspan.cost.csa_tuned import Tuned
 from longspan.cost.profile import Transfer
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
+from longspan.policy.csps.tuned import Tuned
 from longspan.tuning import drawn
 
 LENGTHS = (160, 256)

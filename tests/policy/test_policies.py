@@ -23,8 +23,8 @@ from longspan.core.steps import Forward, Free, Sampled
 from longspan.core.view import ClusterView
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import Room, Shape, block_owners, shard_chunk
 from longspan.policy.registry import make_policy
+from longspan.policy.shards import Capacity, Shape, block_owners, shard_chunk
 
 
 @pytest.mark.parametrize(("instances", "name"), [(1, "chunked"), (2, "auto"), (7, "auto")])
@@ -197,11 +197,11 @@ def test_capacity_is_what_is_sure_to_fit(
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> tuple[int, int, list[int], Room]:
+def chunks(draw: st.DrawFn) -> tuple[int, int, list[int], Capacity]:
     num_members, size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 4, 16]))
     start = draw(st.integers(0, 100))
     owners = draw(st.lists(st.integers(0, num_members - 1), min_size=-(-start // size), max_size=-(-start // size)))
-    room = Room(
+    room = Capacity(
         tokens=tuple(draw(st.lists(st.integers(0, 100), min_size=num_members, max_size=num_members))),
         blocks=tuple(draw(st.lists(st.integers(0, 30), min_size=num_members, max_size=num_members))),
         block_size=size,
@@ -219,7 +219,7 @@ def shapes(draw: st.DrawFn, num_members: int) -> Shape:
 
 @given(chunks(), st.data())
 @settings(max_examples=600)
-def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room], data: st.DataObject) -> None:
+def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Capacity], data: st.DataObject) -> None:
     start, stop, owners, room = case
     size = room.block_size
     sharded = shard_chunk(start, stop, owners, room, data.draw(shapes(len(room.tokens))))
@@ -253,27 +253,27 @@ def test_with_equal_room_a_chunk_is_even_and_as_large_as_blocks_allow(
     start = num_before * 2 * num_members * size
     owners = [member for _ in range(2 * num_before) for member in range(num_members)]
     most = 2 * num_blocks * size
-    room = Room(tokens=(most + size,) * num_members, blocks=(99,) * num_members, block_size=size)
+    room = Capacity(tokens=(most + size,) * num_members, blocks=(99,) * num_members, block_size=size)
     sharded = shard_chunk(start, start + 10_000, owners, room)
     assert sharded is not None
     assert sizes(sharded) == [most] * num_members
 
 
 def test_fractions_fill_the_room_of_the_busiest_member() -> None:
-    room = Room(tokens=(2048, 2048), blocks=(99, 99), block_size=256)
+    room = Capacity(tokens=(2048, 2048), blocks=(99, 99), block_size=256)
     sharded = shard_chunk(0, 9000, [], room, Shape(layout="contiguous", fractions=(0.6, 0.4)))
     assert sharded is not None and sizes(sharded) == [2048, 1280]
     assert sharded[0][-1].stop == sharded[1][0].start
 
 
 def test_a_whole_rest_that_fits_is_dealt_at_once() -> None:
-    room = Room(tokens=(50, 50), blocks=(9, 9), block_size=16)
+    room = Capacity(tokens=(50, 50), blocks=(9, 9), block_size=16)
     sharded = shard_chunk(0, 90, [], room)
     assert sharded is not None and sum(sizes(sharded)) == 90
 
 
 def test_members_take_turns_and_who_holds_two_blocks_more_waits() -> None:
-    room = Room(tokens=(8, 8, 8), blocks=(9, 9, 9), block_size=4)
+    room = Capacity(tokens=(8, 8, 8), blocks=(9, 9, 9), block_size=4)
     for owners, first, expected in (
         ([0, 1, 2], 0, 0),
         ([0, 1, 2, 0], 0, 1),
@@ -285,7 +285,7 @@ def test_members_take_turns_and_who_holds_two_blocks_more_waits() -> None:
         start = 4 * len(owners)
         sharded = shard_chunk(start, start + 1, owners, room, first=first)
         assert sharded is not None and sizes(sharded).index(1) == expected
-    full = Room(tokens=(8, 8, 8), blocks=(9, 0, 9), block_size=4)
+    full = Capacity(tokens=(8, 8, 8), blocks=(9, 0, 9), block_size=4)
     sharded = shard_chunk(16, 17, [0, 1, 2, 0], full)
     assert sharded is not None and sizes(sharded) == [0, 0, 1], "a member without a free block is passed over"
 

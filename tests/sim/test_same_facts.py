@@ -14,8 +14,8 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
 from longspan.cost.memory import with_pools
+from longspan.cost.pricing import PricedPhases
 from longspan.model.source import own_dtype, smollm2_folder
-from longspan.policy.facts import PhaseCost
 from longspan.policy.registry import policy_names
 from longspan.profiling.store import profile_file
 from longspan.resolve import ResolvedEngine
@@ -63,7 +63,7 @@ def comparable(cluster: Cluster | None) -> tuple[Cluster, list[range]]:
     return replace(cluster, locations=(), head_layers=0.0), layers
 
 
-def predictions(cost: PhaseCost | None, cluster: Cluster) -> tuple[float, ...]:
+def predictions(cost: PricedPhases | None, cluster: Cluster) -> tuple[float, ...]:
     assert cost is not None
     times = cost.prefill_s(cluster, 1000, 500), cost.decode_s(cluster, 7, 300)
     return (*times, cost.reshard_s(cluster), cost.swap_s(cluster, 5))

@@ -13,14 +13,14 @@ from tqdm import tqdm
 
 from longspan.args import EngineArgs
 from longspan.cli.options import start, verb
-from longspan.cli.outputs import check_writable, number_table, write_result
+from longspan.cli.outputs import check_writable, write_result
 from longspan.core.options import Option
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
-    from longspan.cost.csa_tuned import HeldOut, Tuned
     from longspan.evals import Text
     from longspan.llm import LLM
+    from longspan.policy.csps.tuned import HeldOut, Tuned
     from longspan.tuning import Header, Journal
 
 _ENGINE = EngineArgs(parallel="4")
@@ -42,8 +42,8 @@ def tune(
     Pass keys are hidden in prompts, which are computed exactly and with random numbers of levels and drop ratios. Each
     point is saved in FILE.journal at once. A repeated run after a stop, or for more points, continues.
     """
-    from longspan import tuning  # noqa: PLC0415 - not needed by other verbs
-    from longspan.cost.csa_tuned import tuned  # noqa: PLC0415
+    from longspan import tuning  # noqa: PLC0415 - other verbs need none of it
+    from longspan.policy.csps.tuned import tuned  # noqa: PLC0415
 
     del what
     given = _checked(engine)
@@ -103,13 +103,14 @@ def _accuracy(held_out: HeldOut) -> str:
     )
 
 
-def _table(result: Tuned) -> Table:
-    """Return the largest drop ratios without a predicted loss, by length, levels and mode."""
-    columns = [(levels, mode) for levels in sorted(result.levels() - {1}) for mode in result.modes()]
-    names = (f"{levels} levels, {mode}" for levels, mode in columns)
-    table = number_table("Largest drop ratio of level 2 without loss", "tokens", *names)
-    for length in sorted({point.num_tokens for point in result.points}):
-        ratios = (result.most_without_loss(length, levels, mode) for levels, mode in columns)
-        table.add_row(f"{length:,}", *("" if ratio is None else f"{ratio:.0%}" for ratio in ratios))
-
+def _table(found: Tuned) -> Table:
+    """Shows the largest drop ratios without a predicted loss, by length, levels and mode."""
+    table = Table(title="Largest drop ratio of level 2 without loss", title_justify="left")
+    table.add_column("tokens", justify="right")
+    columns = [(levels, mode) for levels in sorted(found.levels() - {1}) for mode in found.modes()]
+    for levels, mode in columns:
+        table.add_column(f"{levels} levels, {mode}", justify="right")
+    for length in sorted({one.num_tokens for one in found.points}):
+        most = (found.max_drop_without_loss(length, levels, mode) for levels, mode in columns)
+        table.add_row(f"{length:,}", *("" if one is None else f"{one:.0%}" for one in most))
     return table

@@ -11,7 +11,7 @@ from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.runs import Run, chunk_tokens
+from longspan.core.runs import Run, SpanShards, chunk_tokens
 from longspan.core.splits import ParallelSpec, cut_evenly
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost.architecture import Hardware, ModelShape
@@ -21,6 +21,7 @@ from longspan.cost.partitions import cut
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import StepCost
+from longspan.errors import ParameterError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,20 @@ class SwapPrice:
 
         load_s = block_bytes / DISK_BYTES_PER_S
         return cls(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, recompute_s=prefill_s)
+
+
+def whole_prompt_s(
+    cost: StepCost, exchange: Exchange, group: tuple[int, ...], num_tokens: int, slow: float = 1.0
+) -> float | None:
+    """Price a step that computes a whole prompt on a group, without the output head.
+
+    Return None if the cost is a profile without measurements of such groups.
+    """
+    runs = shard_span("contiguous", 0, num_tokens, len(group), head=0)
+    try:
+        return slow * max(cost.seconds(_one_part(group, exchange, 0, num_tokens, runs)).values())
+    except ParameterError:
+        return None
 
 
 class PricedPhases:
@@ -228,12 +243,16 @@ def _prefill(
     if fractions:
         ends = accumulate(cut(fractions, new, 1), initial=cached)
         runs = tuple([(Run(start, stop),) if stop > start else () for start, stop in pairwise(ends)])
+    return _one_part(tuple(range(members)), exchange, cached, new, runs)
+
+
+def _one_part(group: tuple[int, ...], exchange: Exchange, cached: int, new: int, runs: SpanShards) -> Forward:
     part = Part(
         request_id=0,
         start=cached,
         stop=cached + new,
         tokens=range(new),
-        group=tuple(range(members)),
+        group=group,
         runs=runs,
         exchange=exchange,
         first_block=0,

@@ -1,4 +1,4 @@
-"""Requests whose beginning lies on hosts or disks: where that is loaded to."""
+"""Loads of cached KV from hosts and disks, for requests that start with it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # types alone
     from longspan.policy.batching import Budget
 
 _STEPS_AHEAD = 4
-"""A load may begin so many steps before its request can compute."""
+"""Upper bound for the steps between a load and the first step of its request. More steps hold blocks longer."""
 
 
 def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
-    """Return the number of blocks of a hit that each instance has, or can load from its host or the host's disk."""
+    """Count the blocks of a hit that each instance has, or can load from its host and the disk of its host."""
     held = Counter[int]()
     for pool, number in Counter([ref.pool for ref in hit.refs]).items():
         is_on_device = cluster.tier(pool) == "device"
@@ -28,16 +28,16 @@ def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
 
 
 def load_part(request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit) -> ScheduledPart | None:
-    """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it.
+    """Admit a request whose hit must be loaded. Each block is loaded to the nearby member with the most free blocks.
 
-    Returns None while a member has tokens to compute for more steps than a load takes: others may need the room.
+    Return None if a member has tokens to compute for more than `_STEPS_AHEAD` steps, so that the blocks stay free.
     """
-    most = _STEPS_AHEAD * budget.view.max_num_batched_tokens
-    if any(budget.load[instance] > most for instance in group):
+    max_tokens = _STEPS_AHEAD * budget.view.max_num_batched_tokens
+    if any(budget.load[instance] > max_tokens for instance in group):
         return None
     cluster, cost = budget.view.cluster, budget.view.kv.hit_cost(hit, budget.claimed)
-    left = {i: budget.blocks[i] - budget.reserved[i] - cost[i] for i in group}
-    owners = cluster.load_owners(hit.refs if hit.num_loaded else (), left)
+    free = {i: budget.blocks[i] - budget.reserved[i] - cost[i] for i in group}
+    owners = cluster.load_owners(hit.refs if hit.num_loaded else (), free)
     return ScheduledPart(
         request=request,
         group=group,

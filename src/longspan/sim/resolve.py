@@ -27,7 +27,7 @@ from longspan.cost.forward import Roofline
 from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE, USED_MEMORY, rank_block_bytes, with_pools
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.partitions import MAX_SEARCHED, ModelledPartitions, fractions_by, modelled_ttft
-from longspan.cost.pricing import PricedPhases, predicted_profile
+from longspan.cost.pricing import PricedPhases, predicted_profile, whole_prompt_s
 from longspan.cost.profile import Profile, profiled_prompts
 from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import RooflineCost
@@ -65,9 +65,8 @@ def computed_experiment(
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     line = cost.lines[0]
-    search = partial(searched_fractions, line, align=scheduling.block_size)
     estimate = None if scheduling.policy == "runahead" else partial(levelled_fractions, line)  # runahead searches
-    partitions = ModelledPartitions(search, estimate)
+    partitions = ModelledPartitions(partial(searched_fractions, line, align=scheduling.block_size), estimate)
     phases = clusters if len(clusters) > 1 else ()
     early = Facts(model=model.name, partitions=partitions, cluster=cluster, phases=phases)
     scheduling = _with_step_tokens(scheduling, early, _DEVICE, partial(_device_tokens, cost.lines[0], scheduling))
@@ -106,6 +105,7 @@ def computed_experiment(
         phases=phases,
         phase_cost=PricedPhases(cost, phases, scheduling.block_size, slow) if phases else None,
         rates=partial(cost.rates, slow=slow),
+        exact_s=partial(whole_prompt_s, cost, slow=slow),
     )
     fleet = Fleet.of(devices, dtype=spec.dtype, ffn_dtype=spec.ffn_dtype)
     return Experiment(cluster=cluster, cost=cost, facts=facts, fleet=fleet, scheduling=scheduling, faults=faults)
@@ -139,6 +139,7 @@ def measured_experiment(
         partitions=partitions,
         phases=phases,
         phase_cost=measured_phases(cost, phases, scheduling.block_size, slow),
+        exact_s=partial(whole_prompt_s, cost, slow=slow),
     )
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(

@@ -16,12 +16,13 @@ from longspan.core.exchange import LOCAL
 from longspan.core.locations import locations_of_ranks
 from longspan.core.policy import Policy
 from longspan.core.splits import ParallelSpec
-from longspan.cost.csa_search import least_loss, least_ttft
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
-from longspan.policy.csa_auto import GRID, CsaChooser, Objective, bucket, rates_of
+from longspan.policy.csps.chooser import GRID, CsaChooser, bucket, rates_of
+from longspan.policy.csps.objective import Objective
+from longspan.policy.csps.search import least_loss, least_ttft
 from longspan.policy.facts import Facts, known_facts
 from longspan.policy.registry import make_policy
 
@@ -31,7 +32,7 @@ FACTS = Facts(
     cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")),
 )
 HOSTS = (0, 0, 1, 1)
-CHOOSER = CsaChooser(TUNED, FACTS, HOSTS, ())
+CHOOSER = CsaChooser(TUNED, FACTS, range(4), "alltoall")
 
 
 def csps(**options: str) -> Policy:
@@ -42,7 +43,7 @@ def csps(**options: str) -> Policy:
 def test_without_an_objective_nothing_is_lost() -> None:
     setting = csps().sparse(3000, 16, 10_000)
     assert setting is not None and setting.num_levels == 2
-    most = TUNED.most_without_loss(3445, 2, setting.mode)
+    most = TUNED.max_drop_without_loss(3445, 2, setting.mode)
     assert most is not None and 0 < setting.ratio(1, 0, 2) <= most + 1e-9
     assert csps().sparse(90, 16, 10_000) is None, "one instance computes it"
 
@@ -72,7 +73,7 @@ def test_a_target_that_cannot_be_met_is_come_near() -> None:
 
 
 def test_where_any_drop_loses_nothing_is_dropped() -> None:
-    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, HOSTS, ())
+    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, range(4), "alltoall")
     found = chooser.choose(4000, 4, Objective())
     assert (found.configuration.levels, found.configuration.drop, found.choice.loss) == (2, 0, 0)
 
@@ -82,21 +83,22 @@ def test_where_any_drop_loses_nothing_is_dropped() -> None:
 def test_choices_are_as_quick_as_enumeration_s(num_tokens: int, most: float, is_target: bool) -> None:
     """And keep to the constraint, at the length that stands for the prompt's."""
     length = bucket(num_tokens)
-    best_s = min(table.least_ttft(length, g.bytes_per_s, lambda *_: 0.0, 1.0).ttft_s for g, table in CHOOSER.tables(4))
+    tables = CHOOSER.tables(4)
+    best_s = min(one.ttft_s for g, table in tables for one in table.choices(length, g.bytes_per_s, lambda *_: 0.0))
     objective = Objective(target_s=best_s * (1 + most / 5)) if is_target else Objective(max_loss=most)
     chosen = CHOOSER.choose(num_tokens, 4, objective)
     enumerated = []
     for group, _ in CHOOSER.tables(4):
         loss = TUNED.loss_in(HOSTS, group.mode)
         if objective.target_s is None:
-            enumerated.append(least_ttft(group, length, loss, objective.most_lost, GRID))
+            enumerated.append(least_ttft(GRID.choices(group, length, loss), objective.loss_bound))
         else:
-            enumerated.append(least_loss(group, length, loss, objective.target_s, GRID))
+            enumerated.append(least_loss(GRID.choices(group, length, loss), objective.target_s))
     known = [one for one in enumerated if one is not None]
     if not known or not chosen.is_met:
         return
     if objective.target_s is None:
-        assert chosen.choice.loss <= objective.most_lost
+        assert chosen.choice.loss <= objective.loss_bound
         assert chosen.choice.ttft_s <= 1.05 * min(one.ttft_s for one in known)
     else:
         [group] = [group for group, _ in CHOOSER.tables(4) if group.mode == chosen.mode]
