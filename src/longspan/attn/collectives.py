@@ -39,7 +39,7 @@ class Gathering:
         self._group, self._blocks, self._hop = group, blocks, hop
         self._first = group.start(
             sends=dict.fromkeys(_receivers(group, group.rank), blocks[group.rank]),
-            receives={owner: blocks[owner] for owner in group.others if group.rank in _receivers(group, owner)},
+            receives={owner: blocks[owner] for owner in group.peers if group.rank in _receivers(group, owner)},
             hop=hop,
         )
 
@@ -48,9 +48,9 @@ class Gathering:
         self._first.wait()
         group, blocks, me = self._group, self._blocks, self._group.rank
         here = group.hosts[me]
-        neighbours = [member for member in group.others if group.hosts[member] == here]
+        neighbours = [member for member in group.peers if group.hosts[member] == here]
         pending = []
-        for owner in group.others:
+        for owner in group.peers:
             if group.hosts[owner] != here and neighbours:
                 carrier = _partner(group, owner, here)
                 sends = dict.fromkeys(neighbours, blocks[owner]) if carrier == me else {}
@@ -81,7 +81,7 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
         hop: the first of two hops.
     """
     me, here = group.rank, group.hosts[group.rank]
-    neighbours = [member for member in group.others if group.hosts[member] == here]
+    neighbours = [member for member in group.peers if group.hosts[member] == here]
     collected = {member: _collects(group, member) for member in (me, *neighbours)}
     leaving = {member: Message.of([blocks[owner] for owner in collected[member]]) for member in neighbours}
     coming = {member: _room([blocks[owner] for owner in collected[me]]) for member in neighbours}
@@ -133,7 +133,7 @@ def all_reduce(group: Group, tensor: Tensor) -> Tensor:
     """
     if (found := group.sum(tensor)) is not None:
         return found
-    me, others = group.rank, group.others
+    me, others = group.rank, group.peers
     if group.size == 2:  # all that each has: no more bytes, and one hop instead of two
         heard = {other: _room([tensor]) for other in others}
         group.start(sends=dict.fromkeys(others, Message.of([tensor])), receives=heard, hop=0).wait()

@@ -149,7 +149,7 @@ class Group:
         self._members, self._name, self._tags = tuple(members), name, tags
 
     @property
-    def others(self) -> list[int]:
+    def peers(self) -> list[int]:
         """The members beside this one, ascending."""
         return [member for member in range(self.size) if member != self.rank]
 

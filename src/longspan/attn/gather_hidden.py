@@ -75,8 +75,8 @@ class GatherHidden:
             tokens, for its pool.
         """
         me, members = self._group.rank, range(self._group.size)
-        leaving = {member: self._message(member, k, v) for member in self._group.others}
-        coming = {member: self._room(member, me, q) for member in self._group.others}
+        leaving = {member: self._message(member, k, v) for member in self._group.peers}
+        coming = {member: self._room(member, me, q) for member in self._group.peers}
         self._group.start(sends=leaving, receives=coming, hop=gather_hops(self._group.size)).wait()
         coming[me] = self._message(me, k, v)
         keys, values = (torch.cat([coming[member].tensors[kind] for member in members]) for kind in (0, 1))

@@ -120,8 +120,8 @@ class Links:
     def _alltoall(self, num_bytes: int) -> Callable[[], None]:
         """Makes a call that sends and receives messages that exist already."""
         group = self._group()
-        leaving = {rank: self._message(num_bytes) for rank in group.others}
-        coming = {rank: self._message(num_bytes) for rank in group.others}
+        leaving = {rank: self._message(num_bytes) for rank in group.peers}
+        coming = {rank: self._message(num_bytes) for rank in group.peers}
         return lambda: group.start(sends=leaving, receives=coming, hop=0).wait()
 
     def _group(self) -> Group:

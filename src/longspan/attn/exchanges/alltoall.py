@@ -16,7 +16,7 @@ from longspan.core.runs import num_tokens
 
 def alltoall(call: Call) -> None:
     group, parts, spec = call.group, call.parts, call.spec
-    me, members, others = group.rank, range(group.size), group.others
+    me, members, others = group.rank, range(group.size), group.peers
     shares = spread_heads(spec.num_heads, spec.num_kv_heads, group.size)
     leaving = {member: _tokens(call, shares[member]) for member in others}
     coming = {member: _room(call, member, shares[me]) for member in others}

@@ -72,7 +72,7 @@ class _Arriving:
         group, self._parts = call.group, parts
         self._levels = {
             member: min((level for part in parts if (level := part.plan.level(group.rank, member))), default=0)
-            for member in group.others
+            for member in group.peers
         }
         self._coming: dict[tuple[int, int], tuple[dict[int, Message], Pending]] = {}
         self._setting = setting
@@ -107,7 +107,7 @@ class _Returning:
     def send(self, level: int, number: int) -> None:
         """Sends everybody what was found for its queries; this member keeps its own."""
         group, me = self._call.group, self._call.group.rank
-        sends = {asker: self._room(me, asker, level, number) for asker in group.others}
+        sends = {asker: self._room(me, asker, level, number) for asker in group.peers}
         for asker, message in sends.items():
             rooms = partials_of(message)
             for part in self._parts:
@@ -116,7 +116,7 @@ class _Returning:
                         room.copy_(tensor)
         for part in self._parts:
             part.take_results(me, part.found(me, level, number), level, number)
-        results = {member: self._room(member, me, level, number) for member in group.others}
+        results = {member: self._room(member, me, level, number) for member in group.peers}
         hop = RESULTS_HOP + (level - 2) * MOST_PIECES + number
         pending = group.start(sends=sends, receives=results, hop=hop)
         self._coming.append((level, number, results, pending))

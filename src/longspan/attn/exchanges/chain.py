@@ -36,7 +36,7 @@ def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -
     Nothing of the layer needs to be computed yet: call it before the layer's projections, which then overlap with the
     transfers. `group`, `kv` and `spec` are those of the layer, as for `chain`.
     """
-    me, members, others = group.rank, range(group.size), group.others
+    me, members, others = group.rank, range(group.size), group.peers
     seen = {asker: tuple(_cached(parts, me, asker, spec)) for asker in members}
     read = {runs: pack_kv(parts, runs, me, kv) for runs in dict.fromkeys(seen.values())}  # most see the same
     cached = [

@@ -22,7 +22,7 @@ from longspan.core.runs import num_tokens
 
 def ring_q(call: Call) -> None:
     group, parts, q, host = call.group, call.parts, call.q, call.host
-    me, others = group.rank, group.others
+    me, others = group.rank, group.peers
     to_ask = {holder: _visits(call, me, holder) for holder in range(group.size)}
     to_answer = {asker: _visits(call, asker, me) for asker in others}
 

@@ -35,9 +35,9 @@ class Ratings:
             q_room, lse_room = next(partials)
             lse_room.copy_(lse[:, rows])
             q_room.copy_(call.q[:, part.part.rows][:, rows])
-        self._coming = {member: self._room(call, member) for member in group.others}
+        self._coming = {member: self._room(call, member) for member in group.peers}
         self._pending: Pending = group.start(
-            sends=dict.fromkeys(group.others, own), receives=self._coming, hop=SAMPLES_HOP
+            sends=dict.fromkeys(group.peers, own), receives=self._coming, hop=SAMPLES_HOP
         )
         self._coming[group.rank] = own
 
