@@ -64,7 +64,7 @@ def gather_rows(group: Group, mine: Tensor, counts: Sequence[int], *, hop: int =
     """Gathers the rows `[all rows, width]` of all members; `counts` has their numbers, `hop` is the first of
     `gather_hops`.
     """
-    blocks = [Message.room([(count, mine.shape[1])], mine) for count in counts]
+    blocks = [Message.empty([(count, mine.shape[1])], mine) for count in counts]
     blocks[group.rank].tensors[0].copy_(mine)
     all_gather(group, blocks, hop=hop)
     return torch.cat([block.tensors[0] for block in blocks])
@@ -122,7 +122,7 @@ def _partner(group: Group, member: int, host: int) -> int:
 
 
 def _room(blocks: Sequence[Tensor]) -> Message:
-    return Message.room([block.shape for block in blocks], blocks[0])
+    return Message.empty([block.shape for block in blocks], blocks[0])
 
 
 def all_reduce(group: Group, tensor: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Message:
         self._trailer = self.buffer[trailer_at:].view(torch.int64)
 
     @classmethod
-    def room(cls, shapes: Iterable[tuple[int, ...]], like: Tensor) -> Self:
+    def empty(cls, shapes: Iterable[tuple[int, ...]], like: Tensor) -> Self:
         """Allocates a message for tensors of these shapes, with the type and device of `like`."""
         return cls([(shape, like.dtype) for shape in shapes], like.device)
 

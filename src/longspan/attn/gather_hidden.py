@@ -122,7 +122,7 @@ class GatherHidden:
         num_heads = len(self._shares[receiver].kv_heads)
         for runs in self._cached(sender):
             shapes += [(num_heads, num_tokens(runs), dim)] * 2
-        return Message.room(shapes, like)
+        return Message.empty(shapes, like)
 
     def _owned(self, member: int) -> range:
         """Returns the KV heads that `member` makes for all: the first of several that have a head makes it."""

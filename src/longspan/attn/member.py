@@ -119,7 +119,7 @@ def num_before(runs: Sequence[Run], position: int) -> int:
 
 def empty_kv_message(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:
     """Allocates a message for the keys, then the values, of some runs of each part, typed as `like [..., head_dim]`."""
-    return Message.room([(num_kv_heads, num_tokens(runs), like.shape[-1]) for runs in all_runs for _ in "kv"], like)
+    return Message.empty([(num_kv_heads, num_tokens(runs), like.shape[-1]) for runs in all_runs for _ in "kv"], like)
 
 
 def pack_kv(parts: MemberParts, all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:

@@ -64,13 +64,13 @@ def _room(call: Call, member: int, share: HeadShare) -> Message:
     for part in call.parts:
         kv_shape = (len(share.kv_heads), num_tokens(part.needed(member, call.spec.window)), dim)
         shapes += [(len(share.heads), num_tokens(part.q_runs[member]), dim), kv_shape, kv_shape]
-    return Message.room(shapes, call.q)
+    return Message.empty(shapes, call.q)
 
 
 def _results(call: Call, asker: int, share: HeadShare) -> Message:
     """Allocates a message for the outputs of some heads, for the queries of `asker`."""
     dim = call.spec.head_dim
-    return Message.room([(len(share.heads), num_tokens(part.q_runs[asker]), dim) for part in call.parts], call.q)
+    return Message.empty([(len(share.heads), num_tokens(part.q_runs[asker]), dim) for part in call.parts], call.q)
 
 
 register_attention(ALLTOALL, alltoall)

@@ -145,7 +145,7 @@ def _gathered(call: Call, part: MemberPart) -> tuple[Tensor, Tensor]:
 
 
 def _room(call: Call, parts: Sequence[SparsePart], source: int, target: int, number: int, num_pieces: int) -> Message:
-    return Message.room([shape for part in parts for shape in part.shapes(source, target, number, num_pieces)], call.q)
+    return Message.empty([shape for part in parts for shape in part.shapes(source, target, number, num_pieces)], call.q)
 
 
 def _filled(call: Call, parts: Sequence[SparsePart], target: int, number: int, num_pieces: int) -> Message:

@@ -104,7 +104,7 @@ def _attend(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Part
 
 def _query_room(call: Call, indices: Sequence[int], asker: int) -> Message:
     """Allocates a message for the queries of `asker` in these parts, one after the other."""
-    return Message.room([(*_rows_shape(call, indices, asker), call.spec.head_dim)], call.q)
+    return Message.empty([(*_rows_shape(call, indices, asker), call.spec.head_dim)], call.q)
 
 
 def _result_room(call: Call, indices: Sequence[int], asker: int) -> Message:

@@ -137,7 +137,7 @@ class HeadTokenSwap:
         cut = [[x[h.start : h.stop] for x, h in zip((q, k, v), _kinds(share), strict=True)] for share in self._shares]
         leaving = {rank: Message.of(cut[rank]) for rank in self._group.peers}
         coming = {
-            rank: Message.room([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
+            rank: Message.empty([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
             for rank in self._group.peers
         }
         self._group.start(sends=leaving, receives=coming, hop=0).wait()
@@ -150,7 +150,7 @@ class HeadTokenSwap:
         me, dim = self._group.rank, self._spec.head_dim
         leaving = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._group.peers}
         shapes = [(len(share.heads), self._counts[me], dim) for share in self._shares]
-        coming = {rank: Message.room([shapes[rank]], out) for rank in self._group.peers}
+        coming = {rank: Message.empty([shapes[rank]], out) for rank in self._group.peers}
         self._group.start(sends=leaving, receives=coming, hop=1).wait()
         ranks = range(self._group.size)
         return torch.cat([out[:, self.mine] if rank == me else coming[rank].tensors[0] for rank in ranks])
