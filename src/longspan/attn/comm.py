@@ -209,8 +209,8 @@ class _Nobody:
     def complete_sends(self) -> None: ...
 
 
-NOBODY = _Nobody()
-ALONE = Group(NOBODY, (0,), 0)
+NO_PEERS = _Nobody()
+ALONE = Group(NO_PEERS, (0,), 0)
 """The group of one member."""
 
 
