@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,19 +10,19 @@ from torch import Tensor
 
 from longspan.attn import hosted
 from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.comm import ALONE
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.local import local
-from longspan.attn.hosted import HostSource, HostStaging, KeysAndValues, Shape, Staging
+from longspan.attn.hosted import HostSource, HostStaging, Shape, Staging
 from longspan.attn.member import MemberPart, MemberParts
-from longspan.attn.paged import PagedKv
+from longspan.attn.paged import KeysAndValues, PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
+from longspan.core.exchange import LOCAL
 from longspan.core.owners import Owners
 from longspan.core.runs import Run
 
 BLOCK, DEVICE, HOST = 4, 0, 9
-GROUP: Any = None
-"""Nothing is sent."""
 
 
 class LateStaging:
@@ -104,8 +103,8 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
     q = torch.cat(queries, dim=1)
     source = HostSource(parts=MemberParts(there, backend), member=0, kv=joined(host_kv), staging=staging)
     call = Call(
-        exchange=GROUP,
-        group=GROUP,
+        exchange=LOCAL,
+        group=ALONE,
         parts=MemberParts(own, backend),
         q=q,
         k=q,

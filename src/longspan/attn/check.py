@@ -29,12 +29,13 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, backend_of
 from longspan.attn.collectives import hidden_hops
-from longspan.attn.comm import Group, TorchTransport, meet
+from longspan.attn.comm import Group
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.gather_hidden import GatherHidden
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.attn.transports import TorchTransport, meet
 from longspan.core.cluster import hosts_of, locations_of_ranks
 from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, exchanges
 from longspan.core.layouts import shard_span

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from longspan.attn.backends import backend_of
 from longspan.attn.collectives import gather_hops
-from longspan.attn.comm import Group, TorchTransport, Transport
+from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.attn.transports import TorchTransport
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, RING_KV, RING_Q, Exchange
 from longspan.core.runs import Run, SpanShards, clip, coalesce, num_tokens
 from longspan.core.steps import Link

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+KeysAndValues = tuple[Tensor, Tensor]
+"""Two tensors `[kv_heads, tokens, head_dim]`."""
 Numbers = npt.NDArray[np.int64]
 _SPLIT_TOKENS, _MOST_SPLITS = 512, 128
 """The slots of a split, unless a block has more; and splits of a query, which are larger then."""

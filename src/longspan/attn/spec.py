@@ -7,11 +7,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from longspan.core.cluster import HeadShare
+if TYPE_CHECKING:
+    from longspan.core.cluster import HeadShare
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """The `layer_types` of a configuration that an AttnSpec can say."""

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from longspan import native
 from longspan.attn import shared_memory
-from longspan.attn.comm import NO_PEERS, DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
+from longspan.attn.comm import NO_PEERS
 from longspan.attn.shared_memory import meet_on_host
+from longspan.attn.transports import DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
