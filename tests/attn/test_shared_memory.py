@@ -76,7 +76,7 @@ def filled(num_bytes: int, value: int) -> Tensor:
 def is_clean(transport: SharedMemoryTransport) -> bool:
     """Whether nothing is under way, once the last answers were read."""
     transport.start([], [], 0)
-    return not (transport._sent or transport._asked or transport._unasked or transport._sent_bytes)
+    return not (transport._sent or transport._expected or transport._unexpected or transport._sent_bytes)
 
 
 SIZES = st.one_of(st.integers(1, 64), st.integers(PAGE - 2, PAGE + 2), st.integers(1, 20 * PAGE))
@@ -110,7 +110,7 @@ def test_messages_arrive_in_any_order(
             assert torch.equal(room, filled(len(room), tag))
 
     with (
-        mock.patch.multiple(shared_memory, OUTBOX_BYTES=bounds[0], _MOST_UNTAKEN=bounds[1], _FIRST_BYTES=PAGE),
+        mock.patch.multiple(shared_memory, OUTBOX_BYTES=bounds[0], _MAX_UNTAKEN=bounds[1], _FIRST_BYTES=PAGE),
         ranks_of(num_ranks) as transports,
     ):
         in_threads([partial(run, transport, rank) for rank, transport in enumerate(transports)])
@@ -166,7 +166,7 @@ def test_one_copy_serves_all_readers() -> None:
 
 def test_a_sender_waits_when_too_much_is_under_way() -> None:
     """Until its peer has taken something; and without an error when nothing can be taken before the next message."""
-    with ranks_of(2) as (first, second), mock.patch.multiple(shared_memory, _MOST_UNTAKEN=4):
+    with ranks_of(2) as (first, second), mock.patch.multiple(shared_memory, _MAX_UNTAKEN=4):
         started: list[int] = []
 
         def send() -> None:
@@ -232,7 +232,7 @@ def test_whoever_waits_for_a_rank_learns_of_its_end(act: str) -> None:
     waits_for_sends, most = act == "sends", 1 if act == "has sent too much" else 128
     with (
         ranks_of(2, waits_for_sends=waits_for_sends) as (first, second),
-        mock.patch.multiple(shared_memory, _MOST_UNTAKEN=most),
+        mock.patch.multiple(shared_memory, _MAX_UNTAKEN=most),
     ):
 
         def end() -> None:
@@ -265,12 +265,12 @@ def test_a_message_of_another_length_is_an_error(is_asked_first: bool) -> None:
 def test_a_wait_ends_when_nothing_comes() -> None:
     with ranks_of(2) as (first, _):
         first._timeout_s = 0.05
-        with pytest.raises(CommError, match=r"nothing has come for 0.05 s"):
+        with pytest.raises(CommError, match=r"no message arrived for 0.05 s"):
             first.start([], [(1, filled(1, 1))], 1).wait()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_meets_nobody_says_so(rank: int, tmp_path: Path) -> None:
-    with pytest.raises(CommError, match=r"nobody listens|does not call"):
+    with pytest.raises(CommError, match=r"no rank listens|does not connect"):
         meet_on_host(f"{tmp_path}/met", rank, [1 - rank], timeout_s=0.05)
     assert not list(tmp_path.iterdir())

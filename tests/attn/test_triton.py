@@ -480,7 +480,7 @@ def _attention_constants(dim: int, dtype: torch.dtype, *, has_softcap: bool) -> 
 
 
 def _attention_types(dtype: torch.dtype) -> dict[str, str]:
-    types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype]) | dict.fromkeys(("lse", "found"), "*fp32")
+    types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype]) | dict.fromkeys(("lse", "ratings"), "*fp32")
     return types | {"indices": "*i32", "seen": "*i64", "scale": "fp32", "softcap": "fp32"}
 
 
@@ -511,9 +511,9 @@ def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> No
     assert compiles(ours.band_kernel, _attention_types(torch.bfloat16), attention)
     assert compiles(ours.rate_kernel, _attention_types(torch.bfloat16), attention)
     sizes: dict[str, object] = {"dim": 80, "width": 128, "tile": ours.COPIED}
-    types = dict.fromkeys(("first", "second", "room", "second_room"), "*bf16") | {"indices": "*i32"}
+    types = dict.fromkeys(("first", "second", "first_out", "second_out"), "*bf16") | {"indices": "*i32"}
     assert compiles(ours.select_kernel, types, sizes)
-    types = {"out": "*fp32", "lse": "*fp32", "some": "*bf16", "some_lse": "*fp32"}
+    types = {"out": "*fp32", "lse": "*fp32", "partial": "*bf16", "partial_lse": "*fp32"}
     assert compiles(ours.combine_kernel, types | {"rows": "*i32"}, sizes)
     assert compiles(ours.combine_kernel, types, sizes | {"rows": None})
 

@@ -1,7 +1,7 @@
 """Messages of exchanges, the transport protocol, and the group of ranks that exchange.
 
 A message is one buffer with several tensors. Both ends compute its shapes, so no sizes are sent. A trailer repeats the
-tag and the size: gloo accepts a receive that is longer than the send, and stale data on a reused tag, without an error.
+tag and the size. Without it gloo would accept stale data on a reused tag, and a receive longer than the send.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -73,7 +74,7 @@ Calls = Sequence[tuple[int, Tensor]]
 
 
 class Pending(Protocol):
-    """A started transfer."""
+    """A transfer that has started and may still run."""
 
     def wait(self) -> None:
         """Wait until the receives are complete. Raises CommError if a peer has exited."""
@@ -190,17 +191,19 @@ class Group:
         return self._transport.sums(self._members, tensor)
 
 
+@dataclass(frozen=True)
 class _Verified:
     """Checks trailers when the messages have arrived."""
 
-    def __init__(self, pending: Pending | None, messages: Sequence[Message], tag: int) -> None:
-        self._pending, self._messages, self._tag = pending, messages, tag
+    pending: Pending | None
+    messages: Sequence[Message]
+    tag: int
 
     def wait(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-        for message in self._messages:
-            message.verify(self._tag)
+        if self.pending is not None:
+            self.pending.wait()
+        for message in self.messages:
+            message.verify(self.tag)
 
 
 class _NoPeers:

@@ -1,5 +1,5 @@
 """SP-TP: hidden states are gathered, each member computes its heads for all tokens, outputs are summed and scattered
-(CSPS §3.2.1; Megatron's sequence parallelism).
+(CSPS §3.2.1, also Megatron's sequence parallelism).
 
 Keys and values are computed by the member that has their head, but stored by the member that has their token. New ones
 are sent there, and cached ones are sent back to be read, so pools have the same contents as after any other exchange.

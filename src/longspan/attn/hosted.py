@@ -1,9 +1,9 @@
 """Attention over keys and values in a host pool, whose partial results are merged with those of the device.
 
-Single queries are copied to the host, and its processor attends them to the keys in place: that reads each key once,
-from memory that is faster than the bus. Several queries of a request stay on the device, and keys are copied to it in
-pieces, through two buffers, while the queries attend to the piece before. In a group the queries of all members go to
-the member whose host has the keys, so each key is copied to one device, once.
+Single queries are copied to the host, and its processor attends them to the keys in place. It reads each key once, from
+memory that is faster than the bus. If a request has several queries, they stay on the device, and keys are copied to it
+in pieces. There are two buffers, so the queries attend to one piece while the next is copied. In a group the queries of
+all members go to the member whose host has the keys. Then each key is copied to one device, once.
 """
 
 from __future__ import annotations

@@ -176,12 +176,7 @@ def partials_of(message: Message) -> Iterator[Partial]:
 
 
 def gather_runs(
-    backend: AttentionBackend,
-    part: MemberPart,
-    runs: Sequence[Run],
-    kv_rank: int,
-    kv: PagedKv,
-    out: KeysAndValues,
+    backend: AttentionBackend, part: MemberPart, runs: Sequence[Run], kv_rank: int, kv: PagedKv, out: KeysAndValues
 ) -> None:
     """Copy keys and values of consecutive `runs` out of the pool of `kv_rank`."""
     if runs:
@@ -293,7 +288,7 @@ def attend_runs(  # noqa: PLR0917 - queries and keys, each with positions
 
 
 def concatenated(partials: Sequence[Partial]) -> Partial:
-    """Concatenate partial results of different queries."""
+    """Join partial results of different queries, in order."""
     if len(partials) == 1:
         return partials[0]
     return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)

@@ -1,13 +1,13 @@
-"""Transports on torch.distributed, and transports that pass each message to one of two others."""
+"""Transports on torch.distributed, and transports that pass each message to one of two transports."""
 
 from __future__ import annotations
 
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,44 +16,40 @@ from torch import Tensor
 
 from longspan.attn.comm import OUTBOX_BYTES, Calls, CommError, Pending, Sums, Transport
 
+_IsFirst = Callable[[int], bool]
 
-class _TwoTransports(ABC):
-    """Passes each message to one of two transports."""
+
+class _TwoTransports:
+    """Sends by `first` to peers with `sends_first`, receives by it from peers with `receives_first`, else uses `second`."""
 
     sums = None
 
-    def __init__(self, first: Transport, second: Transport) -> None:
+    def __init__(self, first: Transport, second: Transport, sends_first: _IsFirst, receives_first: _IsFirst) -> None:
         assert first.tagged == second.tagged, "both match messages in the same way"
-        self._transports, self.tagged = (first, second), first.tagged
-
-    @abstractmethod
-    def _index(self, peer: int, *, sends: bool) -> int:
-        """Return which transport carries messages to a peer, or from it."""
+        self._first, self._second, self.tagged = first, second, first.tagged
+        self._sends_first, self._receives_first = sends_first, receives_first
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         pending = []
-        for index, transport in enumerate(self._transports):
-            outgoing = [(peer, buffer) for peer, buffer in sends if self._index(peer, sends=True) == index]
-            incoming = [(peer, buffer) for peer, buffer in receives if self._index(peer, sends=False) == index]
+        for transport in (self._first, self._second):
+            is_first = transport is self._first
+            outgoing = [(peer, buffer) for peer, buffer in sends if self._sends_first(peer) == is_first]
+            incoming = [(peer, buffer) for peer, buffer in receives if self._receives_first(peer) == is_first]
             if outgoing or incoming:
                 pending.append(transport.start(outgoing, incoming, tag))
         return _All(pending)
 
     def complete_sends(self) -> None:
-        for transport in self._transports:
-            transport.complete_sends()
+        self._first.complete_sends()
+        self._second.complete_sends()
 
 
 class RoutedTransport(_TwoTransports):
-    """Reaches neighbours by one transport and all other ranks by another. Both transports are tagged."""
+    """Reaches neighbours by one transport and all other ranks by another. Both are tagged."""
 
     def __init__(self, near: Transport, neighbours: Container[int], far: Transport) -> None:
-        super().__init__(near, far)
-        assert self.tagged, "messages are matched by tag, since each rank orders the calls of two transports by itself"
-        self._neighbours = neighbours
-
-    def _index(self, peer: int, *, sends: bool) -> int:  # noqa: ARG002 - the same both ways
-        return 0 if peer in self._neighbours else 1
+        super().__init__(near, far, lambda peer: peer in neighbours, lambda peer: peer in neighbours)
+        assert self.tagged, "each rank orders the calls of two transports by itself, so messages need tags"
 
 
 class DirectedTransport(_TwoTransports):
@@ -64,19 +60,15 @@ class DirectedTransport(_TwoTransports):
     """
 
     def __init__(self, rank: int, up: Transport, down: Transport) -> None:
-        super().__init__(up, down)
-        self._rank = rank
-
-    def _index(self, peer: int, *, sends: bool) -> int:
-        return 0 if (peer > self._rank) == sends else 1
+        super().__init__(up, down, lambda peer: peer > rank, lambda peer: peer < rank)
 
 
+@dataclass(frozen=True)
 class _All:
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = pending
+    pending: Sequence[Pending]
 
     def wait(self) -> None:
-        for transfer in self._pending:
+        for transfer in self.pending:
             transfer.wait()
 
 
@@ -178,14 +170,14 @@ class TorchTransport:
         return _Transfers(list(zip(works, buffers, buffers, strict=False)))
 
 
+@dataclass(frozen=True)
 class _Transfers:
-    """Waits for transfers in order. Each entry is the work, its buffer on the host, and the buffer of the caller."""
+    """Transfers, each with its work, its buffer on the host, and the buffer of the caller."""
 
-    def __init__(self, works: Sequence[tuple[dist.Work, Tensor, Tensor]]) -> None:
-        self._works = works
+    works: Sequence[tuple[dist.Work, Tensor, Tensor]]
 
     def wait(self) -> None:
-        for work, host, buffer in self._works:
+        for work, host, buffer in self.works:
             with peer_errors():
                 work.wait()
             if host is not buffer:

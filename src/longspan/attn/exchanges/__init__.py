@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Incoming(NamedTuple):
-    """A message that arrives."""
+    """A message that is being received."""
 
     message: Message
     pending: Pending | None

@@ -1,4 +1,4 @@
-"""Heads are scattered and the sequence is gathered, then back: SP-NTP (CSPS §3.2.1; DeepSpeed's Ulysses).
+"""Heads are scattered and the sequence is gathered, then back: SP-NTP (CSPS §3.2.1), also DeepSpeed's Ulysses.
 
 Each member computes attention for its share of the heads, over all tokens at once. Query heads are split evenly.
 Members that read the same KV head get a copy each. A member without heads only sends its queries, keys and values.

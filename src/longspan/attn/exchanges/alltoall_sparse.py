@@ -64,7 +64,7 @@ def attend_levels(call: Call, stored: Sequence[KeysAndValues]) -> None:
 
 
 class _Tokens:
-    """Messages with tokens. All members start to send at once: to near members first, and in pieces."""
+    """Sends and receives tokens. All sends start at once: to near members first, and in pieces."""
 
     def __init__(self, call: Call, setting: SparseSetting, parts: Sequence[SparsePart]) -> None:
         group, self._parts, self._setting = call.group, parts, setting
@@ -100,7 +100,7 @@ class _Tokens:
 
 
 class _Results:
-    """Messages with results for queries of other members, which are sent while other queries are computed."""
+    """Sends and receives results for queries of other members, while further queries are computed."""
 
     def __init__(self, call: Call, parts: Sequence[SparsePart]) -> None:
         self._call, self._parts = call, parts

@@ -11,7 +11,7 @@ from longspan.core.exchange import GATHER_KV
 
 @exchange(GATHER_KV)
 def gather_kv(call: Call) -> None:
-    """Gather all keys. With `dense`, as in the paper, hidden scores are computed and masked; otherwise skipped."""
+    """Gather all keys. With `dense`, as in the paper, hidden scores are computed and masked instead of skipped."""
     messages = call.all_kv()
     all_gather(call.group, messages)
     call.attend_joined([call.needed(member) for member in range(call.group.size)], messages)

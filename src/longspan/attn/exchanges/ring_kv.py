@@ -13,7 +13,7 @@ from longspan.core.exchange import RING_KV
 
 @exchange(RING_KV)
 def ring_kv(call: Call) -> None:
-    """Pass KV around the ring; queries stay."""
+    """Pass KV around the ring. Queries stay."""
     message = call.own_kv()
     for source in call.ring():
         incoming = call.pass_on(message, source)

@@ -1,8 +1,8 @@
 """Pass-Q: queries travel to the keys, partial outputs return and are merged (Context Parallelism §3.5.3, Algorithm 3).
 
 For decode, where sending one query costs far less than sending the keys that it sees. Each query is sent at once to all
-members that hold keys of its request, instead of hop by hop: the same bytes as around the ring, with the latency of one
-hop, and no padding of the batch. While queries travel, every member computes on its own.
+members that hold keys of its request, instead of hop by hop. This sends the same bytes as a ring, has the latency of
+one hop, and needs no padding of the batch. While queries travel, every member computes on its own.
 """
 
 from __future__ import annotations

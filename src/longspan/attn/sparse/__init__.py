@@ -1,7 +1,7 @@
-"""Attention that drops unimportant distant tokens (CSPS §3.2.4): what the sparse forms of exchanges share.
+"""Attention that drops unimportant distant tokens (CSPS §3.2.4), shared by the sparse forms of exchanges.
 
 Each member attends its own partition locally, with all heads. Distant partitions are attended as in `alltoall`, level
-by level: heads are spread over the members of a segment, and each member gets the tokens that are kept at that level. A
+by level. Heads are spread over the members of a segment, and each member gets the tokens that the level keeps. A
 destination receives everything once, the most important tokens first, so the tokens of any level are a prefix. Then
 every member receives partial outputs with their log-sum-exps, and merges them (Eq. 5).
 

@@ -17,7 +17,7 @@ from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import Block, Heads, Job, Piece, Sent, num_queries, sent, sparse_plan
 
 _Keys = tuple[Tensor, Tensor, Tensor | None]
-"""Keys and values `[kv_heads, tokens, head_dim]`, and the indices of the attended ones. None stands for all."""
+"""Keys and values `[kv_heads, tokens, head_dim]`, and the indices of the attended ones (None: all)."""
 
 
 class _Received:
@@ -153,7 +153,7 @@ class SparsePart:
         return self._call.q[:, self.part.rows][:, piece.offset : piece.offset + piece.size]
 
     def _order(self, piece: Piece) -> Tensor | None:
-        """Sort the keys of a piece for each KV head, the most important first. None stands for order of position."""
+        """Sort the keys of a piece for each KV head, the most important first. None keeps the order of position."""
         if self._ratings is None:
             return None
         if piece not in self._orders:
@@ -174,7 +174,7 @@ class SparsePart:
     # ------------------------------------------------------------ attention
 
     def attend_near(self, *, waits: bool) -> None:
-        """Attend queries to the keys of their own partition. With `waits`, those that need keys of other members."""
+        """Attend queries to keys of their own partition. `waits` selects queries that need keys of other members."""
         call = self._call
         for query in self.plan.queries[self._rank]:
             near = self.plan.near[query]
@@ -340,7 +340,7 @@ class SparsePart:
                 all_heads[heads.start : heads.stop, rows.start : rows.stop] = tensor
 
     def _empty_result(self, query: Piece) -> Partial:
-        """Allocate results. In mode `kv` all queries get some, otherwise dropped queries have seen nothing."""
+        """Allocate the results of a piece. In mode `kv` all queries get some, otherwise dropped queries see nothing."""
         q = self._rows(query)
         if self._setting.mode == "qkv":
             return nothing_seen(q)

@@ -37,7 +37,7 @@ class Ratings:
         self._messages[group.rank] = own
 
     def of_keys(self) -> list[Tensor]:
-        """Wait for the samples and return, for each part, the mean attention `[kv_heads, keys]` of queries that see a key."""
+        """Wait for the samples. Return `[kv_heads, keys]` per part: the mean attention of queries that see a key."""
         self._pending.wait()
         samples = [partials_of(message) for _, message in sorted(self._messages.items())]
         all_ratings = []
