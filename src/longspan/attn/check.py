@@ -228,7 +228,6 @@ class Request:
         return random_qkv(spec, self.num_tokens, self.num_tokens, torch.float32, self.seed)
 
     def wanted(self, member: int, spec: AttnSpec) -> Tensor:
-        """Compute the attention of a member's queries on one device, in float64."""
         q, k, v = self.tensors(spec)
         rows = positions(self.q_runs[member])
         return reference(q[:, rows], rows, k, v, range(self.num_tokens), spec)[0]

@@ -92,7 +92,6 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
 
 
 def _neighbours(group: Group) -> list[int]:
-    """List the peers on this member's host."""
     return [member for member in group.peers if group.hosts[member] == group.hosts[group.rank]]
 
 

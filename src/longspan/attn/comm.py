@@ -23,7 +23,6 @@ OUTBOX_BYTES = 256 * 2**20
 """Maximum bytes of unfinished sends besides those of the latest call. They keep memory until the peers receive them."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of one tensor of a message."""
 
 
 class CommError(RuntimeError):
@@ -220,4 +219,3 @@ class _NoPeers:
 
 NO_PEERS = _NoPeers()
 ALONE = Group(NO_PEERS, (0,), 0)
-"""The group of one member."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.comm import Group, Message
-from longspan.attn.member import GatheredPart, MemberParts, PartRuns, attend_gathered, gather_runs
+from longspan.attn.member import GatheredPart, MemberParts, attend_gathered, gather_runs
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import split_heads
@@ -63,7 +63,7 @@ class GatherHidden:
         pieces = [tensor.split(self._lengths, dim=1) for tensor in (q, k, v, out)]
         gathered = []
         for index, part in enumerate(self._parts) if self.share.heads else ():
-            kv_runs = [*(self._cached(member)[index] for member in members), *part.q_runs]
+            kv_runs = [*(self._parts.cached(member, self._spec.window)[index] for member in members), *part.q_runs]
             old_k, old_v = ([messages[member].tensors[2 + 2 * index + kind] for member in members] for kind in (0, 1))
             part_q, new_k, new_v, part_out = (split[index :: len(self._parts)] for split in pieces)
             gathered.append(GatheredPart(part.q_runs, part_q, kv_runs, [*old_k, *new_k], [*old_v, *new_v], part_out))
@@ -72,7 +72,6 @@ class GatherHidden:
         return out, keys, values
 
     def _attend_gathered(self, gathered: Sequence[GatheredPart], spec: AttnSpec) -> None:
-        """Compute attention of this member's heads, which `spec` describes."""
         for part in gathered:
             attend_gathered(self._parts.backend, part, spec)
 
@@ -90,7 +89,9 @@ class GatherHidden:
         for target, made in zip(message.tensors, (k, v), strict=False):
             target.copy_(made[first : first + target.shape[0], start : start + self._counts[member]])
         view = self._kv.heads(self._shares[member].kv_heads)
-        for index, (part, runs) in enumerate(zip(self._parts, self._cached(rank), strict=True)):
+        for index, (part, runs) in enumerate(
+            zip(self._parts, self._parts.cached(rank, self._spec.window), strict=True)
+        ):
             if self._shares[member].heads:
                 k_out, v_out = message.tensors[2 + 2 * index : 4 + 2 * index]
                 gather_runs(self._parts.backend, part, runs, rank, view, (k_out, v_out))
@@ -100,7 +101,7 @@ class GatherHidden:
         dim = self._spec.head_dim
         shapes = [(len(self._owned(sender)), self._counts[receiver], dim)] * 2
         num_heads = len(self._shares[receiver].kv_heads)
-        for runs in self._cached(sender):
+        for runs in self._parts.cached(sender, self._spec.window):
             shapes += [(num_heads, num_tokens(runs), dim)] * 2
         return Message.empty(shapes, like)
 
@@ -109,6 +110,3 @@ class GatherHidden:
         heads = self._shares[member].kv_heads
         taken = max((share.kv_heads.stop for share in self._shares[:member] if share.heads), default=0)
         return range(max(heads.start, taken), max(heads.start, taken, heads.stop))
-
-    def _cached(self, member: int) -> PartRuns:
-        return self._parts.cached(member, self._spec.window)

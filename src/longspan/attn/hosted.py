@@ -164,7 +164,7 @@ class HostSource:
             q = torch.cat([batches[number].q[:, rows] for number, rows in places], dim=1)
             q_runs = [run for number, _ in places for run in part.q_runs[batches[number].q_rank]]
             merged = list[Partial]()
-            for run, (k, v) in self._pieces(part, spec):
+            for run, (k, v) in self._pieces(part, self.parts.needed(self.member, spec.window)[index]):
                 merged = [merge_each([*merged, attend_runs(backend, q, q_runs, k, v, (run,), spec)])]
             [(out, lse)], start = merged, 0
             for number, rows in places:
@@ -192,11 +192,11 @@ class HostSource:
         span = slice(rows[0], rows[-1] + 1) if is_slice else torch.tensor(rows, device=batch.q.device)
         return _Rows(tuple(single), span, tuple(several))
 
-    def _pieces(self, part: MemberPart, spec: AttnSpec) -> Iterator[tuple[Run, KeysAndValues]]:
+    def _pieces(self, part: MemberPart, needed: Sequence[Run]) -> Iterator[tuple[Run, KeysAndValues]]:
         """Copy the keys that a part needs, one piece ahead. Each piece is valid until the next one is requested."""
         runs = [
             Run(start, min(start + PIECE_TOKENS, run.stop))
-            for run in part.needed(self.member, spec.window)
+            for run in needed
             for start in range(run.start, run.stop, PIECE_TOKENS)
         ]
         self._begin(part, runs, 0)

@@ -351,8 +351,8 @@ def _union(sharded: SpanShards) -> tuple[Run, ...]:
 def _check_count(tensor: str, name: str, given: int, expected: Sequence[int]) -> None:
     if given != sum(expected):
         raise ValueError(
-            f"{tensor} has {given} tokens, but by {name} this member has {' + '.join(map(str, expected))}: give the tokens of "
-            f"positions({name}[i][group.rank]) of every sequence i, one after the other"
+            f"{tensor} has {given} tokens, but by {name} this member has {' + '.join(map(str, expected))}: give "
+            f"the tokens of positions({name}[i][group.rank]) of every sequence i, one after the other"
         )
 
 
@@ -368,8 +368,8 @@ def _check_chain(parts: Sequence[MemberPart]) -> None:
         new = [() if start is None else clip(runs, start) for runs in part.kv_runs]
         if new != list(part.q_runs):
             raise ValueError(
-                f"kv_runs[{index}]: members hold the new keys {_text(new)}, but a chain needs the keys of their own queries, "
-                f"{_text(part.q_runs)}"
+                f"kv_runs[{index}]: members hold the new keys {_text(new)}, but a chain needs "
+                f"the keys of their own queries, {_text(part.q_runs)}"
             )
 
 

@@ -45,16 +45,11 @@ class MemberPart:
         """The position of the group's first query. None without queries."""
         return min((runs[0].start for runs in self.q_runs if runs), default=None)
 
-    def needed(self, kv_rank: int, window: int | None) -> tuple[Run, ...]:
-        """Return the runs of `kv_rank` that some query of the group can still see."""
-        start = self.span_start
-        return () if start is None else clip(self.kv_runs[kv_rank], _first_visible(start, window))
-
-    def cached(self, kv_rank: int, window: int | None, q_rank: int | None = None) -> tuple[Run, ...]:
-        """Return the runs of `kv_rank` before the span that some query of `q_rank`, or of any member, can still see."""
+    def visible(self, kv_rank: int, window: int | None, q_rank: int | None, stop: int | None) -> tuple[Run, ...]:
+        """Return the runs of `kv_rank` before `stop` that some query of `q_rank`, or of any member, can still see."""
         q_runs = self.q_runs if q_rank is None else self.q_runs[q_rank : q_rank + 1]
         first = min((runs[0].start for runs in q_runs if runs), default=None)
-        return () if first is None else clip(self.kv_runs[kv_rank], _first_visible(first, window), self.span_start)
+        return () if first is None else clip(self.kv_runs[kv_rank], _first_visible(first, window), stop)
 
     @property
     def is_in_order(self) -> bool:
@@ -92,13 +87,13 @@ class MemberParts(Sequence[MemberPart]):
         return cast("Value", self._cache[key])
 
     def needed(self, kv_rank: int, window: int | None) -> PartRuns:
-        """Return `MemberPart.needed` of each part."""
-        return self.once(("needed", kv_rank, window), lambda: [part.needed(kv_rank, window) for part in self])
+        """Return the runs of each part that `kv_rank` holds and some query of the group can still see."""
+        return self.once(("needed", kv_rank, window), lambda: [p.visible(kv_rank, window, None, None) for p in self])
 
     def cached(self, kv_rank: int, window: int | None, q_rank: int | None = None) -> PartRuns:
-        """Return `MemberPart.cached` of each part."""
+        """Return the runs before the span that `kv_rank` holds and some query of `q_rank`, or any, can still see."""
         key = ("cached", kv_rank, window, q_rank)
-        return self.once(key, lambda: [part.cached(kv_rank, window, q_rank) for part in self])
+        return self.once(key, lambda: [part.visible(kv_rank, window, q_rank, part.span_start) for part in self])
 
     def visible(self, q_rank: int, kv_rank: int, window: int | None) -> tuple[int, ...]:
         """Return the indices of the parts in which queries of `q_rank` may see keys of `kv_rank`."""

@@ -98,7 +98,6 @@ class PagedPlan:
 
     @cached_property
     def batch(self) -> PagedBatch:
-        """The items for PyTorch kernels, computed on first use."""
         return PagedBatch(self.items, self._kv)
 
 

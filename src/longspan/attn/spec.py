@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """The supported `layer_types` of a configuration."""
 _PROBE = (0, 1, 5, 17, 400)
-"""Positions at which every model is checked."""
 _LENGTHS = re.compile("position|context|length|floor|window|chunk")
 """Names of configuration values that are lengths in tokens."""
 _SHORTEST = 16
@@ -45,7 +44,6 @@ class AttnSpec:
     softcap: float | None
 
     def of_heads(self, share: HeadShare) -> AttnSpec:
-        """Return the spec of the heads of a share."""
         return replace(self, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
 
 

@@ -20,7 +20,7 @@ _IsFirst = Callable[[int], bool]
 
 
 class _TwoTransports:
-    """Sends by `first` to peers with `sends_first`, receives by it from peers with `receives_first`, else uses `second`."""
+    """Uses `first` for sends to peers of `sends_first` and receives from peers of `receives_first`, else `second`."""
 
     sums = None
 

@@ -88,7 +88,6 @@ class NativeCpu(TorchCpu):
         return _attended(q, k, v, spec, band=band, dense=dense)
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
-        """Pack the kept keys in place of a copy."""
         if q.shape[1] < _MIN_QUERIES or not indices.shape[1] or not _applies(q, spec):
             return super().attend_kept(q, k, v, indices, spec)
         return _attended(q, k, v, spec, kept=indices)
@@ -106,7 +105,6 @@ class NativeCpu(TorchCpu):
         Chain(problem).run(num_threads=1 if num_tokens <= _MAX_SINGLE_THREAD_TOKENS else None)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Use our own kernel for a dense pool, and PyTorch's otherwise."""
         if not (_applies(q, spec) and kv.keys.is_contiguous()):
             return super().attend_paged(q, kv, plan, spec)
         assert q.shape[1] == plan.num_queries, "the plan is for these queries"

@@ -29,7 +29,6 @@ _RATED = 4096
 _FEW_QUERIES = 16
 """Up to this number of queries, long keys are split into pieces that are computed in parallel and merged."""
 _AMPERE, _HOPPER = (8, 0), (9, 0)
-"""Compute capabilities."""
 _MAX_FLASH_DIM, _MAX_CUDNN_DIM = 256, 128
 _CUDNN_TOKENS, _CUDNN_LENGTHS, _MAX_PADDING = 1024, 32, 1 / 8
 """cuDNN makes a plan for every shape, which often takes longer than a call. So lengths are multiples of 1024, and for
@@ -77,7 +76,6 @@ class TorchBackend(ABC):
         return PagedPlan(reads, kv)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Make one kernel call for all items, and merge the items of a query."""
         num_heads, num_queries, dim = q.shape
         assert num_queries == plan.num_queries, "the plan is for these queries"
         if not len(plan.items.blocks):
@@ -98,7 +96,6 @@ class TorchBackend(ABC):
         return False
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
-        """Copy the kept keys, and attend to the copy."""
         num_kept = indices.shape[1]
         if not q.shape[1] or not num_kept:
             return nothing_seen(q)

@@ -7,7 +7,6 @@ since keys of a long prompt have more than 2^32 elements. Only this module and `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -41,7 +40,6 @@ class TritonCuda(TorchCuda):
         triton_paged.store(kv, blocks, offsets, k, v)
 
     def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, out: KeysAndValues) -> None:
-        """Copy keys and values in one launch."""
         triton_paged.gather(kv, blocks, start, stop, out)
 
     def _band(
@@ -78,7 +76,6 @@ class TritonCuda(TorchCuda):
         return out, lse
 
     def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
-        """Merge one after the other, in float32."""
         (first, first_lse), *further = partials
         merged = first.new_empty(out.shape, dtype=torch.float32).copy_(first)
         lse = first_lse.clone(memory_format=torch.contiguous_format)
@@ -88,7 +85,6 @@ class TritonCuda(TorchCuda):
         return lse
 
     def select(self, tokens: Sequence[Tensor], indices: Tensor, out: Sequence[Tensor]) -> None:
-        """Copy keys and values in one launch."""
         num_heads, num_kept, dim = out[0].shape
         assert len(tokens) == len(out) <= 2, "keys and values, or queries"
         assert all(tensor.stride(2) == 1 for tensor in out), "rows are contiguous"
@@ -124,7 +120,9 @@ class TritonCuda(TorchCuda):
         return ratings
 
 
-def _launch(kernel: Any, grid: tuple[int, int], arguments: tuple[object, ...], q: Tensor, spec: AttnSpec) -> None:
+def _launch(
+    kernel: triton.JITFunction, grid: tuple[int, int], arguments: tuple[object, ...], q: Tensor, spec: AttnSpec
+) -> None:
     """Launch a kernel that computes scores of queries `[H, T, D]`."""
     tile_rows, tile_keys = attention_tile(q.shape[2], q.dtype)
     options = {"tile_rows": tile_rows, "tile_keys": tile_keys, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}

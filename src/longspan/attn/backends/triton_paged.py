@@ -26,7 +26,6 @@ TILE_ROWS = 16
 """Query heads of a tile, the minimum of a product."""
 _TILE_BYTES = 16 * 1024
 COPIED_TOKENS = 16
-"""Tokens that a program stores or gathers."""
 
 
 def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
@@ -63,14 +62,12 @@ def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Par
 
 
 def store(kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Compute `AttentionBackend.store` in one launch."""
     assert blocks.is_contiguous() and offsets.is_contiguous(), "the kernel reads them as arrays"
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     _copy(kv, k, v, blocks, offsets)
 
 
 def gather(kv: PagedKv, blocks: Sequence[int], start: int, stop: int, out: KeysAndValues) -> None:
-    """Compute `PagedKv.gather` in one launch."""
     k_out, v_out = out
     assert k_out.shape[1] == stop - start and k_out.stride(2) == v_out.stride(2) == 1, (
         "contiguous rows for these tokens"

@@ -33,7 +33,7 @@ from longspan.attn.member import (
 )
 from longspan.attn.paged import KeysAndValues, PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.exchange import BUILT_IN, Exchange
+from longspan.core.exchange import BUILT_IN, LOCAL, Exchange
 from longspan.core.runs import Run, num_tokens
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Call:
         """Attend queries to this member's keys on its device.
 
         Single queries read their keys in place, in one kernel call. More queries of a part read a contiguous copy,
-        which is cheap compared to their attention, or the new keys if the part has no others.
+        which is cheap compared to their attention, or in `local` the new keys if the part has no others.
         """
         (q_rank, indices, q), parts, rank = batch, self.parts, self.group.rank
         counts = parts.num_queries(q_rank, indices)
@@ -197,7 +197,7 @@ class Call:
         partials = []
         for index, queries in zip(indices, q.split(counts, dim=1), strict=True):
             part, runs = parts[index], self.needed(rank)[index]
-            if part.span_start == 0 and self.group.size == 1:
+            if part.span_start == 0 and self.exchange == LOCAL:
                 k, v, runs = self.k[:, part.rows], self.v[:, part.rows], part.q_runs[rank]
             else:
                 k, v = self.gathered(part, runs)

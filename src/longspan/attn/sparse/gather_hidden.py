@@ -25,7 +25,7 @@ class SparseGatherHidden(GatherHidden):
     `parts.memory` keeps the ratings of keys from layer to layer.
     """
 
-    def __init__(  # noqa: PLR0913 - a setting, and the layer that it is for
+    def __init__(
         self,
         group: Group,
         parts: MemberParts,

@@ -326,7 +326,6 @@ class SparsePart:
                             yield index, query, heads, rows
 
     def results_for(self, target: int, level: int, number: int) -> Iterator[Partial]:
-        """Yield this member's results for queries of a member."""
         for index, query, heads, _ in self.results(self._rank, target, level, number):
             yield self._results[index, query, heads.start]
 
