@@ -40,8 +40,9 @@ class SparseGatherHidden(GatherHidden):
     ) -> None:
         super().__init__(group, parts, kv, spec)
         first_kv_head += self.share.kv_heads.start
-        place = {"layer": layer, "num_layers": num_layers, "layers": layers, "first_kv_head": first_kv_head}
-        self._call = partial(Call, exchange=ALLTOALL_SPARSE._replace(sparse=setting), group=ALONE, **place)
+        exchange = ALLTOALL_SPARSE._replace(sparse=setting)
+        at_layer = partial(Call, layer=layer, num_layers=num_layers, layers=layers, first_kv_head=first_kv_head)
+        self._call = partial(at_layer, exchange=exchange, group=ALONE)
 
     def _attend_gathered(self, gathered: Sequence[GatheredPart], spec: AttnSpec) -> None:
         """Compute attention as `alltoall_sparse` in a group of one. Only kept tokens are attended."""
