@@ -25,7 +25,7 @@ LINE = re.compile(r"(\S.*?) +largest error (\S+) +([\d,]+) bytes sent on the sam
 def run(arguments: tuple[str, ...], ring_q: Callable[[Call], None] | None = None) -> None:
     """The command, with another `ring_q` if there is one; processes are forked, so they have it, too."""
     if ring_q is not None:
-        exchanges.register_attention(RING_Q, ring_q)
+        exchanges.exchange(RING_Q)(ring_q)
     cyclopts.App(default_command=main)(arguments)
 
 

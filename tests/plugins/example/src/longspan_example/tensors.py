@@ -7,7 +7,7 @@ from longspan.attn.exchanges import Call
 
 
 def broadcast(call: Call) -> None:
-    """Send the keys and values of this member to all others, and attend to all of them."""
+    """Send the keys and values of this member to all peers, and attend to the keys of all members."""
     messages = call.all_kv()
     all_gather(call.group, messages)
     for source, message in enumerate(messages):
