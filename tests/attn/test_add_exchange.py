@@ -56,10 +56,10 @@ def _added() -> Iterator[Exchange]:
     channels.register_cost(added, ExchangeCost(num_bytes=num_bytes, time=seconds))
     yield added
     for registry in (kinds._TRAITS, tensors._REGISTERED, channels._COSTS):
-        del registry[added.kind]  # and not what was imported meanwhile: other exchanges register once
+        del registry[added.kind]  # keeps exchanges imported meanwhile, which register once
 
 
-# ---------------------------------------------------------------- what it is then part of
+# ---------------------------------------------------------------- the rest of the system
 
 
 def test_a_policy_schedules_it_in_the_simulated_engine_and_its_steps_have_a_cost(added: Exchange) -> None:
@@ -82,7 +82,7 @@ def test_its_layouts_are_kept(added: Exchange) -> None:
     with pytest.raises(ValueError, match=r"exchange broadcast .* layout contiguous given: use zigzag"):
         Cluster(Setup(num_instances=2, policy="context", options={"exchange": added.kind, "layout": "contiguous"}))
     assert added in kinds.exchanges()
-    assert added not in kinds.of_any_layout(), "what chooses by itself does not ask for layouts"
+    assert added not in kinds.of_any_layout(), "automatic choices ignore layouts"
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,4 +1,4 @@
-"""A member whose keys lie partly on its host finds what it would with all of them."""
+"""A member with some keys in its host pool has the same results as with all keys on its device."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ REQUESTS = [(40, 1, {0, 1, 2, 5}), (61, 1, set()), (37, 6, set(range(8))), (3, 1
 def test_both_sources_together_are_exact(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, early: bool
 ) -> None:
-    """Pieces of two blocks, so that most come in several."""
+    """Pieces of two blocks, so that most requests have several pieces."""
     monkeypatch.setattr(hosted, "PIECE_TOKENS", 2 * BLOCK)
     spec = AttnSpec(num_heads=4, num_kv_heads=kv_heads, head_dim=8, scale=0.3, window=window, softcap=None)
     out, wanted = attend(REQUESTS, spec, LateStaging(early=early))
