@@ -82,9 +82,11 @@ class MemberParts(Sequence[MemberPart]):
 
     def once(self, key: object, make: Callable[[], Value]) -> Value:
         """Return the value that `make` gave the first time that this key was used."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return cast("Value", self._cache[key])
+        try:
+            return cast("Value", self._cache[key])
+        except KeyError:
+            value = self._cache[key] = make()
+            return value
 
     def needed(self, kv_rank: int, window: int | None) -> PartRuns:
         """Return the runs of each part that `kv_rank` holds and some query of the group can still see."""
@@ -97,9 +99,11 @@ class MemberParts(Sequence[MemberPart]):
 
     def visible(self, q_rank: int, kv_rank: int, window: int | None) -> tuple[int, ...]:
         """Return the indices of the parts in which queries of `q_rank` may see keys of `kv_rank`."""
+        return self.once(("visible", q_rank, kv_rank, window), lambda: self._visible(q_rank, kv_rank, window))
+
+    def _visible(self, q_rank: int, kv_rank: int, window: int | None) -> tuple[int, ...]:
         needed = self.needed(kv_rank, window)
-        key = ("visible", q_rank, kv_rank, window)
-        return self.once(key, lambda: tuple(i for i, part in enumerate(self) if part.q_runs[q_rank] and needed[i]))
+        return tuple(index for index, part in enumerate(self) if part.q_runs[q_rank] and needed[index])
 
     def num_queries(self, q_rank: int, indices: tuple[int, ...]) -> tuple[int, ...]:
         """Return the number of queries of `q_rank` in each of these parts."""

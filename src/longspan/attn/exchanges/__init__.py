@@ -159,8 +159,8 @@ class Call:
 
     def queries_for(self, kv_rank: int) -> Message:
         """Copy the queries that may see keys of `kv_rank` into a message."""
-        message, indices = self.empty_queries(self.group.rank, kv_rank), self.visible(self.group.rank, kv_rank)
-        if indices:
+        message = self.empty_queries(self.group.rank, kv_rank)
+        if indices := self.visible(self.group.rank, kv_rank):
             torch.cat([self.q[:, self.parts[index].rows] for index in indices], dim=1, out=message.tensors[0])
         return message
 
@@ -221,24 +221,27 @@ class Call:
 
     def finish(self) -> None:
         """Write the merged results to `out`. It is called when an exchange returns."""
-        partials, device = self._partials, self.q.device
-        indices = tuple(sorted({index for some in partials for index in some}))
-        if len(partials) > 1 and len(indices) < sum(map(len, partials)):
-            rows = self.parts.rows(indices, device)
-            aligned = [
-                partial if some == indices else self._padded(some, partial, rows) for some, partial in partials.items()
-            ]
-            partials = {indices: merge_each(aligned)}
-        for some, (out, _) in partials.items():
-            self.out[:, self.parts.rows(some, device)] = out
+        if len(self._partials) > 1:
+            self._merge_overlapping()
+        for indices, (out, _) in self._partials.items():
+            self.out[:, self.parts.rows(indices, self.q.device)] = out
         self._partials.clear()
 
-    def _padded(self, indices: tuple[int, ...], partial: Partial, rows: slice | Tensor) -> Partial:
-        """Extend a partial result of some parts to `rows`. Other queries have seen nothing."""
-        out, lse = nothing_seen(self.q if partial[0].dtype == self.q.dtype else self.q.float())
-        own = self.parts.rows(indices, self.q.device)
-        out[:, own], lse[:, own] = partial
-        return out[:, rows], lse[:, rows]
+    def _merge_overlapping(self) -> None:
+        """Merge results of different sets of parts if a part is in several. Queries that a set lacks see nothing."""
+        partials, device = dict(self._partials), self.q.device
+        union = tuple(sorted({index for indices in partials for index in indices}))
+        if len(union) == sum(map(len, partials)):
+            return
+        for indices, partial in self._partials.items():
+            if indices != union:
+                out, lse = nothing_seen(self.q if partial[0].dtype == self.q.dtype else self.q.float())
+                rows = self.parts.rows(indices, device)
+                out[:, rows], lse[:, rows] = partial
+                rows = self.parts.rows(union, device)
+                partials[indices] = out[:, rows], lse[:, rows]
+        self._partials.clear()
+        self._partials[union] = merge_each([*partials.values()])
 
 
 Attend = Callable[[Call], Sequence[KeysAndValues] | None]

@@ -76,8 +76,7 @@ class SparsePart:
         self._heads = Heads(call.spec.num_heads, call.spec.num_kv_heads, call.first_kv_head)
         self._readers = call.spec.num_heads // call.spec.num_kv_heads
         self._rank = call.group.rank
-        self._orders: dict[Piece, Tensor] = {}
-        self._query_orders: dict[Piece, Tensor] = {}
+        self._orders: dict[tuple[int, int], Tensor] = {}
         self._received = _Received()
         self._near: dict[Piece, Partial] = {}
         self._earlier: dict[tuple[int, Piece, int], list[Partial]] = {}
@@ -131,7 +130,7 @@ class SparsePart:
         """Return queries of some heads, the most important first. Queries in order of position are not copied."""
         piece, heads = block.piece, block.heads
         queries = self._rows(piece)[heads.start : heads.stop]
-        order = self._query_order(piece) if self._setting.mode == "qkv" else None
+        order = self._query_order(piece)
         if order is None:
             return queries[:, : block.count]
         of_head = torch.arange(heads.start, heads.stop, device=queries.device) // self._readers
@@ -141,7 +140,10 @@ class SparsePart:
 
     def _select_keys(self, piece: Piece, heads: range, tokens: range, out: KeysAndValues) -> None:
         """Copy own keys and values. `tokens` count from the most important one."""
-        own, order = [tensor[heads.start : heads.stop] for tensor in self._own(piece)], self._order(piece)
+        own, order = (
+            [tensor[heads.start : heads.stop] for tensor in self._own(piece)],
+            self._order(piece.offset, piece.offset + piece.size),
+        )
         if order is None:
             for tensor, target in zip(own, out, strict=True):
                 target.copy_(tensor[:, tokens.start : tokens.stop])
@@ -152,24 +154,22 @@ class SparsePart:
     def _rows(self, piece: Piece) -> Tensor:
         return self._call.q[:, self.part.rows][:, piece.offset : piece.offset + piece.size]
 
-    def _order(self, piece: Piece) -> Tensor | None:
-        """Sort the keys of a piece for each KV head, the most important first. None keeps the order of position."""
-        if self._ratings is None:
-            return None
-        if piece not in self._orders:
-            self._orders[piece] = _sorted(self._ratings[:, piece.offset : piece.offset + piece.size])
-        return self._orders[piece]
+    def _order(self, start: int, stop: int) -> Tensor | None:
+        """Sort own keys for each KV head, the most important first. None keeps the order of position."""
+        if self._ratings is not None and (start, stop) not in self._orders:
+            order = self._ratings[:, start:stop].sort(dim=1, descending=True, stable=True).indices
+            self._orders[start, stop] = order.to(torch.int32)
+        return self._orders.get((start, stop))
 
     def _query_order(self, piece: Piece) -> Tensor | None:
         """Sort queries by the ratings of their keys, which this member holds: the last keys of their partition."""
-        if self._ratings is None:
+        if self._setting.mode != "qkv" or self._ratings is None:
             return None
-        if piece not in self._query_orders:
-            [keys] = [held for held in self.plan.keys[self._rank] if held.partition == piece.partition]
-            assert positions(keys.runs)[-piece.size :] == positions(piece.runs), "a member has the keys of its queries"
-            last = keys.offset + keys.size
-            self._query_orders[piece] = _sorted(self._ratings[:, last - piece.size : last])
-        return self._query_orders[piece]
+        [keys] = [held for held in self.plan.keys[self._rank] if held.partition == piece.partition]
+        start, stop = keys.offset + keys.size - piece.size, keys.offset + keys.size
+        is_held = (start, stop) in self._orders or positions(keys.runs)[-piece.size :] == positions(piece.runs)
+        assert is_held, "a member has the keys of its queries"
+        return self._order(start, stop)
 
     # ------------------------------------------------------------ attention
 
@@ -267,7 +267,7 @@ class SparsePart:
             return k[:, start:stop], v[:, start:stop], None
         indices = []
         for piece, tokens in wanted:
-            order = self._order(piece)
+            order = self._order(piece.offset, piece.offset + piece.size)
             assert order is not None, "there are ratings"
             indices.append(order[kv_heads.start : kv_heads.stop, tokens.start : tokens.stop] + piece.offset)
         return k, v, torch.cat(indices, dim=1)
@@ -352,13 +352,8 @@ class SparsePart:
             start = rows.start + query.offset
             partials = [self._near[query], *self._far.get(query, {}).values()]
             out = call.out[:, start : start + query.size]
-            order = self._query_order(query) if self._setting.mode == "qkv" else None
-            lses.append(call.parts.backend.merge_into(out, partials, order))
+            lses.append(call.parts.backend.merge_into(out, partials, self._query_order(query)))
         return torch.cat(lses, dim=1) if lses else call.q.new_empty(call.spec.num_heads, 0, dtype=torch.float32)
-
-
-def _sorted(ratings: Tensor) -> Tensor:
-    return ratings.sort(dim=1, descending=True, stable=True).indices.to(torch.int32)
 
 
 def _piece_of(count: int, number: int, num_pieces: int) -> range:
