@@ -82,11 +82,9 @@ class MemberParts(Sequence[MemberPart]):
 
     def once(self, key: object, make: Callable[[], Value]) -> Value:
         """Return the value that `make` gave the first time that this key was used."""
-        try:
-            return cast("Value", self._cache[key])
-        except KeyError:
-            value = self._cache[key] = make()
-            return value
+        if key not in self._cache:
+            self._cache[key] = make()
+        return cast("Value", self._cache[key])
 
     def needed(self, kv_rank: int, window: int | None) -> PartRuns:
         """Return the runs of each part that `kv_rank` holds and some query of the group can still see."""

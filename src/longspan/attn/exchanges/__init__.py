@@ -174,7 +174,7 @@ class Call:
     def results_for(self, q_rank: int, partial: Partial) -> Message:
         """Copy the partial results of queries of `q_rank` into a message."""
         message = self.empty_results(q_rank, self.group.rank)
-        for target, tensor in zip(*partials_of(message), partial, strict=True):
+        for target, tensor in zip(*partials_of(message), partial, strict=True) if message.payload_bytes else ():
             target.copy_(tensor)
         return message
 
@@ -190,7 +190,7 @@ class Call:
         (q_rank, indices, q), parts, rank = batch, self.parts, self.group.rank
         counts = parts.num_queries(q_rank, indices)
         if not indices:
-            return nothing_seen(q)
+            return q, q[..., 0]  # without rows
         if max(counts) == 1:
             plan = parts.plan(indices, q_rank, rank, self.kv, self.spec.window)
             return parts.backend.attend_paged(q, self.kv, plan, self.spec)
