@@ -1,4 +1,4 @@
-"""Every query head goes to one member, with the KV head that it reads, and nobody has more than must be."""
+"""Every query head goes to one member, with the KV head that it reads, and no member has more than necessary."""
 
 from __future__ import annotations
 

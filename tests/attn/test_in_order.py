@@ -1,4 +1,4 @@
-"""The in-order transport finds what hangs, or goes astray, where calls have no tags; exchanges do neither."""
+"""The in-order transport finds hangs and mismatched messages of calls without tags. Exchanges have neither."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from in_order import Fabric, InOrderTransport
 
 from longspan.attn.check import EXCHANGES, Request, attend, member_call
 from longspan.attn.collectives import all_reduce
-from longspan.attn.comm import CommError, DirectedTransport, Group, Message, Transport
+from longspan.attn.comm import CommError, Group, Message, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.spec import AttnSpec
+from longspan.attn.transports import DirectedTransport
 from longspan.core.layouts import shard_span
 
 SPEC = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
@@ -22,7 +23,7 @@ Work = Callable[[int], object]
 
 
 def run_ranks(number: int, work: Work, fabric: Fabric) -> list[object]:
-    """Runs `work(rank)` on a thread each; returns what each returned or raised. One that raises is gone."""
+    """Run `work(rank)` on a thread per rank, and return each result or error. A rank that raises is closed."""
     results: list[object] = [TimeoutError("it hangs")] * number
 
     def rank(index: int) -> None:
@@ -44,7 +45,7 @@ def message(value: float = 0.0, size: int = 4) -> Message:
     return Message.of([torch.full((size,), float(value))])
 
 
-def test_in_order_what_meets_is_delivered() -> None:
+def test_in_order_matching_calls_are_delivered() -> None:
     fabric = Fabric()
 
     def work(rank: int) -> float:
@@ -58,7 +59,7 @@ def test_in_order_what_meets_is_delivered() -> None:
 
 
 def test_in_order_a_circle_is_told() -> None:
-    """Each waits for what the other would send after it has received: the second calls never run."""
+    """Each rank waits for a message that the peer would send after its own receive. The second calls never run."""
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -73,7 +74,7 @@ def test_in_order_a_circle_is_told() -> None:
 
 
 def test_in_order_a_circle_over_two_lanes_is_told() -> None:
-    """Nobody has made the call that the other waits for, and nobody will."""
+    """Neither rank has made the call that the peer waits for, and neither will."""
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -88,7 +89,7 @@ def test_in_order_a_circle_over_two_lanes_is_told() -> None:
 
 
 @pytest.mark.parametrize(("hop", "size"), [(1, 4), (0, 5)], ids=["tag", "size"])
-def test_in_order_what_goes_astray_is_told(hop: int, size: int) -> None:
+def test_in_order_mismatched_messages_are_reported(hop: int, size: int) -> None:
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -106,7 +107,7 @@ SUMMED = ((0, 1), (2, 3), (0, 1, 2, 3))
 
 
 def test_in_order_sums_of_some_ranks() -> None:
-    """Each set has a communicator, and sums in the order of its calls; terms become sums."""
+    """Each set has a communicator, and sums in the order of its calls. Terms become sums."""
     fabric = Fabric()
 
     def work(rank: int) -> list[float]:
@@ -125,7 +126,7 @@ def test_in_order_sums_of_some_ranks() -> None:
 
 
 @pytest.mark.parametrize(("first", "words"), [(("sum", "message"), "nobody can go on"), (("message", "message"), None)])
-def test_in_order_sums_and_messages_come_in_one_order(first: tuple[str, str], words: str | None) -> None:
+def test_in_order_sums_and_messages_have_one_order(first: tuple[str, str], words: str | None) -> None:
     """Each rank ends its first before it begins its second, and so do devices: a circle if these are not alike."""
     fabric = Fabric()
 
@@ -229,14 +230,14 @@ def test_in_order_chains_are_begun_ahead(orders: Sequence[Sequence[int]]) -> Non
 
 
 def test_in_order_a_chain_needs_a_lane_of_its_own() -> None:
-    """On that of the other exchanges it is received before what the peer sends first, and gets that, or a circle."""
+    """On the lane of other exchanges its receive precedes a message of the peer and gets it, or there is a circle."""
     with pytest.raises(CommError, match=r"reaches|nobody can go on"):
         run_step(Fabric(), [(0, 1)], lambda _: None)
 
 
 @pytest.mark.parametrize("is_directed", [True, False])
 def test_in_order_blocks_move_both_ways_at_once(is_directed: bool) -> None:
-    """Each rank's threads receive before they send; a pair of ranks has one communicator per lane."""
+    """Each rank's threads receive before they send. A pair of ranks has one communicator per lane."""
     fabric = Fabric(timeout_s=10)
 
     def work(rank: int) -> float:

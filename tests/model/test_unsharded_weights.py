@@ -26,7 +26,7 @@ from transports import FaultyTransport, Wires, run_members
 
 from longspan.attn.backends import backend_of
 from longspan.attn.check import Request
-from longspan.attn.comm import NOBODY, Group, Transport
+from longspan.attn.comm import NO_PEERS, Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
@@ -308,7 +308,7 @@ def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(fol
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
         packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
-        comm = StepComm(StepLanes.one(NOBODY), 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
+        comm = StepComm(StepLanes.one(NO_PEERS), 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
         with patch(
             "longspan.runtime.layerwise.unsharded_alltoall.HostWeights",
             side_effect=AssertionError("no step needs them"),

@@ -120,9 +120,9 @@ class Links:
     def _alltoall(self, num_bytes: int) -> Callable[[], None]:
         """Return a call that sends and receives preallocated messages."""
         group = self._group()
-        sends = {rank: self._message(num_bytes) for rank in group.others}
-        receives = {rank: self._message(num_bytes) for rank in group.others}
-        return lambda: group.start(sends=sends, receives=receives, hop=0).wait()
+        leaving = {rank: self._message(num_bytes) for rank in group.peers}
+        coming = {rank: self._message(num_bytes) for rank in group.peers}
+        return lambda: group.start(sends=leaving, receives=coming, hop=0).wait()
 
     def _group(self) -> Group:
         first = self._next_tag

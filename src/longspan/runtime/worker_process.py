@@ -20,8 +20,9 @@ from torch import Tensor
 
 from longspan import native
 from longspan.attn import shared_memory
-from longspan.attn.comm import NOBODY, DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
+from longspan.attn.comm import NO_PEERS
 from longspan.attn.shared_memory import meet_on_host
+from longspan.attn.transports import DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
@@ -92,8 +93,8 @@ def open_transports(
     if device.type != "cpu" or not shared_memory.is_supported():
         neighbours = []
     if len(hosts) == 1:
-        steps = StepLanes.one(NOBODY)
-        return Transports(steps=steps, rebalances=NOBODY, moves=NOBODY, hidden=NOBODY, samples=NOBODY)
+        steps = StepLanes.one(NO_PEERS)
+        return Transports(steps=steps, rebalances=NO_PEERS, moves=NO_PEERS, hidden=NO_PEERS, samples=NO_PEERS)
     if len(neighbours) + 1 == len(hosts):
         return _on_host(rank, neighbours, store, timeout_s)
     far = _by_process_groups(device, rank, len(hosts), store, timeout_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longspan.attn.gather_hidden import GatherHidden
-from longspan.attn.sparse.gather_hidden import SparseGatherHidden, SparseLayer
+from longspan.attn.sparse.gather_hidden import SparseGatherHidden
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.gather_hidden import HiddenLayers
 
@@ -15,11 +15,11 @@ class SparseHiddenLayers(HiddenLayers):
         context, setting = self._context, channel.exchange.sparse
         assert setting is not None, f"{channel.exchange} has a sparse setting"
         group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
-        dropped = SparseLayer(
+        return SparseGatherHidden(
+            *(group, channel.parts, kv, model.specs[layer]),
             setting=setting,
             layer=layer,
             num_layers=model.info.num_layers,
             layers=context.pool.layers,
             first_kv_head=model.first_kv_heads[layer],
         )
-        return SparseGatherHidden(group, channel.parts, kv, model.specs[layer], layer=dropped)

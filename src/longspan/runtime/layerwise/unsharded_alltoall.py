@@ -135,10 +135,10 @@ class HeadTokenSwap:
         """
         me, dim = self._group.rank, self._spec.head_dim
         cut = [[x[h.start : h.stop] for x, h in zip((q, k, v), _kinds(share), strict=True)] for share in self._shares]
-        sends = {rank: Message.of(cut[rank]) for rank in self._group.others}
+        sends = {rank: Message.of(cut[rank]) for rank in self._group.peers}
         receives = {
-            rank: Message.room([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
-            for rank in self._group.others
+            rank: Message.empty([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
+            for rank in self._group.peers
         }
         self._group.start(sends=sends, receives=receives, hop=0).wait()
         by_rank = [cut[me] if rank == me else receives[rank].tensors for rank in range(self._group.size)]
@@ -148,9 +148,9 @@ class HeadTokenSwap:
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange `[own heads, all tokens, head_dim]` for `[all heads, own tokens, head_dim]`."""
         me, dim = self._group.rank, self._spec.head_dim
-        sends = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._group.others}
+        sends = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._group.peers}
         shapes = [(len(share.heads), self._counts[me], dim) for share in self._shares]
-        receives = {rank: Message.room([shapes[rank]], out) for rank in self._group.others}
+        receives = {rank: Message.empty([shapes[rank]], out) for rank in self._group.peers}
         self._group.start(sends=sends, receives=receives, hop=1).wait()
         ranks = range(self._group.size)
         return torch.cat([out[:, self.own_tokens] if rank == me else receives[rank].tensors[0] for rank in ranks])
