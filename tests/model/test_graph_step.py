@@ -31,7 +31,8 @@ from longspan.model import graph_step
 from longspan.model.adapter import Model
 from longspan.model.graph_step import CudaRecorder, Record, Recording
 from longspan.model.source import prepare
-from longspan.model.whole_step import SingleTokens
+from longspan.model.step import Rows, SingleTokens
+from longspan.model.trunk import LayerTrunk
 from longspan.runtime import rank
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,9 +116,9 @@ class Decodes:
             plans=[plans[spec.window] for spec in self.specs],
         )
         own_pairs = [pair.clone() for pair in self.pairs]
-        row, lengths = (tokens, positions, torch.arange(num_tokens)), positions + 1
-        wanted = self.model.forward(*row, ByLayers(self, pool_of(own_pairs), step), lengths)
-        found = self.model.forward(*row, AtOnce(self, self.kv, step), lengths).clone()
+        rows = Rows(tokens=tokens, positions=positions, keep=torch.arange(num_tokens), rope_lengths=positions + 1)
+        wanted = self.model.trunk.run(rows, ByLayers(self, pool_of(own_pairs), step)).result
+        found = self.model.trunk.run(rows, AtOnce(self, self.kv, step)).result.clone()
         torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(self.pairs, own_pairs, atol=TOLERANCE, rtol=TOLERANCE)
         return found
@@ -171,7 +172,7 @@ def test_graphs_are_few_and_small(tiny: Path) -> None:
         for stops in ((1,), (1, 2), (3,), (1, 2, 3), (4,), (2, 1)):  # that of one token is used again: it is kept
             decodes.step(*stops)
     assert (tape.num_recorded, tape.num_replayed) == (4, 6)
-    assert sorted(decodes.model._whole_step._logits) == [1, 2, 4], "graphs of as many tokens write to the same"
+    assert sorted(decodes.model.trunk.step._logits) == [1, 2, 4], "graphs of as many tokens write to the same"
     with mock.patch.object(graph_step, "_MOST_ROWS", 2):
         decodes.step(1, 2, 3)
         assert tape.num_replayed == 6
@@ -237,13 +238,13 @@ def test_a_share_of_a_model_is_not_recorded(tiny: Path) -> None:
     recording = Recording(backend=Recordable(), record=tape)
     files = prepare(str(tiny), dtype="float32")
     for split in ({"tp": 2}, {"layers": range(2)}):
-        assert Model(files, torch.device("cpu"), recording=recording, **split)._whole_step is None  # type: ignore[arg-type]
+        assert isinstance(Model(files, torch.device("cpu"), recording=recording, **split).trunk, LayerTrunk)  # type: ignore[arg-type]
 
 
 def test_only_kernels_that_follow_from_shapes_are_recorded(tiny: Path) -> None:
     recording = Recording(backend=TorchCpu(), record=Tape())
     model = Model(prepare(str(tiny), dtype="float32"), torch.device("cpu"), recording=recording)
-    assert model._whole_step is None
+    assert isinstance(model.trunk, LayerTrunk)
     assert rank.recording_of(TorchCpu(), torch.device("cpu")) is None
     assert rank.recording_of(TorchCpu(), torch.device("cuda")) is not None
 

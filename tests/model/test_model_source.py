@@ -43,6 +43,7 @@ from longspan.model.adapter import Model
 from longspan.model.files import cache_root
 from longspan.model.skeleton import PROBE, check_supported, gather_info
 from longspan.model.source import ModelError, prepare, smollm2_folder, smollm2_gguf
+from longspan.model.step import Rows
 from longspan.model.store import build_once
 
 CPU = torch.device("cpu")
@@ -73,9 +74,9 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def last_logits(model: Model, tokens: Tensor) -> Tensor:
-    return model.forward(
-        tokens, torch.arange(len(tokens)), torch.tensor([len(tokens) - 1]), causal, torch.zeros(len(tokens))
-    )
+    positions, last = torch.arange(len(tokens)), torch.tensor([len(tokens) - 1])
+    rows = Rows(tokens=tokens, positions=positions, keep=last, rope_lengths=torch.zeros(len(tokens)))
+    return model.trunk.run(rows, causal).result
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

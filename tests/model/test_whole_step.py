@@ -22,7 +22,8 @@ from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import probe_positions
 from longspan.model.fused import Matrix, Product, Rotary, fuse_head, fuse_layers
 from longspan.model.quantization import quantise
-from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
+from longspan.model.step import Attend, SingleTokens
+from longspan.model.whole_step import RotaryTable, WholeStep, whole_step
 
 BLOCK_SIZE = 32
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from longspan.attn.spec import AttnSpec
 from longspan.model.quantization import Levels
+from longspan.model.step import Reduce
 from longspan.native.chain import Chain, LinearArgs
 
 _log = logging.getLogger("longspan")
@@ -37,8 +38,6 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[1, tokens, rotary_dim]`."""
 LevelsOf = Mapping[int, Levels]
 """The levels of quantised parameters, by their addresses."""
-Reduce = Callable[[Tensor], Tensor]
-"""Sums `[1, tokens, hidden]` over the ranks of an instance."""
 
 
 @dataclass(frozen=True, kw_only=True)

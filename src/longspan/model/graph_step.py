@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from longspan.attn.backends import NOWHERE, AttentionBackend
 from longspan.attn.paged import NumberBuffer, PagedKv, PagedPlan, PagedSplits
 from longspan.attn.spec import AttnSpec
-from longspan.model.whole_step import Attend, SingleTokens
+from longspan.model.step import Attend, SingleTokens
 
 _log = logging.getLogger("longspan")
 _MOST_ROWS = 256
@@ -80,7 +80,7 @@ class GraphStep:
         if len(tokens) > _MOST_ROWS or not self._is_possible:
             return None
         if step.kv is not self._kv:
-            self.forget_pool()
+            self.release_pool()
             self._kv = step.kv
         rows = _size(len(tokens), 1, _MORE_ROWS)
         arrays = [one.numpy() for one in (tokens, positions, rope_lengths, step.blocks, step.offsets)]
@@ -104,7 +104,7 @@ class GraphStep:
         assert graph.replay is not None, "it was recorded"
         return graph.replay()[: len(tokens)]
 
-    def forget_pool(self) -> None:
+    def release_pool(self) -> None:
         """Lets go of the pool of the latest step, and of all graphs, which read it."""
         self._kv = ()
         self._graphs.clear()
@@ -143,7 +143,7 @@ class GraphStep:
     def _give_up(self, error: Exception) -> bool:
         _log.warning("decode steps are computed layer by layer, as with enforce_eager, not as CUDA graphs: %s", error)
         self._is_possible = False
-        self.forget_pool()
+        self.release_pool()
         return False
 
 

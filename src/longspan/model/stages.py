@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from longspan.attn.spec import AttnSpec
 from longspan.model.info import ModelInfo
 from longspan.model.skeleton import decoder_layers
+from longspan.model.step import CurrentStep
 
 LayerArguments = Mapping[int, Mapping[str, Any]]
 """The arguments of layers by name, without hidden states."""
@@ -40,15 +41,19 @@ class Stage:
         width: the numbers of a token that it gets from the stage before; 0 for the first.
     """
 
-    def __init__(self, module: PreTrainedModel, info: ModelInfo, layers: range, specs: Sequence[AttnSpec]) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        info: ModelInfo,
+        layers: range,
+        specs: Sequence[AttnSpec],
+        current: CurrentStep,
+    ) -> None:
         self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
-        self._module = module
-        self._passed = info.passed_width
-        self._taken: Tensor | None = None
-        self._given: Tensor | None = None
+        self._passed_width, self._current = info.passed_width, current
         own = decoder_layers(module)
-        self._coming, self._leaving = (_SharedKv(own, specs, cut) for cut in (layers.start, layers.stop))
-        self.width = 0 if self.is_first else self._passed + self._coming.width
+        self._received_kv, self._sent_kv = (_SharedKv(own, specs, cut) for cut in (layers.start, layers.stop))
+        self.width = 0 if self.is_first else self._passed_width + self._received_kv.width
         for number, layer in enumerate(own):
             if number not in layers:
                 own[number] = PassThrough(layer, number, as_tuple=info.layers_return_tuples)
@@ -61,25 +66,13 @@ class Stage:
             module.set_output_embeddings(nn.Identity())
             own[layers.stop - 1].register_forward_hook(self._give, with_kwargs=True)
 
-    def before_head(self, hidden: Tensor | None, **arguments: object) -> Tensor:
-        """Returns `[1, tokens, width]` for the next stage, of a stage that is not the last."""
-        self.begin(hidden)
-        getattr(self._module, self._module.base_model_prefix)(**arguments)
-        given, self._given = self._given, None
-        assert given is not None, "the model has called its last layer"
-        return given
-
-    def begin(self, hidden: Tensor | None) -> None:
-        """Sets what the first layer gets in the next call: `[1, tokens, width]`; None for the first stage."""
-        assert (hidden is None) == self.is_first, "all stages but the first continue another"
-        self._taken = hidden
-
     def _take(self, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        taken, self._taken = self._taken, None
-        if taken is None:  # only the arguments are of interest
+        """Replace the hidden states of the first layer by those from the stage before."""
+        passed = self._current.state.hidden
+        if passed is None:  # only the arguments are of interest
             return given, named
-        hidden, shared = taken.split([self._passed, self._coming.width], dim=-1)
-        self._coming.put(shared, named)
+        hidden, shared = passed.split([self._passed_width, self._received_kv.width], dim=-1)
+        self._received_kv.put(shared, named)
         replaced = named["hidden_states"] if "hidden_states" in named else given[0]
         *before, num_tokens, width = replaced.shape  # some models have several hidden states of a token
         hidden = hidden.view(num_tokens, *before, width).movedim(0, -2)
@@ -88,9 +81,11 @@ class Stage:
         return (hidden, *given[1:]), named
 
     def _give(self, _layer: nn.Module, _given: object, named: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
+        """Keep the hidden states of the last layer for the next stage."""
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
-        hidden = hidden.movedim(-2, 0).reshape(1, -1, self._passed)
-        self._given = torch.cat((hidden, *self._leaving.get(named)), dim=-1) if self._leaving.width else hidden
+        hidden = hidden.movedim(-2, 0).reshape(1, -1, self._passed_width)
+        shared = self._sent_kv.get(named) if self._sent_kv.width else []
+        self._current.state.passed = torch.cat((hidden, *shared), dim=-1) if shared else hidden
 
 
 class _SharedKv:

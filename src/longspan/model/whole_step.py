@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from longspan.attn.backends.native import NativeCpu
-from longspan.attn.paged import PagedKv, PagedPlan, Reads
+from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.model.fused import COST, FusedLayer, Product, Rotary, check_known, check_rows, norm_of, spread
+from longspan.model.step import Attend, SingleTokens
 from longspan.native.chain import Args, Chain, LinearArgs, PagedArgs, StoreArgs, fields
 
 _log = logging.getLogger("longspan")
@@ -32,31 +32,10 @@ _MORE_ROOM = 16
 _PRODUCTS = 4
 """Calls of `linear.cpp` per layer."""
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`
-
-One that has a method `single_tokens` may tell by it that its step can be computed as a whole.
-"""
 Forward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
 """Computes logits `[tokens, vocab]` of tokens, positions and RoPE lengths `[tokens]`, layer by layer."""
 RotaryOf = Callable[[Tensor, Tensor], Rotary]
 """Computes cosines and sines `[1, tokens, rotary_dim]` of positions and RoPE lengths `[tokens]`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SingleTokens:
-    """Lists what a step reads and writes besides the model when each of its tokens is the only one of its request.
-
-    Attributes:
-        blocks, offsets: where each token's keys and values go, `[tokens]` int64 on the host.
-        kv: of each layer.
-        plans: of each layer, for one query per token.
-    """
-
-    blocks: Tensor
-    offsets: Tensor
-    kv: Sequence[PagedKv]
-    plans: Sequence[PagedPlan]
 
 
 class WholeStep:
@@ -132,7 +111,7 @@ class WholeStep:
         self._chain.run()
         return self._logits[:num_tokens]
 
-    def forget_pool(self) -> None:
+    def release_pool(self) -> None:
         """Lets go of the pool of the latest step."""
         self._kv = ()
 
@@ -164,7 +143,7 @@ class WholeStep:
             own = forward(tokens, where, where + 1, attend)
             step = SingleTokens(blocks=rows, offsets=offsets, kv=pools(), plans=plans)
             found = self(tokens, where, where + 1, step)
-        self.forget_pool()
+        self.release_pool()
         self._make_room(1)
         check_rows(found, own, probe, scale=own)
 

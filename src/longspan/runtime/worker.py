@@ -23,6 +23,8 @@ from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
+from longspan.model.step import Rows
+from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
@@ -157,7 +159,7 @@ class Worker:
         """
         self._moves.close()
         self._layerwise.close()
-        self._model.forget_pool()
+        self._model.trunk.release_pool()
 
     def run(self, forward: Forward) -> messages.Done:
         """Computes this rank's share of a step and samples."""
@@ -197,22 +199,23 @@ class Worker:
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()
         non_finite: tuple[int, ...] = ()
-        with self._model.summed_by(comm.all_reduce):
-            if len(packed.tokens):
-                row = packed.tokens, packed.positions, packed.keep
-                output = self._model.forward(*row, attention, packed.rope_lengths, self._receive_hidden(packed, comm))
-                if not self._is_last:
-                    self._send_hidden(output, comm)
-                    self._expect_samples(packed, comm)
-                else:
-                    tokens = self._sample(packed, output)
-                    self._send_samples(tokens, comm)
-                    if self._shard == 0:  # every rank of a last stage knows its tokens; one reports them
-                        sampled = tuple(self._sampled(packed, output, tokens))
-                        scored = tuple(self._score(prompt) for prompt in packed.prompts)
-                        no_numbers = (one.request_id for one in scored if any(isnan(n.logprob) for n in one.logprobs))
-                        non_finite = (*self._non_finite(packed, output, tokens), *no_numbers)
+        if len(packed.tokens):
+            numbers = {name: getattr(packed, name) for name in ("tokens", "positions", "keep", "rope_lengths")}
+            hidden = self._receive_hidden(packed, comm)
+            output = self._model.trunk.run(Rows(**numbers), attention, hidden=hidden, reduce=comm.all_reduce)
+            if not self._is_last:
+                self._send_hidden(output.result, comm)
+                self._expect_samples(packed, comm)
             else:
+                tokens = self._sample(packed, output.result)
+                self._send_samples(tokens, comm)
+                if self._shard == 0:  # every rank of a last stage knows its tokens; one reports them
+                    sampled = tuple(self._sampled(packed, output.result, tokens))
+                    scored = tuple(self._score(prompt, output) for prompt in packed.prompts)
+                    no_numbers = (one.request_id for one in scored if any(isnan(n.logprob) for n in one.logprobs))
+                    non_finite = (*self._non_finite(packed, output, tokens), *no_numbers)
+        else:
+            with self._model.summed_by(comm.all_reduce):
                 attention.without_tokens(self._dtype, self._device)
         attention.finish()
         self._lanes.complete_sends()
@@ -294,8 +297,8 @@ class Worker:
                 error=request.error,
             )
 
-    def _non_finite(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Lists the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
+    def _non_finite(self, packed: Packed, output: Output, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Lists the requests with final hidden states or logits that are NaN or infinite.
 
         NaN or infinity in any layer reaches the final hidden state of its token by the residual stream, and then all
         its logits. NaN and infinity are chosen first, see `sample`, so of a row the chosen token's logit is looked at.
@@ -303,24 +306,25 @@ class Worker:
         """
         finite: dict[int, bool] = {}
         if tokens:
+            logits = output.result
             chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
             finite.update(zip(packed.request_ids, chosen.isfinite().tolist(), strict=True))
         chunks = [one for one in packed.rows if one[1].stop - one[1].start > 1 or one[0] not in finite]
         if chunks:
             # A sum is one pass over the numbers, and finite only if all of them are.
-            are_finite = self._model.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
+            are_finite = output.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
             all_finite = torch.stack([are_finite[rows].all() for _, rows in chunks]).tolist()
             for (request_id, _), is_finite in zip(chunks, all_finite, strict=True):
                 finite[request_id] = finite.get(request_id, True) and is_finite
         return tuple(request_id for request_id, is_finite in finite.items() if not is_finite)
 
-    def _score(self, prompt: PromptRows) -> Scored:
-        """Returns the logprobs of prompt tokens after `Model.forward`; makes logits a tile of tokens at a time."""
+    def _score(self, prompt: PromptRows, output: Output) -> Scored:
+        """Return the logprobs of prompt tokens. Compute their logits one tile of tokens at a time."""
         num_top = self._requests[prompt.request_id].sampling.prompt_logprobs or 0
         found: list[TokenLogprobs] = []
         for start in range(0, len(prompt.rows), _LOGITS_TILE):
             targets = prompt.targets[start : start + _LOGITS_TILE]
-            logits = self._model.logits(prompt.rows[start : start + _LOGITS_TILE])
+            logits = output.logits(prompt.rows[start : start + _LOGITS_TILE])
             found += token_logprobs(logits, targets, [num_top] * len(targets))
         return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(found))
 
