@@ -1,8 +1,8 @@
-"""A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`.
+"""A Hugging Face causal language model, unmodified, that computes attention by the `Attend` of each call.
 
 longspan registers an attention function with transformers. A model built with its name calls it in every layer with q,
-k, v after RoPE. No mask function is registered under that name, so transformers builds no mask. What attends for one
-call comes with the call's keyword arguments, which transformers' models hand down to the attention; nothing is global.
+k, v after RoPE. No mask function is registered under that name, so transformers builds no mask. The `Attend` of a call
+is one of its keyword arguments, which transformers' models hand down to the attention.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from longspan.model.stages import LayerArguments, PassThrough, Stage, recorded_a
 from longspan.model.step import Attend, CurrentStep, Reduce, StepState
 from longspan.model.store import DTYPES, StoredTensors, map_levels
 from longspan.model.trunk import LayerTrunk, SingleTokenTrunk, Trunk
-from longspan.model.whole_step import RotaryTable, WholeStep, whole_step
+from longspan.model.whole_step import RotaryOf, RotaryTable, WholeStep, whole_step
 
 if TYPE_CHECKING:
     from longspan.model.graph_step import GraphStep, Recording
     from longspan.model.shrunken import ShrunkenModel
 
 SERVE = "longspan"
-"""The attention function of a model that serves."""
+"""The name of the attention function in transformers, for models that serve."""
 
 
 class Model:
-    """One rank's view of a model: all of it, or some `layers`, or one of `tp` shares of these.
+    """One rank's share of a model: all layers or some, and all heads or one of `tp` shares of them.
 
-    On CPU its parameters are views of the mapped weights.
+    On CPUs the parameters are views of the mapped weights.
 
     Args:
-        stored: the stored weights; None to map them anew.
-        skeleton: the modules to fill; None to build them.
-        fused: computes layers by our own kernels, which must be loaded, where they know them.
-        whole_steps: computes steps of single tokens as a whole, where that is possible, not layer by layer.
-        recording: how such steps can be recorded; None where they cannot.
+        stored: the stored weights; None maps them.
+        skeleton: the modules to fill; None builds them.
+        fused: compute layers by our own kernels, which must be loaded, if the kernels know the layers.
+        whole_steps: compute a step of single tokens as a whole, if possible.
+        recording: how to record such steps on the device; None if they cannot be recorded.
 
     Attributes:
-        info: of the whole model.
-        specs: what the attention of each layer, of any stage, computes on a rank with this share.
-        first_kv_heads: which KV head of the whole model is the first of this share, for each layer.
-        shard: which share this is.
-        stage: which layers these are; None for all.
-        layers: the modules of its layers, by number.
-        copied_bytes: of parameters that are no views of the mapped weights.
+        info: the facts of the whole model.
+        specs: the attention of each layer with this share of the heads; of all layers, also those of other stages.
+        first_kv_heads: for each layer, the number of this share's first KV head in the whole model.
+        stage: the range of layers; None for all layers.
+        layers: the modules of the layers, by number.
+        copied_bytes: bytes of the parameters that are not views of the mapped weights.
+        trunk: computes steps. The variant is chosen here.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class Model:
         decoder = decoder_layers(self.module)
         own = {layer: decoder[layer] for layer in (range(len(decoder)) if layers is None else layers)}
         self.layers = {number: layer for number, layer in own.items() if not isinstance(layer, PassThrough)}
-        self.stage = (
-            None if layers is None or is_whole else Stage(self.module, self.info, layers, self.specs, self._current)
-        )
+        self.stage: Stage | None = None
+        if layers is not None and not is_whole:
+            self.stage = Stage(self.module, self.info, layers, self.specs, self._current)
         self.copied_bytes = _fill(self.module, self._stored, device, self.shard)
         if self.info.rope_switch_length is not None:
             _pin_longrope(self.module, self.info.rope_switch_length, self._current)
         if tp > 1:
             sum_partial_results(self.module, self.shard, self._current.reduce, self._stored.shape)
-        layer_trunk = LayerTrunk(self.module, self.stage, self._current)
+        layer_trunk = LayerTrunk(self.module, self.stage, self._current, device)
         step: WholeStep | GraphStep | None = None
         is_alone = tp == 1 and self.stage is None
         if fused:
@@ -103,7 +103,7 @@ class Model:
 
     @torch.no_grad()
     def rotary(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cosines and sines `[1, tokens, rotary_dim]` of tokens, see `Rows` for the arguments."""
+        """Compute cosines and sines `[1, tokens, rotary_dim]`. See `Rows` for the arguments."""
         base = getattr(self.module, self.module.base_model_prefix)
         like = torch.empty(1, 0, 0, dtype=self.module.dtype, device=positions.device)
         with self._current.during(StepState(rope_lengths=rope_lengths)):
@@ -123,11 +123,11 @@ class Model:
         return arguments
 
     def stored_attention(self, layer: int) -> dict[str, Tensor]:
-        """Returns the unsharded parameters of a layer's attention, on the CPU."""
+        """Return the unsharded parameters of a layer's attention, on the CPU."""
         return {name: self._stored[path].cpu() for name, path in self._attention_paths(layer).items()}
 
     def attention_shapes(self, layer: int) -> dict[str, torch.Size]:
-        """Returns the shapes of the unsharded parameters of a layer's attention."""
+        """Return the shapes of the unsharded parameters of a layer's attention."""
         return {name: self._stored.shape(path) for name, path in self._attention_paths(layer).items()}
 
     def _attention_paths(self, layer: int) -> dict[str, str]:
@@ -137,7 +137,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its parameters and buffers."""
+        """The bytes of all parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def summed_by(self, reduce: Reduce) -> AbstractContextManager[None]:
@@ -149,7 +149,7 @@ class Model:
     ) -> WholeStep | None:
         """Compute the layers and the head by our own kernels, where these know them, and whole steps if possible."""
         positions = probe_positions(self.module.config, self.info.context_length)
-        # A share of tensor parallelism reads the weights that the levels stand for.
+        # A share of tensor parallelism reads the bfloat16 weights, not the levels.
         levels = {} if self.shard.size > 1 else map_levels(weights)
         own_weights = self.module.named_parameters(remove_duplicate=False)
         by_address = {weight.data_ptr(): levels[name] for name, weight in own_weights if name in levels}
@@ -162,17 +162,14 @@ class Model:
         if not whole_steps or head is None or len(fused) < self.info.num_layers:
             return None
         table = RotaryTable(self._rotary_of_positions)
-
-        def rotary(positions: Tensor, rope_lengths: Tensor) -> Rotary:
-            has_switch = self.info.rope_switch_length is not None
-            return self.rotary(positions, rope_lengths) if has_switch else table(positions)
-
+        has_switch = self.info.rope_switch_length is not None
+        rotary: RotaryOf = self.rotary if has_switch else lambda positions, _: table(positions)
         step = whole_step(self.module, [fused[layer] for layer in layers], head, rotary, trunk.all_logits, positions)
         table.clear()
         return step
 
     def _rotary_of_positions(self, positions: Tensor) -> Rotary:
-        return self.rotary(positions, _one_length(positions))
+        return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))
 
 
 def _skeleton(files: ModelFiles) -> PreTrainedModel:
@@ -197,14 +194,10 @@ def _serve(
 AttentionInterface.register(SERVE, _serve)
 
 
-def _one_length(positions: Tensor) -> Tensor:
-    return torch.full_like(positions, int(positions.max()) + 1)
-
-
 def _fill(model: nn.Module, stored: StoredTensors | ShrunkenModel, device: torch.device, shard: Shard) -> int:
-    """Replaces every meta parameter and buffer by the stored one, or its share; tied names get one Parameter.
+    """Replace every meta parameter and buffer by the stored one, or its share. Tied names get one Parameter.
 
-    Returns the bytes of the parameters that had to be copied.
+    Return the bytes of the parameters that had to be copied.
     """
     parameters: dict[str, nn.Parameter] = {}
     copied_bytes = 0
@@ -216,20 +209,20 @@ def _fill(model: nn.Module, stored: StoredTensors | ShrunkenModel, device: torch
             parameters[owner] = nn.Parameter(share, requires_grad=False)
         _set(model, name, parameters[owner])
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
-        # Some modules write to their buffers (longrope does): a private copy, they are small.
+        # Some modules write to their buffers (longrope does), so each model has copies. Buffers are small.
         _set(model, name, stored[name].to(device, copy=True))
-    # No module may keep a tensor elsewhere.
+    # No module may keep a tensor outside its parameters and buffers.
     named = [*model.named_parameters(), *model.named_buffers()]
     named += [(name, value) for name, module in model.named_modules() for value in vars(module).values()]
-    left = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
-    assert not left, f"tensors of these modules were not loaded: {left}"
+    unloaded = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
+    assert not unloaded, f"tensors of these modules were not loaded: {unloaded}"
     return copied_bytes
 
 
 def _share(stored: StoredTensors | ShrunkenModel, name: str, device: torch.device, shard: Shard) -> tuple[Tensor, bool]:
-    """Returns a rank's share of a parameter, and whether it is a view of the stored one, or as good as that.
+    """Return a rank's share of a parameter, and whether it is a view of the stored tensor or all of a drawn one.
 
-    Of a matrix that was drawn for it nothing else is kept, and it is gone before the next one is drawn.
+    A share of a drawn matrix is copied, so that the whole matrix is freed before the next one is drawn.
     """
     tensor = stored[name]
     share = shard.cut(name, tensor).to(device)

@@ -77,8 +77,10 @@ class LayerTrunk:
         stage: the layers of the rank; None for all.
     """
 
-    def __init__(self, module: PreTrainedModel, stage: Stage | None, current: CurrentStep) -> None:
-        self._module, self._stage, self._current, self._device = module, stage, current, module.device
+    def __init__(
+        self, module: PreTrainedModel, stage: Stage | None, current: CurrentStep, device: torch.device
+    ) -> None:
+        self._module, self._stage, self._current, self._device = module, stage, current, device
         self._path = trunk_path(module)
         module.get_submodule(self._path).register_forward_hook(self._keep_output)
 
