@@ -91,7 +91,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "adapter": ("whole", holds("adapter_config.json", b"{}"), "adapter_config.json"),
     "shard cut": ("shards", cut(SHARD, -50), SHARD),
     "shard pointer": ("shards", holds(SHARD, POINTER), f"{SHARD} is a git-lfs pointer"),
-    "shard gone": ("shards", gone(SHARD), f"names {SHARD}, which is not there"),
+    "shard gone": ("shards", gone(SHARD), f"names {SHARD}, which does not exist"),
     "shard folder": ("shards", is_folder(SHARD), SHARD),
     "index cut": ("shards", cut(INDEX, 100), INDEX),
     "index pointer": ("shards", holds(INDEX, POINTER), f"{INDEX} is a git-lfs pointer"),

@@ -168,12 +168,12 @@ def test_a_replay_computes_what_the_layers_do(folders: dict[str, Path], name: st
 def test_graphs_are_few_and_small(tiny: Path) -> None:
     tape = Tape()
     decodes = Decodes(tiny, tape, Recordable())
-    with mock.patch.object(graph_step, "_MOST_GRAPHS", 2):
+    with mock.patch.object(graph_step, "_MAX_GRAPHS", 2):
         for stops in ((1,), (1, 2), (3,), (1, 2, 3), (4,), (2, 1)):  # that of one token is used again: it is kept
             decodes.step(*stops)
     assert (tape.num_recorded, tape.num_replayed) == (4, 6)
     assert sorted(decodes.model.trunk.step._logits) == [1, 2, 4], "graphs of as many tokens write to the same"
-    with mock.patch.object(graph_step, "_MOST_ROWS", 2):
+    with mock.patch.object(graph_step, "_MAX_ROWS", 2):
         decodes.step(1, 2, 3)
         assert tape.num_replayed == 6
         decodes.step(2, 3)
@@ -195,8 +195,8 @@ class Refusing:
     ("name", "num_asked", "why"),
     [
         ("llama", 1, "stream is capturing"),
-        ("llama-longrope", 0, "aten._local_scalar_dense.default needs numbers"),
-        ("phi3-longrope", 0, "aten._local_scalar_dense.default needs numbers"),
+        ("llama-longrope", 0, "aten._local_scalar_dense.default needs values"),
+        ("phi3-longrope", 0, "aten._local_scalar_dense.default needs values"),
     ],
 )
 def test_a_model_that_cannot_be_recorded_is_computed_by_layers(
@@ -302,7 +302,7 @@ def test_what_the_host_reads_is_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
     with graph_step._WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does
-        with pytest.raises(graph_step._HostReadError, match="needs numbers of the device on the host"):
+        with pytest.raises(graph_step._HostReadError, match="needs values of the device on the host"):
             read(numbers)
 
 
@@ -310,9 +310,9 @@ def test_copies_to_the_host_are_found() -> None:
     """By tensors that only say that they are on a device."""
     with FakeTensorMode(), graph_step._WithoutHostReads():
         there = torch.ones(3, device="cuda") * torch.tensor(2.0)
-        with pytest.raises(graph_step._HostReadError, match="copies numbers of the device to the host"):
+        with pytest.raises(graph_step._HostReadError, match="copies values of the device to the host"):
             there.cpu()
-        with pytest.raises(graph_step._HostReadError, match="copies numbers of the device to the host"):
+        with pytest.raises(graph_step._HostReadError, match="copies values of the device to the host"):
             torch.empty(3).copy_(there)
 
 

@@ -1,9 +1,8 @@
-"""Pipeline parallelism inside an instance: which modules of a model a rank keeps, and what passes between stages.
+"""Pipeline parallelism inside an instance: the modules that a rank keeps, and the hidden states between stages.
 
-Foreign layers become modules that hand through what they get, so that the model itself runs as it is. The first layer
-of a stage takes the hidden states of the stage before in place of those that the model hands it: whatever a model does
-between its embedding and its first layer is done once. A model that hands tokens to later layers as well keeps its
-embeddings in every stage.
+Layers of other stages are replaced by modules that return their input, so the model itself runs unmodified. A hook
+replaces the input of a stage's first layer by the hidden states from the stage before. So operations between the
+embedding and the first layer run once. A model that hands tokens to later layers keeps its embeddings in every stage.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from longspan.model.skeleton import decoder_layers
 from longspan.model.step import CurrentStep
 
 LayerArguments = Mapping[int, Mapping[str, Any]]
-"""The arguments of layers by name, without hidden states."""
+"""The arguments of each layer, by name, without hidden states."""
 _SHARED = "shared_kv_states"
-"""The argument by which layers hand each other keys and values."""
-_OTHERS = inspect.Parameter.VAR_KEYWORD
+"""The argument in which layers share keys and values."""
+_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 
 
 class Stage:
-    """Some consecutive layers of a model, whose module loses all others.
+    """Consecutive layers of a model. The module loses all other layers.
 
     Args:
-        specs: of all layers, on a rank with this share of the heads.
+        specs: the attention of all layers, with this rank's share of the heads.
 
     Attributes:
-        is_first, is_last: whether it has the embedding, and the output head.
-        width: the numbers of a token that it gets from the stage before; 0 for the first.
+        is_first, is_last: whether the stage has the embedding, and the output head.
+        width: elements per token from the stage before; 0 for the first stage.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class Stage:
             own[layers.stop - 1].register_forward_hook(self._give, with_kwargs=True)
 
     def _take(self, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Replace the hidden states of the first layer by those from the stage before."""
+        """Replace the input of the first layer by the hidden states from the stage before."""
         passed = self._current.state.hidden
-        if passed is None:  # only the arguments are of interest
+        if passed is None:  # `Model.layer_arguments`
             return given, named
         hidden, shared = passed.split([self._passed_width, self._received_kv.width], dim=-1)
         self._received_kv.put(shared, named)
@@ -89,34 +88,34 @@ class Stage:
 
 
 class _SharedKv:
-    """Keys and values of layers before a cut between stages which layers behind it attend to as well.
+    """Keys and values of layers before a cut between stages, to which layers after the cut attend as well.
 
-    Such models hand a dictionary from layer to layer, in which some layers store their KV by the type of the layer.
+    Such models hand a dictionary from layer to layer. Some layers store their KV in it, by the type of the layer.
 
     Attributes:
-        width: the numbers of a token.
+        width: elements per token.
     """
 
     def __init__(self, layers: nn.ModuleList, specs: Sequence[AttnSpec], cut: int) -> None:
-        attention = [
-            next((one for one in layer.modules() if hasattr(one, "is_kv_shared_layer")), None) for layer in layers
+        attention: list[Any] = [
+            next((part for part in layer.modules() if hasattr(part, "is_kv_shared_layer")), None) for layer in layers
         ]
-        read = {one.layer_type for one in attention[cut:] if one is not None and one.is_kv_shared_layer}
+        read = {module.layer_type for module in attention[cut:] if module is not None and module.is_kv_shared_layer}
         stored = {
-            one.layer_type: specs[number]
-            for number, one in enumerate(attention[:cut])
-            if one is not None and one.store_full_length_kv and one.layer_type in read
+            module.layer_type: specs[number]
+            for number, module in enumerate(attention[:cut])
+            if module is not None and module.store_full_length_kv and module.layer_type in read
         }
         self._shapes = {name: (spec.num_kv_heads, spec.head_dim) for name, spec in sorted(stored.items())}
         self.width = sum(2 * heads * dim for heads, dim in self._shapes.values())
 
     def get(self, named: Mapping[str, Any]) -> list[Tensor]:
-        """Returns what a layer has found or stored, as tensors `[1, tokens, numbers]`."""
+        """Return the shared keys and values from a layer's arguments, as tensors `[1, tokens, elements]`."""
         pairs = [named[_SHARED][name] for name in self._shapes]
         return [tensor.transpose(1, 2).flatten(2) for pair in pairs for tensor in pair]
 
     def put(self, packed: Tensor, named: Mapping[str, Any]) -> None:
-        """Stores what a stage before has got, from `[1, tokens, width]`."""
+        """Put the shared keys and values of an earlier stage, `[1, tokens, width]`, into a layer's arguments."""
         sizes = [heads * dim for heads, dim in self._shapes.values() for _ in range(2)]
         pieces = iter(packed.split(sizes, dim=-1))
         for name, shape in self._shapes.items():
@@ -124,7 +123,7 @@ class _SharedKv:
 
 
 class PassThrough(nn.Module):
-    """Stands for a layer that is not here. Models read words of their layers, such as `attention_type`."""
+    """Replaces a layer of another stage. It keeps the layer's strings, such as `attention_type`, which models read."""
 
     def __init__(self, layer: nn.Module, number: int, *, as_tuple: bool) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class PassThrough(nn.Module):
 
 
 class _NoEmbedding(nn.Module):
-    """Stands for the embedding of another stage: gives hidden states that nobody reads."""
+    """Replaces the embedding in later stages. The first layer's hook discards these hidden states."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -148,16 +147,16 @@ class _NoEmbedding(nn.Module):
 
 @contextmanager
 def recorded_arguments(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, dict[str, Any]]]:
-    """Records the arguments of each layer in place of computing it. The call of the model ends at the last one."""
-    found: dict[int, dict[str, Any]] = {}
+    """Record the arguments of each layer instead of computing it. The call of the model ends at the last layer."""
+    recorded: dict[int, dict[str, Any]] = {}
 
     def record(number: int, layer: nn.Module) -> Callable[..., Any]:
         signature = _signature(type(layer).forward)
 
-        def forward(*given: object, **named: object) -> Any:  # noqa: ANN401 - what the layer is given
+        def forward(*given: object, **named: object) -> Any:  # noqa: ANN401 - the hidden states
             bound = signature.bind(layer, *given, **named).arguments
-            others = {name: bound.pop(name) for name in list(bound) if signature.parameters[name].kind is _OTHERS}
-            found[number] = {**bound, **{name: value for some in others.values() for name, value in some.items()}}
+            extra = {name: bound.pop(name) for name in list(bound) if signature.parameters[name].kind is _VAR_KEYWORD}
+            recorded[number] = {**bound, **{name: value for some in extra.values() for name, value in some.items()}}
             if number == last:
                 raise _AllRecorded
             return given[0] if given else named["hidden_states"]
@@ -170,7 +169,7 @@ def recorded_arguments(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, di
         vars(layer)["forward"] = record(number, layer)
     try:
         with suppress(_AllRecorded):
-            yield found
+            yield recorded
     finally:
         for number, layer in layers.items():
             del vars(layer)["forward"]
