@@ -228,6 +228,16 @@ def test_a_class_that_is_not_known_is_not_fused(caplog: pytest.LogCaptureFixture
     assert caplog.text.count("a decode step can take twice as long: the forward of LlamaAttention") == 1
 
 
+def test_a_head_that_computes_something_else_keeps_its_forward(caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = random_model("llama", vocab_size=208)
+    head = module.lm_head
+    assert fuse_head(head, {}) is not None
+    doubled = head.forward = lambda hidden: 2 * nn.functional.linear(hidden, head.weight)
+    with caplog.at_level(logging.INFO, "longspan"):
+        assert fuse_head(head, {}) is None and head.forward is doubled
+    assert "the output head is computed by PyTorch: results would differ" in caplog.text
+
+
 @pytest.mark.parametrize("length", [1000, 4096, 16384])
 def test_both_sides_of_every_switch_are_checked(length: int) -> None:
     config = LlamaConfig(rope_parameters={"rope_type": "default", "original_max_position_embeddings": length})

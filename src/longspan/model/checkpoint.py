@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
 from longspan.model.files import ModelError, cache_root, one_line
@@ -23,7 +23,7 @@ from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.quantization import GRID, NUMBERS, Quantization, is_quantised, quantise
 from longspan.model.skeleton import PROBE, NoProducts, gather_info, load_config, quiet_transformers
-from longspan.model.store import DTYPES, NOTES, Matrices
+from longspan.model.store import DTYPES, NOTES, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2
 """The minimum number of dimensions of a matrix, or of a stack of matrices."""
@@ -46,28 +46,19 @@ _PLAIN_TYPES = ("F16", "F32", "F64", "BF16", "F8")
 """Types of plain weights. float8 is one of them unless there are scales."""
 
 
-def write_weights(
-    config_dir: Path,
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    dummy_seed: int | None,
-    drawn: bool,
-    quantization: Quantization | None,
-    trust_remote_code: bool,
-) -> None:
-    """Write the file `path` for the model in `config_dir`. Errors are those of `ensure_weights`."""
-    if drawn:
-        assert dummy_seed is not None and quantization is None, "drawn matrices are random and not quantised"
-        _write_drawn(config_dir, path, dtype, dummy_seed, trust_remote_code)
+def write_weights(config_dir: Path, path: Path, form: WeightForm) -> None:
+    """Write the file `path` for the model in `config_dir`. Raise errors as `ensure_weights`."""
+    if form.drawn:
+        assert form.dummy_seed is not None and form.quantization is None, "drawn matrices are random, not quantised"
+        _write_drawn(config_dir, path, form, form.dummy_seed)
         return
     notes: list[str] = []
     with quiet_transformers():
-        if dummy_seed is None:
-            model, notes = _load(config_dir, dtype, trust_remote_code)
+        if form.dummy_seed is None:
+            model, notes = _load(config_dir, form)
         else:
-            model = _initialise(config_dir, dtype, dummy_seed, trust_remote_code)
-    levels = {} if quantization is None else _quantise(model, quantization)
+            model = _initialise(config_dir, form, form.dummy_seed)
+    levels = {} if form.quantization is None else _quantise(model, form.quantization)
     _write(model, _info(model, config_dir), path, levels, notes=notes)
 
 
@@ -80,17 +71,21 @@ def _info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         raise ModelError(f"{problem} ({one_line(error)})") from error
 
 
-def _initialise(config_dir: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> PreTrainedModel:
-    config = load_config(config_dir, trust_remote_code)
+def _initialise(config_dir: Path, form: WeightForm, seed: int) -> PreTrainedModel:
+    config = load_config(config_dir, form.trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         set_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
-        )
+        return _new_model(config, form)
+
+
+def _new_model(config: PreTrainedConfig, form: WeightForm) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=DTYPES[form.dtype], attn_implementation=PROBE, trust_remote_code=form.trust_remote_code
+    )
     return model.eval()
 
 
-def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
+def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str]]:
     """Load the weights. Return the model and its notes, see `NOTES`."""
     files = weight_files(config_dir)
     if not files:
@@ -99,9 +94,9 @@ def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tupl
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config_dir,
-            dtype=dtype,
+            dtype=DTYPES[form.dtype],
             attn_implementation=PROBE,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=form.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
         )
@@ -157,14 +152,12 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> None:
+def _write_drawn(config_dir: Path, path: Path, form: WeightForm, seed: int) -> None:
     """Describe the matrices of a new model without touching their memory."""
-    config = load_config(config_dir, trust_remote_code)
+    config = load_config(config_dir, form.trust_remote_code)
     config._experts_implementation = "eager"  # noqa: SLF001 - `NoProducts` skips their products then
     with quiet_transformers(), no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
-        )
+        model = _new_model(config, form)
     model.tie_weights()
     for module in model.modules():
         own = [*module.parameters(recurse=False)]
@@ -176,12 +169,12 @@ def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, tr
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.ndim >= _MATRIX}
     matrices = Matrices(
         seed=seed,
-        dtype=next(name for name, one in DTYPES.items() if one == dtype),
+        dtype=form.dtype,
         deviation=getattr(config, "initializer_range", _DEVIATION),
         shapes=shapes,
     )
     with NoProducts():
-        info = _info(model.eval(), config_dir)
+        info = _info(model, config_dir)
     _write(model, info, path, {}, matrices)
 
 
@@ -209,17 +202,9 @@ def _write(
     notes: Sequence[str] = (),
 ) -> None:
     """Write a model's tensors. Of `matrices` only the description is written."""
-    first_name: dict[int, str] = {}
-    tensors: dict[str, Tensor] = dict(levels)
-    aliases: dict[str, str] = {}
+    own, aliases = named_tensors(model)
     described = {} if matrices is None else matrices.shapes
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        owner = first_name.setdefault(id(tensor), name)
-        if owner != name:
-            aliases[name] = owner
-        elif name not in described:
-            tensors[name] = tensor.detach().contiguous()
+    tensors = {name: tensor.detach().contiguous() for name, tensor in own.items() if name not in described} | levels
     metadata = {"info": info.to_json(), "aliases": json.dumps(aliases), NOTES: json.dumps(notes)}
     if matrices is not None:
         metadata["matrices"] = msgspec.json.encode(matrices).decode()

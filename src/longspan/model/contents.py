@@ -80,10 +80,8 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def content_hash(files: Mapping[str, Path]) -> str:
     """Return one hash of the contents of files and of their names, the keys of `files`.
 
-    Files with a valid record are not read again. Progress is logged, and shown on terminals.
-
-    Raises:
-        ModelError: if a file cannot be read, or changes meanwhile.
+    Files with a valid record are not read again. Progress is logged, and shown on terminals. Raise ModelError if a file
+    cannot be read, or changes meanwhile.
     """
     paths = list(files.values())
     stamps = [_stamp(path) for path in paths]

@@ -21,15 +21,9 @@ class ModelError(ValueError):
 class ModelFiles:
     """A model that workers on this host can map.
 
-    `config_dir` and `weights` are in the cache, so workers that start later load the same model even if the user's
-    folder changes.
-
-    Attributes:
-        config_dir: the folder for AutoConfig.
-        weights: the safetensors file of the store.
-        tokenizer_dir: None for a model without tokenizer files.
-        dtype: a key of `DTYPES`.
-        tokenizer_hash: a hash of the tokenizer files.
+    `config_dir` is a folder for AutoConfig, `weights` a file of the store. Both are in the cache, so workers that start
+    later load the same model even if the user's folder changes. A model without tokenizer files has no
+    `tokenizer_dir`. The `tokenizer_hash` is a hash of their contents. The `dtype` is a key of `DTYPES`.
     """
 
     name: str

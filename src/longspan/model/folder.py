@@ -38,11 +38,7 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 def description_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Path]:
-    """Return the files that describe the model, by name: configurations, and code if it is trusted.
-
-    Raises:
-        ModelError: if a configuration is not a JSON object.
-    """
+    """Return the files that describe the model, by name: configurations (JSON objects), and code if it is trusted."""
     files = {CONFIG: folder / CONFIG}
     if (folder / GENERATION_CONFIG).exists():
         files[GENERATION_CONFIG] = folder / GENERATION_CONFIG
@@ -55,9 +51,8 @@ def description_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Pat
 def weight_files(folder: Path) -> dict[str, Path]:
     """Return the files of the weights and their index, by name. There are none without weights.
 
-    Raises:
-        ModelError: if the index cannot be used or names a missing file, or there is an adapter. transformers would
-            apply an adapter only if the package peft is installed.
+    Raise ModelError if the index cannot be used or names a missing file, or there is an adapter. Only with the package
+    peft would transformers apply an adapter.
     """
     if (folder / _ADAPTER).exists():
         problem = f"{folder} has an adapter ({_ADAPTER}), which longspan does not apply"

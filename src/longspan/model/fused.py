@@ -58,18 +58,13 @@ class Matrix:
 
 
 class Product:
-    """Products of the same tokens with up to three matrices, in one call.
+    """Products of the same tokens with up to three matrices, in one call of the kernel with the arguments `problem`.
 
     Args:
+        matrices: raise ValueError for shapes that the kernel does not support.
         norm: weights `[inputs]` of an RMSNorm of the tokens before the products; None for no norm.
         is_gated: the only output is the second product times SiLU of the first.
         head_dim: the head size of rotated outputs.
-
-    Attributes:
-        problem: the arguments of the kernel.
-
-    Raises:
-        ValueError: for shapes that the kernel does not support.
     """
 
     def __init__(
@@ -93,14 +88,8 @@ class Product:
             raise ValueError(f"heads have {head_dim} numbers")
         self._tensors = matrices, norm  # keeps the memory: the kernel has addresses only
         self._widths = [len(matrix.weight) for matrix in matrices[: 1 if is_gated else None]]
-        self.problem = problem = LinearArgs(
-            inputs=matrices[0].weight.shape[1],
-            norm=_address(norm),
-            epsilon=epsilon,
-            number=len(matrices),
-            gated=is_gated,
-            head_dim=head_dim,
-        )
+        sizes = {"inputs": matrices[0].weight.shape[1], "number": len(matrices), "head_dim": head_dim}
+        self.problem = problem = LinearArgs(**sizes, norm=_address(norm), epsilon=epsilon, gated=is_gated)
         for own, matrix in zip(problem.matrices, matrices, strict=False):
             own.weight, own.bias, own.head_norm = map(_address, (matrix.weight, matrix.bias, matrix.head_norm))
             own.outputs, own.row, own.rotated = len(matrix.weight), matrix.weight.stride(0), matrix.is_rotated
@@ -117,10 +106,7 @@ class Product:
         return outs
 
     def prepare(self, x: Tensor, *, residual: Tensor | None = None, rotary: Rotary | None = None) -> list[Tensor]:
-        """Set the arguments of the kernel, and return the output buffers, which a `Chain` fills later.
-
-        The caller keeps inputs and buffers until the chain has run.
-        """
+        """Set the kernel's arguments, and return the outputs. The caller keeps all tensors until a `Chain` has run."""
         problem, num_tokens = self.problem, x.shape[0]
         problem.x, problem.tokens, problem.x_row = x.data_ptr(), num_tokens, x.stride(0)
         problem.residual = _address(residual)
@@ -140,15 +126,13 @@ class FusedLayer:
     """The forward of one decoder layer.
 
     Args:
-        layer: the module. Its own forward still computes steps with layerwise exchanges.
+        layer: the module. Its own forward still computes steps with layerwise exchanges. Raise ValueError for another
+            form than Llama's.
         reduce: sums outputs over the ranks of tensor parallelism; None for whole layers.
 
     Attributes:
         products: in the order of computation. Attention runs between the first and the second.
         inner_size: the width of a token between the last two products.
-
-    Raises:
-        ValueError: for a layer of another form.
     """
 
     def __init__(self, layer: nn.Module, spec: AttnSpec, reduce: Reduce | None, levels: LevelsOf) -> None:
@@ -230,7 +214,7 @@ def check_known(*modules: nn.Module) -> None:
         kind = type(module)
         family = kind.__module__.rpartition(".modeling_")[2]
         if family not in _FAMILIES or kind.__module__ != f"transformers.models.{family}.modeling_{family}":
-            raise ValueError(f"the kernels do not know the forward of {kind.__name__}")
+            raise ValueError(f"the forward of {kind.__name__} is not known to the kernels")
 
 
 def spread(positions: Sequence[int], number: int) -> Sequence[int]:

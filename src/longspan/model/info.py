@@ -18,7 +18,6 @@ class ModelInfo:
     Attributes:
         layer_weights: the mean number of weights of a layer.
         context_length: in tokens, prompt and output together.
-        specs: the attention of each layer.
         rope_switch_length: set for longrope models. A longer request, in tokens, uses the long factors for all tokens.
         layers_return_tuples: each layer returns a tuple that begins with the hidden states.
         passed_width: elements per token between layers. Some models pass several hidden states.

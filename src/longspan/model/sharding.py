@@ -54,11 +54,7 @@ class Shard:
         return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
 
     def cut(self, name: str, weight: Tensor) -> Tensor:
-        """Return this rank's slice of a parameter: a view, unless there are several pieces.
-
-        Raises:
-            ModelError: for a matrix without a rule.
-        """
+        """Return this rank's slice of a parameter, a view if it is one piece. Raise ModelError if no rule fits."""
         if (cut := self.pieces(name, weight.shape)) is None:
             return weight
         dim, ranges = cut

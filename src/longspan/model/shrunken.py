@@ -5,8 +5,8 @@ on them. Only the first layer of each kind in each pipeline stage has weights. A
 vocabulary and the sliding windows are small, and the weights are random.
 
 If the copy would have more than `_MAX_WEIGHTS` weights, its widths are divided by a power of two. Head sizes are
-divided too if RoPE allows it. The numbers of heads and experts stay. A width divides evenly, and into aligned shares,
-exactly if the model's width does.
+divided too if RoPE allows it. The numbers of heads and experts stay. A divided width is a multiple of 8, or of 8
+times the ranks, exactly if the model's width is. So shares are as even, and as aligned, as shares of the model.
 """
 
 from __future__ import annotations
@@ -26,15 +26,9 @@ from transformers.initialization import no_init_weights
 from longspan.attn.spec import AttnSpec, rope_dicts
 from longspan.model.files import ModelFiles, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import (
-    PROBE,
-    build_skeleton,
-    decoder_layers,
-    load_config,
-    observe,
-    quiet_transformers,
-)
+from longspan.model.skeleton import PROBE, build_skeleton, decoder_layers, load_config, observe, quiet_transformers
 from longspan.model.stages import PassThrough
+from longspan.model.store import named_tensors
 
 _log = logging.getLogger("longspan")
 _MAX_WEIGHTS = 64 << 20
@@ -120,10 +114,8 @@ def shrink(
 ) -> ShrunkenModel:
     """Return a small copy for these stages that `try_out` can run.
 
-    Some models cannot be small, for example if their code needs a token that the small vocabulary lacks.
-
-    Raises:
-        NoCopyError: if no copy works. The largest attempt has 16 times the usual size.
+    Some models cannot be small, for example if their code needs a token that the small vocabulary lacks. Raise
+    NoCopyError if no copy works. The largest attempt has 16 times the usual size.
     """
     config = load_config(files.config_dir, files.trust_remote_code)
     layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code)))
@@ -264,15 +256,7 @@ def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int]) -
         if spec.head_dim % _ALIGNED and not expected.head_dim % _ALIGNED:
             raise ValueError(f"heads of the copy have {spec.head_dim} dimensions")
         specs[layer] = spec
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first_name: dict[int, str] = {}
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        owner = first_name.setdefault(id(tensor), name)
-        if owner != name:
-            aliases[name] = owner
-        tensors[owner] = tensor
+    tensors, aliases = named_tensors(module)
     facts = replace(
         info,
         specs=tuple(specs),

@@ -124,15 +124,15 @@ def _class_problems(model: PreTrainedModel) -> Iterator[str]:
 def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
     """Build the ModelInfo of a model loaded with `PROBE`, from its configuration and a dry run of two tokens.
 
-    Raises:
-        ModelError: if an AttnSpec cannot describe a layer, or the configuration states no context length, or its
-            sliding windows are not the observed ones.
+    Raise ModelError if an AttnSpec cannot describe a layer, or the configuration states no context length, or other
+    sliding windows than the observed ones.
     """
     config = model.config
     specs = _all_specs(model)
     _check_windows(config, specs)
     with NoProducts():
-        observed, other = observe(model), observe(model, (1, 0))
+        observed, swapped = observe(model), observe(model, (1, 0))
+    arguments, others = observed.arguments, swapped.arguments
     return ModelInfo(
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
@@ -144,16 +144,12 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         rope_switch_length=_rope_switch_length(config),
         layers_return_tuples=observed.returns_tuples,
         passed_width=observed.passed_width,
-        reads_tokens=not _are_equal(observed.arguments, other.arguments),
+        reads_tokens=len(arguments) != len(others) or not all(map(torch.equal, arguments, others)),
     )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Find the list of a model's layers. The attention of each layer has the layer's index.
-
-    Raises:
-        ModelError: if there is no such list.
-    """
+    """Return the list of layers, whose attention modules have the layers' indices. Raise ModelError if none exists."""
     size: int = model.config.num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == size and all(map(_has_index, module, range(size))):
@@ -204,7 +200,7 @@ class NoProducts(TorchFunctionMode):
         function: Callable[..., Any],
         _types: object,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401 - the result of that function
         if function is functional.linear:
             x, weight = args[:2]
@@ -258,10 +254,6 @@ def _tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
-
-
-def _are_equal(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
 def _probe(

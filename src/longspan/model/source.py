@@ -15,7 +15,7 @@ from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
 from longspan.model.folder import stated_dtype, tokenizer_files
 from longspan.model.quantization import Quantization
-from longspan.model.store import DTYPES, build_once, ensure_weights
+from longspan.model.store import DTYPES, WeightForm, build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
@@ -34,28 +34,24 @@ def prepare(
 ) -> ModelFiles:
     """Find or fetch a model, check that it can be served, and put its weights into the store.
 
-    This runs in the parent process, before any worker starts. All errors that a user can cause are ModelErrors.
-
-    Args:
-        model: the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id.
-        dtype: auto is the precision of the checkpoint, see `own_dtype`.
-        load_format: "dummy" draws random weights from `seed`, and needs only a configuration.
-        device: CPUs share one file of dummy weights. On another device each rank draws its own.
-        quantization: rounds weights.
+    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. The `dtype` auto is the
+    precision of the checkpoint, see `own_dtype`. The `load_format` "dummy" draws random weights from `seed`, and needs
+    only a configuration. CPUs share one file of dummy weights. On another `device` each rank draws its own. This runs
+    in the parent process, before any worker starts. Raise ModelError for every error of the user.
     """
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
     if dtype == "auto":
         dtype = own_dtype(folder, with_weights=not dummy)
     tokenizer = tokenizer_files(folder)
-    weights = ensure_weights(
-        folder,
+    form = WeightForm(
         dtype=dtype,
         dummy_seed=seed if dummy else None,
         drawn=dummy and device != "cpu",
         quantization=quantization,
         trust_remote_code=trust_remote_code,
     )
+    weights = ensure_weights(folder, form)
     return ModelFiles(
         name=model,
         config_dir=weights.parent,

@@ -27,6 +27,7 @@ LayerArguments = Mapping[int, Mapping[str, Any]]
 _SHARED = "shared_kv_states"
 """The argument in which layers share keys and values."""
 _VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+_signature = cache(inspect.signature)
 
 
 class Stage:
@@ -41,12 +42,7 @@ class Stage:
     """
 
     def __init__(
-        self,
-        module: PreTrainedModel,
-        info: ModelInfo,
-        layers: range,
-        specs: Sequence[AttnSpec],
-        current: CurrentStep,
+        self, module: PreTrainedModel, info: ModelInfo, layers: range, specs: Sequence[AttnSpec], current: CurrentStep
     ) -> None:
         self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
         self._passed_width, self._current = info.passed_width, current
@@ -175,11 +171,6 @@ def recorded_arguments(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, di
             del vars(layer)["forward"]
             if before[number] is not None:
                 vars(layer)["forward"] = before[number]
-
-
-@cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
 
 
 class _AllRecorded(Exception):  # noqa: N818 - not an error

@@ -43,10 +43,8 @@ class Rows:
 class SingleTokens:
     """The KV that a step reads and writes if each of its tokens is the only one of its request.
 
-    Attributes:
-        blocks, offsets: the slot of each token's keys and values, `[tokens]` int64 on the host.
-        kv: the pool of each layer.
-        plans: the reads of each layer, for one query per token.
+    The KV of each token is stored at `blocks`, `offsets` (`[tokens]` int64 on the host). Each layer has one pool in
+    `kv`, and in `plans` its reads for one query per token.
     """
 
     blocks: Tensor
@@ -59,12 +57,8 @@ class SingleTokens:
 class StepState:
     """The state of one call of a model's modules.
 
-    Attributes:
-        rope_lengths: see `Rows`; on the device.
-        hidden: the hidden states from the stage before, `[1, tokens, width]`; None for the first stage.
-        reduce: sums partial results over the ranks of tensor parallelism.
-        base_output: a result: the output of the module below the head.
-        passed: a result: the hidden states for the next stage, `[1, tokens, width]`.
+    The arguments are those of `Trunk.run`, on the device. Hooks set the results: `base_output` of the module below the
+    head, or `passed`, the hidden states `[1, tokens, width]` for the next stage.
     """
 
     rope_lengths: Tensor | None = None

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import msgspec
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, cache_root, make_writable, not_written, one_line
@@ -38,34 +39,36 @@ _FILE = "model.safetensors"
 log = logging.getLogger(__name__)
 
 
-def ensure_weights(
-    config_dir: Path,
-    *,
-    dtype: str,
-    dummy_seed: int | None = None,
-    drawn: bool = False,
-    quantization: Quantization | None = None,
-    trust_remote_code: bool = False,
-) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """The form in which the weights of a checkpoint are stored. Its fields are part of the name of the file's folder.
+
+    Attributes:
+        dummy_seed: draw random weights, as transformers initialises a new model. The checkpoint needs no weights then.
+        drawn: leave the matrices of dummy weights out of the file, see `StoredTensors`.
+        quantization: round the matrices, and store their levels too, see `map_levels`.
+    """
+
+    dtype: str
+    dummy_seed: int | None = None
+    drawn: bool = False
+    quantization: Quantization | None = None
+    trust_remote_code: bool = False
+
+
+def ensure_weights(config_dir: Path, form: WeightForm) -> Path:
     """Return the weight file of the model in `config_dir`. The first use checks the model and writes the file.
 
     The name of its folder is a hash of the checkpoint's contents. The folder also has a copy of the configuration.
-
-    Args:
-        dummy_seed: draw random weights, as transformers initialises a new model. The folder needs no weights then.
-        drawn: leave the matrices of dummy weights out of the file, see `StoredTensors`.
-        quantization: round the matrices, and store their levels too, see `map_levels`.
-
-    Raises:
-        ModelError: if the model cannot be served, or the checkpoint does not match its configuration.
+    Raise ModelError if the model cannot be served, or the checkpoint does not match its configuration.
     """
 
     def key() -> str:
-        sources = description_files(config_dir, trust_remote_code=trust_remote_code)
-        if dummy_seed is None:
+        sources = description_files(config_dir, trust_remote_code=form.trust_remote_code)
+        if form.dummy_seed is None:
             sources |= weight_files(config_dir)
         formats = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]
-        identity = [*formats, content_hash(sources), dtype, dummy_seed, drawn, quantization, trust_remote_code]
+        identity = [*formats, content_hash(sources), *astuple(form)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
     name = key()
@@ -75,23 +78,15 @@ def ensure_weights(
         from longspan.model.skeleton import check_supported  # noqa: PLC0415
 
         def build(unfinished: Path) -> None:
-            log.info("writing the %s weights of %s to the cache, once", quantization or dtype, config_dir)
-            write_weights(
-                config_dir,
-                unfinished / _FILE,
-                dtype=DTYPES[dtype],
-                dummy_seed=dummy_seed,
-                drawn=drawn,
-                quantization=quantization,
-                trust_remote_code=trust_remote_code,
-            )
-            for file, path in description_files(config_dir, trust_remote_code=trust_remote_code).items():
+            log.info("writing the %s weights of %s to the cache, once", form.quantization or form.dtype, config_dir)
+            write_weights(config_dir, unfinished / _FILE, form)
+            for file, path in description_files(config_dir, trust_remote_code=form.trust_remote_code).items():
                 (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, unfinished / file)
             if key() != name:
                 raise ModelError(f"{config_dir} changed while it was read: start again when it is complete")
 
-        check_supported(config_dir, trust_remote_code)
+        check_supported(config_dir, form.trust_remote_code)
         build_once(folder, build)
     for note in json.loads(_metadata(folder / _FILE)[NOTES]):
         log.warning("%s: %s", config_dir, note)
@@ -176,6 +171,19 @@ class StoredTensors(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return all parameters and buffers by their first names, and the first name for each further name of a tensor."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if (first := first_names.setdefault(id(tensor), name)) != name:
+            aliases[name] = first
+        else:
+            tensors[name] = tensor
+    return tensors, aliases
+
+
 def map_levels(weights: Path) -> dict[str, Levels]:
     """Map the levels of a quantised weight file, by the names of the weights. Any other file has none."""
     with safe_open(weights, framework="pt") as file:
@@ -189,10 +197,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder` after `build` has filled it, unless it exists already.
 
     `build` gets an empty folder with another name, which is renamed when complete, so other processes see all files or
-    none. A lock lets one process build. A failure removes the unfinished folder.
-
-    Raises:
-        ModelError: if the cache cannot be written to.
+    none. A lock lets one process build. A failure removes the unfinished folder. Raise ModelError if the cache cannot
+    be written to.
     """
     if folder.is_dir():
         return folder

@@ -32,24 +32,18 @@ class Output:
     Attributes:
         result: float32 logits `[n, vocab]` of the tokens in `Rows.keep`. A stage before the last has the hidden states
             `[1, tokens, width]` for the next stage instead.
-        base: the output of the module below the head. None before the last stage, and for a step computed as a whole.
-        head: computes logits `[n, vocab]` of other tokens of the step from their indices `[n]`, where `base` is set.
+        last_hidden: the final hidden states `[tokens, hidden]`. This and `head` are None before the last stage, and in
+            steps computed as a whole.
+        head: computes float32 logits `[n, vocab]` of more tokens of the step from their indices `[n]`, n > 0.
     """
 
     result: Tensor
-    base: Any = None
+    last_hidden: Tensor | None = None
     head: Callable[[Tensor], Tensor] | None = None
 
-    @property
-    def last_hidden(self) -> Tensor:
-        """The final hidden states `[tokens, hidden]`."""
-        hidden: Tensor = self.base[0]  # transformers' outputs are tuples, too
-        return hidden[0]
-
     def logits(self, indices: Sequence[int]) -> Tensor:
-        """Compute float32 logits `[n, vocab]` of more tokens, by their indices. There must be at least one."""
         assert self.head is not None, "only the last stage computes logits, layer by layer"
-        return self.head(torch.tensor(indices, device=self.last_hidden.device))
+        return self.head(torch.tensor(indices, device=self.result.device))
 
 
 class Trunk(Protocol):
@@ -62,8 +56,7 @@ class Trunk(Protocol):
             attend: is called once per layer, in order, with q, k and v after RoPE. They may be strided views, and
                 `attend` may keep them.
             hidden: the hidden states from the stage before, `[1, tokens, width]`; None for the first stage.
-            reduce: sums partial results over the ranks of tensor parallelism; a whole layer needs no sums. All ranks
-                call it equally often, in the same order.
+            reduce: sums partial results over the ranks of tensor parallelism, which all call it in the same order.
         """
 
     def release_pool(self) -> None:
@@ -71,16 +64,10 @@ class Trunk(Protocol):
 
 
 class LayerTrunk:
-    """Calls the model of transformers, layer by layer. This is the plain forward, or that of fused layers.
+    """Calls the model of transformers, layer by layer: the plain forward, or the forward with fused layers."""
 
-    Args:
-        stage: the layers of the rank; None for all.
-    """
-
-    def __init__(
-        self, module: PreTrainedModel, stage: Stage | None, current: CurrentStep, device: torch.device
-    ) -> None:
-        self._module, self._stage, self._current, self._device = module, stage, current, device
+    def __init__(self, module: PreTrainedModel, stage: Stage | None, step: CurrentStep, device: torch.device) -> None:
+        self._module, self._stage, self._current, self._device = module, stage, step, device
         self._path = trunk_path(module)
         module.get_submodule(self._path).register_forward_hook(self._keep_output)
 
@@ -100,7 +87,8 @@ class LayerTrunk:
                 return Output(result=state.passed)
             logits: Tensor = module(logits_to_keep=keep, **arguments).logits[0]
         head = partial(self._head, state.base_output, {**arguments, "attend": None})
-        return Output(result=logits.float(), base=state.base_output, head=head)
+        # transformers' outputs are tuples, too
+        return Output(result=logits.float(), last_hidden=state.base_output[0][0], head=head)
 
     def all_logits(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, attend: Attend) -> Tensor:
         """Compute float32 logits `[tokens, vocab]` of a whole model."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from longspan.attn.spec import AttnSpec
 from longspan.model.fused import COST, FusedLayer, Product, Rotary, check_known, check_rows, norm_of, spread
 from longspan.model.step import Attend, SingleTokens
 from longspan.native.chain import Args, Chain, LinearArgs, PagedArgs, StoreArgs, fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger("longspan")
 _PROBE = 64
@@ -41,21 +44,11 @@ RotaryOf = Callable[[Tensor, Tensor], Rotary]
 class WholeStep:
     """Computes logits of single tokens by a prepared chain of kernels.
 
-    Args:
-        module: the model. The last norm and the embeddings come from it.
-        layers: all layers of the model.
-
-    Raises:
-        ValueError: for a model of another form.
+    `layers` are all layers of the model, and `module` has its last norm and its embeddings. Raise ValueError for a
+    model of another form.
     """
 
-    def __init__(
-        self,
-        module: Any,  # noqa: ANN401 - whatever its class
-        layers: Sequence[FusedLayer],
-        head: Product,
-        rotary: RotaryOf,
-    ) -> None:
+    def __init__(self, module: PreTrainedModel, layers: Sequence[FusedLayer], head: Product, rotary: RotaryOf) -> None:
         base = getattr(module, module.base_model_prefix)
         check_known(module, base)
         self._norm, epsilon = norm_of(base.norm)  # keeps the memory: the kernel has its address only
@@ -206,7 +199,7 @@ class RotaryTable:
 
 
 def whole_step(
-    module: Any,  # noqa: ANN401 - whatever its class
+    module: PreTrainedModel,
     layers: Sequence[FusedLayer],
     head: Product,
     rotary: RotaryOf,
@@ -239,13 +232,5 @@ def _store_args(spec: AttnSpec) -> StoreArgs:
 def _paged_args(spec: AttnSpec) -> PagedArgs:
     row, _ = _sizes(spec)
     dim = spec.head_dim
-    return PagedArgs(
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        dim=dim,
-        q_head=dim,
-        q_row=row,
-        out_head=dim,
-        out_row=row,
-        scale=spec.scale,
-    )
+    heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "dim": dim}
+    return PagedArgs(**heads, q_head=dim, q_row=row, out_head=dim, out_row=row, scale=spec.scale)

@@ -311,6 +311,7 @@ class Worker:
             finite.update(zip(packed.request_ids, chosen.isfinite().tolist(), strict=True))
         chunks = [one for one in packed.rows if one[1].stop - one[1].start > 1 or one[0] not in finite]
         if chunks:
+            assert output.last_hidden is not None, "such a step is computed layer by layer"
             # A sum is one pass over the numbers, and finite only if all of them are.
             are_finite = output.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
             all_finite = torch.stack([are_finite[rows].all() for _, rows in chunks]).tolist()
