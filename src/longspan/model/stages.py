@@ -2,7 +2,7 @@
 
 Layers of other stages are replaced by modules that return their input, so the model itself runs unmodified. A hook
 replaces the input of a stage's first layer by the hidden states from the stage before. So operations between the
-embedding and the first layer take effect once. A model that hands tokens to later layers keeps its embeddings in every stage.
+embedding and the first layer take effect once. If a model hands tokens to later layers, every stage keeps embeddings.
 """
 
 from __future__ import annotations
