@@ -72,7 +72,7 @@ def cut_pickle(folder: Path) -> None:
     cut(PICKLED, -300)(folder)
 
 
-# The kind of model, what happens to it, and what the error names.
+# The kind of checkpoint, the damage, and a part of the error text.
 DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "cut data": ("whole", cut(WEIGHTS, -100), WEIGHTS),
     "cut header": ("whole", cut(WEIGHTS, 200), WEIGHTS),

@@ -48,20 +48,20 @@ def triton_backend() -> AttentionBackend:
 
 
 class Recordable(TorchCpu):
-    """Computes by PyTorch what recordable kernels do, out of nothing but tensors of fixed sizes."""
+    """Computes by PyTorch as recordable kernels do, from tensors of fixed sizes only."""
 
     def is_recordable(self, spec: AttnSpec) -> bool:
         return spec.head_dim > 0
 
     def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores the first token once more in place of those that go nowhere."""
+        """Store the first token again for each padding token."""
         row = torch.where(blocks == NOWHERE, 0, torch.arange(len(blocks)))
         super().store(kv, blocks[row], offsets[row], k[:, row], v[:, row])
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         splits, size = plan.splits, kv.block_size
-        of_queries = splits.of_query.numpy()  # an operator would not be let through
-        assert (np.diff(of_queries) >= 0).all(), "splits of no query are behind all others"
+        of_queries = splits.of_query.numpy()  # an operator would be refused
+        assert (np.diff(of_queries) >= 0).all(), "padding splits are the last"
         assert (splits.first.numpy() < splits.last.numpy()).sum() == of_queries[-1], "and have no blocks"
         item, split = (torch.arange(len(one)) for one in (splits.blocks, splits.owner))
         of_split = (splits.first[:, None] <= item) & (item < splits.last[:, None])
@@ -91,14 +91,14 @@ class Decodes:
         self.change_pool(0)
 
     def change_pool(self, seed: int) -> None:
-        """Makes another, with a block before its first that nobody has: it would tell of tokens stored nowhere."""
+        """Make another pool, with an unused block before its first. A store at block -1 would change it."""
         generator = torch.Generator().manual_seed(seed)
         shapes = [(2, NUM_BLOCKS + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim) for spec in self.specs]
         self.pairs = [torch.randn(shape, generator=generator).to(self.device) for shape in shapes]
         self.kv = pool_of(self.pairs)
 
     def step(self, *stops: int, seed: int = 0) -> Tensor:
-        """Computes a token of each of some requests, of which it is the last of so many; returns the logits."""
+        """Compute the last token of requests with `stops` tokens. Return the logits."""
         generator = torch.Generator().manual_seed(seed)
         num_tokens, positions = len(stops), torch.tensor(stops) - 1
         tokens = torch.randint(0, 199, (64,), generator=generator)[:num_tokens]
@@ -151,8 +151,8 @@ class AtOnce(ByLayers):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_replay_computes_what_the_layers_do(folders: dict[str, Path], name: str) -> None:
-    """In sizes of graphs and between them; contexts grow and shrink, and the pool changes."""
+def test_a_replay_agrees_with_the_layers(folders: dict[str, Path], name: str) -> None:
+    """Batches have the size of a graph or are padded, contexts grow and shrink, and the pool changes."""
     tape = Tape()
     decodes = Decodes(folders[name], tape, Recordable())
     for number, stops in enumerate([(1,), (40, 3, 17), (8, 16, 9, 31), (150, 1), (149, 2), (5, 99, 7, 64, 33)]):
@@ -260,7 +260,7 @@ def compare_steps(folder: Path, record: Record, device: str = "cpu") -> None:
 
 
 def compare_neighbours(folder: Path) -> None:
-    """Three tokens beside padding, and beside one of a longer request: it is the same graph, or a larger one."""
+    """Compute three tokens with padding, and with a token of a longer request, in the same graph or a larger one."""
     tape = Tape()
     decodes = Decodes(folder, tape, triton_backend())
     alone = decodes.step(9, 30, 17)
@@ -298,7 +298,7 @@ def assign(numbers: Tensor) -> None:
     ],
     ids=["item", "if", "nonzero", "mask", "assign"],
 )
-def test_what_the_host_reads_is_found(read: Callable[[Tensor], object]) -> None:
+def test_reads_of_the_host_are_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
     with graph_step._WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does
@@ -326,7 +326,7 @@ def test_a_buffer_is_filled_and_padded() -> None:
 
 
 def test_arrays_go_to_a_device_in_one_copy() -> None:
-    """One without memory; those that are there already stay."""
+    """A device without memory gets a copy. Arrays on the device are not copied."""
     here = torch.arange(3), torch.arange(5)
     assert on_device(here, torch.device("cpu")) is here
     there = on_device(here, torch.device("meta"))
@@ -335,7 +335,7 @@ def test_arrays_go_to_a_device_in_one_copy() -> None:
 
 
 class FakeCuda:
-    """Stands for PyTorch's CUDA graphs and streams; the whole device must not be waited for."""
+    """Replaces PyTorch's CUDA graphs and streams, and fails if the whole device is synchronised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools, self.replayed = list[Any](), list[Any]()

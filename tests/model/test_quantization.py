@@ -1,4 +1,4 @@
-"""Weight files with levels, and who may ask for them."""
+"""Weight files with levels, and the engines that may use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = WeightForm(dtype="bfloat16")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_file_has_levels_and_the_weights_that_they_stand_for(tiny: Path, quantization: Quantization) -> None:
+def test_a_file_has_levels_and_the_dequantised_weights(tiny: Path, quantization: Quantization) -> None:
     plain = StoredTensors(ensure_weights(tiny, PLAIN), CPU)
     file = ensure_weights(tiny, WeightForm(dtype="bfloat16", quantization=quantization))
     tensors, levels = StoredTensors(file, CPU), map_levels(file)

@@ -20,7 +20,7 @@ def test_more_ranks_than_heads_are_refused(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("name", "inputs"), [("self_attn.o_proj", 96), ("mlp.down_proj", 128)])
-def test_what_ranks_add_up_is_the_whole_projection_with_its_bias_once(name: str, inputs: int) -> None:
+def test_the_sum_over_ranks_is_the_whole_projection_with_its_bias_once(name: str, inputs: int) -> None:
     spec = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=16, scale=1.0, window=None, softcap=None)
     weight, bias, given = torch.randn(96, inputs), torch.randn(96), torch.randn(5, inputs)
     total, first = torch.zeros(5, 96), 0

@@ -230,13 +230,13 @@ def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1)) -> Observed:
     """Run a model with the attention `PROBE`, and record the arguments of its layers."""
     observed = Observed(specs={}, arguments=[])
 
-    def before(_layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        named = dict(named)
-        hidden: Tensor = given[0] if given else named.pop("hidden_states")
+    def before(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        hidden: Tensor = args[0] if args else kwargs.pop("hidden_states")
         observed.passed_width = hidden.numel() // len(tokens)
-        observed.arguments += _tensors((given[1:], tuple(named.values())))
+        observed.arguments += _tensors((args[1:], tuple(kwargs.values())))
 
-    def after(_layer: nn.Module, _given: object, output: object) -> None:
+    def after(_layer: nn.Module, _args: object, output: object) -> None:
         observed.returns_tuples = isinstance(output, tuple)
 
     hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in decoder_layers(model)]

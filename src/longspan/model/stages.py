@@ -56,30 +56,32 @@ class Stage:
             if not info.reads_tokens:
                 width = module.get_input_embeddings().weight.shape[1]
                 module.set_input_embeddings(_NoEmbedding(width, module.dtype))
-            own[layers.start].register_forward_pre_hook(self._take, with_kwargs=True)
+            own[layers.start].register_forward_pre_hook(self._replace_input, with_kwargs=True)
         if not self.is_last:
             module.set_output_embeddings(nn.Identity())
-            own[layers.stop - 1].register_forward_hook(self._give, with_kwargs=True)
+            own[layers.stop - 1].register_forward_hook(self._keep_output, with_kwargs=True)
 
-    def _take(self, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _replace_input(
+        self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """Replace the input of the first layer by the hidden states from the stage before."""
         passed = self._current.state.hidden
         if passed is None:  # `Model.layer_arguments`
-            return given, named
+            return args, kwargs
         hidden, shared = passed.split([self._passed_width, self._received_kv.width], dim=-1)
-        self._received_kv.put(shared, named)
-        replaced = named["hidden_states"] if "hidden_states" in named else given[0]
+        self._received_kv.put(shared, kwargs)
+        replaced = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         *before, num_tokens, width = replaced.shape  # some models have several hidden states of a token
         hidden = hidden.view(num_tokens, *before, width).movedim(0, -2)
-        if "hidden_states" in named:
-            return given, {**named, "hidden_states": hidden}
-        return (hidden, *given[1:]), named
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": hidden}
+        return (hidden, *args[1:]), kwargs
 
-    def _give(self, _layer: nn.Module, _given: object, named: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
+    def _keep_output(self, _layer: nn.Module, _args: object, kwargs: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
         """Keep the hidden states of the last layer for the next stage."""
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         hidden = hidden.movedim(-2, 0).reshape(1, -1, self._passed_width)
-        shared = self._sent_kv.get(named) if self._sent_kv.width else []
+        shared = self._sent_kv.get(kwargs) if self._sent_kv.width else []
         self._current.state.passed = torch.cat((hidden, *shared), dim=-1) if shared else hidden
 
 
@@ -105,17 +107,17 @@ class _SharedKv:
         self._shapes = {name: (spec.num_kv_heads, spec.head_dim) for name, spec in sorted(stored.items())}
         self.width = sum(2 * heads * dim for heads, dim in self._shapes.values())
 
-    def get(self, named: Mapping[str, Any]) -> list[Tensor]:
+    def get(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the shared keys and values from a layer's arguments, as tensors `[1, tokens, elements]`."""
-        pairs = [named[_SHARED][name] for name in self._shapes]
+        pairs = [kwargs[_SHARED][name] for name in self._shapes]
         return [tensor.transpose(1, 2).flatten(2) for pair in pairs for tensor in pair]
 
-    def put(self, packed: Tensor, named: Mapping[str, Any]) -> None:
+    def put(self, packed: Tensor, kwargs: Mapping[str, Any]) -> None:
         """Put the shared keys and values of an earlier stage, `[1, tokens, width]`, into a layer's arguments."""
         sizes = [heads * dim for heads, dim in self._shapes.values() for _ in range(2)]
         pieces = iter(packed.split(sizes, dim=-1))
         for name, shape in self._shapes.items():
-            named[_SHARED][name] = tuple(next(pieces).unflatten(2, shape).transpose(1, 2) for _ in range(2))
+            kwargs[_SHARED][name] = tuple(next(pieces).unflatten(2, shape).transpose(1, 2) for _ in range(2))
 
 
 class PassThrough(nn.Module):
@@ -149,13 +151,13 @@ def recorded_arguments(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, di
     def record(number: int, layer: nn.Module) -> Callable[..., Any]:
         signature = _signature(type(layer).forward)
 
-        def forward(*given: object, **named: object) -> Any:  # noqa: ANN401 - the hidden states
-            bound = signature.bind(layer, *given, **named).arguments
+        def forward(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - the hidden states
+            bound = signature.bind(layer, *args, **kwargs).arguments
             extra = {name: bound.pop(name) for name in list(bound) if signature.parameters[name].kind is _VAR_KEYWORD}
             recorded[number] = {**bound, **{name: value for some in extra.values() for name, value in some.items()}}
             if number == last:
                 raise _AllRecorded
-            return given[0] if given else named["hidden_states"]
+            return args[0] if args else kwargs["hidden_states"]
 
         return forward
 
