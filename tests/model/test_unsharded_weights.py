@@ -38,7 +38,6 @@ from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare
-from longspan.model.step import Rows
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
 from longspan.runtime.block_records import kv_record
@@ -214,8 +213,7 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
             comm = StepComm(StepLanes.one(transport), forward.number, cluster=cluster, rank=me, num_layers=layers)
             attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
             if len(packed.tokens):
-                numbers = {name: getattr(packed, name) for name in ("tokens", "positions", "keep", "rope_lengths")}
-                found = model.trunk.run(Rows(**numbers), attention, reduce=comm.all_reduce).result
+                found = model.trunk.run(packed, attention, reduce=comm.all_reduce).result
                 logits[me].update(zip(packed.request_ids, found, strict=True))
             else:
                 with model.summed_by(comm.all_reduce):

@@ -23,7 +23,6 @@ from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
-from longspan.model.step import Rows
 from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
@@ -200,9 +199,8 @@ class Worker:
         scored: tuple[Scored, ...] = ()
         non_finite: tuple[int, ...] = ()
         if len(packed.tokens):
-            numbers = {name: getattr(packed, name) for name in ("tokens", "positions", "keep", "rope_lengths")}
             hidden = self._receive_hidden(packed, comm)
-            output = self._model.trunk.run(Rows(**numbers), attention, hidden=hidden, reduce=comm.all_reduce)
+            output = self._model.trunk.run(packed, attention, hidden=hidden, reduce=comm.all_reduce)
             if not self._is_last:
                 self._send_hidden(output.result, comm)
                 self._expect_samples(packed, comm)
