@@ -151,7 +151,7 @@ class AtOnce(ByLayers):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_replay_agrees_with_the_layers(folders: dict[str, Path], name: str) -> None:
+def test_a_replay_equals_the_layers(folders: dict[str, Path], name: str) -> None:
     """Batches have the size of a graph or are padded, contexts grow and shrink, and the pool changes."""
     tape = Tape()
     decodes = Decodes(folders[name], tape, Recordable())
@@ -298,7 +298,7 @@ def assign(numbers: Tensor) -> None:
     ],
     ids=["item", "if", "nonzero", "mask", "assign"],
 )
-def test_reads_of_the_host_are_found(read: Callable[[Tensor], object]) -> None:
+def test_reads_by_the_host_are_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
     with graph_step._WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does

@@ -162,7 +162,7 @@ def has_no_length(model: PreTrainedModel) -> None:
         (has_no_length, r"config\.json has no max_position_embeddings; add it"),
     ],
 )
-def test_models_that_only_a_dry_run_can_refuse_are_refused(
+def test_mistakes_that_only_a_dry_run_finds_are_refused(
     change: Callable[[PreTrainedModel], None], reason: str, tmp_path: Path
 ) -> None:
     config = LlamaConfig(**SMALL)
@@ -238,7 +238,7 @@ def test_only_needed_files_are_fetched_from_the_hub(
     assert sorted(file.name for file in tmp_path.iterdir()) == fetched
 
 
-def test_a_hub_repository_without_a_configuration_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_folder_without_a_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(ModelError, match=r"has no config\.json; give a folder in Hugging Face's format"):
         source._folder("some/model", with_weights=False)
