@@ -51,7 +51,7 @@ class Model:
         info: the facts of the whole model.
         specs: the attention of each layer with this share of the heads; of all layers, also those of other stages.
         first_kv_heads: for each layer, the number of this share's first KV head in the whole model.
-        stage: the range of layers; None for all layers.
+        stage: the pipeline stage; None for all layers.
         layers: the modules of the layers, by number.
         copied_bytes: bytes of the parameters that are not views of the mapped weights.
         trunk: computes steps. The variant is chosen here.

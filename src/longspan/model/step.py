@@ -72,8 +72,8 @@ class CurrentStep:
     """The state of the call in progress, for the hooks and the replaced modules of one model.
 
     transformers hands the keyword arguments of a call to layers and attention, which is how `Attend` gets there.
-    It hands none to `rotary_emb`, to norms and to projections, and hooks cannot return a value to the caller. Those
-    read and write this state. Only `during` sets it, and a model computes one call at a time.
+    It hands none to `rotary_emb`, to norms and to projections, and hooks cannot return a value to the caller. So hooks
+    and replaced modules read and write this state. Only `during` sets it, and a model computes one call at a time.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The ways to compute a step of a model: layer by layer as transformers does, or a step of single tokens as a whole.
 
-`model.adapter` chooses one of them at load. `model.fused` may have replaced the forward of layers before. A variant is
-used only after it agreed with the plain forward on a few tokens at positions up to the context length.
+`Model` chooses one of them at load. Fused layers and whole steps are used only after a dry run, at positions up to the
+context length, agreed with the modules. A CUDA graph replays the operators of the plain forward.
 """
 
 from __future__ import annotations
