@@ -130,7 +130,7 @@ def test_a_time_in_whole_seconds_is_no_reason_to_remember(
     assert [file.suffix for file in (cache / "hashes").iterdir()] == [".json"]
 
 
-def test_a_damaged_record_is_written_anew(settled: None, tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_record_is_written_again(settled: None, tmp_path: Path, cache: Path) -> None:
     del settled
     path = tmp_path / "weights"
     path.write_bytes(b"a")
@@ -187,7 +187,7 @@ def test_hashes_are_found_without_the_right_to_write(
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    """Takes a quarter of an hour to read, and no room."""
+    """Make a sparse file that takes 15 minutes to read, and no disk space."""
     path = tmp_path / "endless"
     path.touch()
     os.truncate(path, 2**40)

@@ -223,7 +223,7 @@ def test_another_version_of_the_packaged_model_gets_a_folder_of_its_own(
 
 
 def test_a_profile_is_of_models_of_the_same_sizes_only(tmp_path: Path) -> None:
-    """In the same folder; other weights take the same time."""
+    """Models in one folder share a profile only if their sizes are equal. Other weights take the same time."""
 
     def key(name: str, seed: int) -> ProfileKey:
         folder = make_tiny(name, tmp_path / "m", seed)
@@ -255,7 +255,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_stays(
     assert not list(cache.glob("weights/*/"))
 
 
-def test_a_disk_without_room_for_the_weights_is_named_before_they_are_written(
+def test_a_disk_that_is_too_small_is_named_before_weights_are_written(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("llama", tmp_path / "m")
@@ -288,7 +288,7 @@ def test_starts_at_the_same_time_make_one_file(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text.count("to the cache, once") == 1
 
 
-def test_a_failure_leaves_nothing_of_what_was_begun(tmp_path: Path) -> None:
+def test_a_failure_leaves_no_partial_files(tmp_path: Path) -> None:
     def build(unfinished: Path) -> None:
         (unfinished / "part").touch()
         raise KeyboardInterrupt

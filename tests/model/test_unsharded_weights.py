@@ -1,4 +1,4 @@
-"""`alltoall` with unsharded weights on split instances: exact beside every other exchange, and to the byte.
+"""`alltoall` with unsharded weights on split instances: exact in steps with every other exchange, and to the byte.
 
 Ranks are threads with mailboxes, each with its share of a real model. The formulas are in docs/exchanges.md.
 """
@@ -102,7 +102,7 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
 
 @pytest.mark.parametrize("name", TINY)
 def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> None:
-    """With as many ranks as KV heads, with fewer, and with more, who have copies of them: nothing is sent twice."""
+    """No weight is sent twice if there are as many ranks as KV heads, or fewer, or more, which have copies of heads."""
     model = Model(prepare(str(folders[name]), dtype="float32"), CPU)
     for attention, tp in itertools.product(attention_modules(model.module).values(), (2, 3, 5)):
         whole, layer = dict(attention.named_parameters()), attention.layer_idx
@@ -118,7 +118,7 @@ def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> Non
 
 
 def weight_bytes(whole: dict[str, Tensor]) -> int:
-    """Of projections and their biases; norms are everywhere."""
+    """Bytes of projections and their biases. Every rank has the norms."""
     return sum(weight.nbytes for name, weight in whole.items() if "norm" not in name)
 
 
@@ -190,7 +190,7 @@ def steps_of(chosen: Sequence[int]) -> list[Forward]:
 
 
 def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[int, Tensor], list[Counter[str]]]:
-    """The logits after each request's latest token, the same bits on all its ranks; and bytes by kind, of each step."""
+    """Return logits after each request's latest token, equal on all its ranks, and the bytes of each step by kind."""
     files = prepare(str(folder), dtype="float32")
     models = [Model(files, CPU, tp_index=rank % tp, tp=tp) for rank in range(2 * tp)]
     apart = tuple(Location(host=rank % 2, device=rank) for rank in range(2 * tp))  # neighbours are on two hosts
@@ -214,12 +214,11 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
             layers = model.info.num_layers
             comm = StepComm(StepLanes.one(transport), forward.number, cluster=cluster, rank=me, num_layers=layers)
             attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
-            with model.summed_by(comm.all_reduce):
-                if len(packed.tokens):
-                    row = packed.tokens, packed.positions, packed.keep
-                    found = model.forward(*row, attention, packed.rope_lengths)
-                    logits[me].update(zip(packed.request_ids, found, strict=True))
-                else:
+            if len(packed.tokens):
+                found = model.trunk.run(packed, attention, reduce=comm.all_reduce).result
+                logits[me].update(zip(packed.request_ids, found, strict=True))
+            else:
+                with model.summed_by(comm.all_reduce):
                     attention.without_tokens(torch.float32, CPU)
             for (kind, _), num_bytes in comm.sent.items():
                 sent[forward.number][kind] += num_bytes
@@ -271,10 +270,10 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
     ("name", "tp"),
     [("llama", 2), ("llama", 3), ("phi3", 2), ("qwen2", 3), ("qwen3", 2), ("gemma2", 2), ("glm4", 2)],
 )
-def test_whole_weights_beside_all_other_exchanges(
+def test_whole_weights_with_all_other_exchanges(
     folders: dict[str, Path], oracles: dict[str, Oracle], name: str, tp: int
 ) -> None:
-    """Two instances; heads that do not divide, fused projections, biases, norms of heads, windows, partial rotation."""
+    """Two instances, heads that do not divide, fused projections, biases, head norms, windows, partial rotation."""
     forwards = steps_of(range(len(CHATS)))
     logits, sent = run_ranks(folders[name], tp, forwards)
     for index in range(len(CHATS)):

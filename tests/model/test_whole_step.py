@@ -22,7 +22,8 @@ from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import probe_positions
 from longspan.model.fused import Matrix, Product, Rotary, fuse_head, fuse_layers
 from longspan.model.quantization import quantise
-from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
+from longspan.model.step import Attend, SingleTokens
+from longspan.model.whole_step import RotaryTable, WholeStep, whole_step
 
 BLOCK_SIZE = 32
 
@@ -74,7 +75,7 @@ def random_pools(num_layers: int, num_blocks: int) -> tuple[PagedKv, ...]:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "phi3", "qwen2", "qwen3"])
-def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
+def test_a_whole_step_equals_the_layers(name: str) -> None:
     """Batches grow and shrink, and pools change: nothing of a step before is left."""
     model = Tiny(name)
     step = model.whole_step()
@@ -107,7 +108,7 @@ def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
         torch.testing.assert_close(found, own, atol=0.02 * own.abs().max().item(), rtol=0)
 
 
-def test_a_table_has_the_bits_of_what_it_keeps() -> None:
+def test_a_table_has_the_bits_of_its_entries() -> None:
     model = Tiny("llama")
     table = RotaryTable(model.rotary)
     for positions in ([3], [9000, 5, 5], [7], [1 << 17, 4], [(1 << 17) - 1]):
@@ -136,7 +137,7 @@ def test_a_model_with_more_to_it_is_found_out(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_whole_step_stands_for_known_classes_only() -> None:
+def test_a_whole_step_replaces_known_classes_only() -> None:
     """The class has the parts of Llama and computes the same, but nothing is known of its code."""
     model = Tiny("llama")
     model.module.__class__ = type("LlamaForCausalLM", (type(model.module),), {"__module__": __name__})
@@ -151,7 +152,7 @@ def longrope(folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["smollm2", "int4", "longrope"])
 def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not while prompts are computed beside, while times are recorded, nor if told not to; the tokens are the same."""
+    """Steps with prompts, recorded times or enforce_eager go layer by layer. The tokens are the same."""
     sizes: list[int] = []
     call = WholeStep.__call__
 
@@ -177,7 +178,7 @@ def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch
     assert found[0] == found[1] == found[2]
 
 
-def test_a_gate_has_as_many_bits_as_what_it_gates() -> None:
+def test_a_gate_has_the_bits_of_its_projection() -> None:
     weight = torch.zeros(32, 32).bfloat16()
     both = [Matrix(weight=weight, levels=quantise("up_proj", weight.float(), kind)) for kind in ("int4", "int8")]
     with pytest.raises(ValueError, match="different bits"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import LOCAL
-from longspan.model.whole_step import SingleTokens
+from longspan.model.step import SingleTokens
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.layerwise import Layerwise, LayerwiseStep
 from longspan.runtime.layerwise.layers import Arguments

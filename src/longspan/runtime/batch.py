@@ -25,6 +25,7 @@ from longspan.core.exchange import Exchange
 from longspan.core.owners import Owners
 from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
+from longspan.model.step import Rows
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
 
@@ -33,26 +34,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class Packed(Rows):
     """The share of a Forward that concerns one rank. All tensors are on the host.
 
     Attributes:
-        tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
         num_alone: the number of tokens before the tokens of layerwise exchanges. None without such parts.
         slots: the KV slots of all parts that store their KV before the exchange.
         channels: in the same order on every rank.
-        keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
+        samples: the sampling settings of the logits of each token in `keep`, for `request_ids`.
         rows: the packed rows of each request with tokens on this rank.
         unknown: tokens that this rank must receive or send before it computes.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    rope_lengths: Tensor
     num_alone: int | None
     slots: Slots
     channels: tuple[Channel, ...]
-    keep: Tensor
     samples: tuple[Sample, ...]
     request_ids: tuple[int, ...]
     rows: tuple[tuple[int, slice], ...]

@@ -23,6 +23,7 @@ from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
+from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, fill_unknown_tokens, pack
@@ -158,7 +159,7 @@ class Worker:
         """
         self._moves.close()
         self._layerwise.close()
-        self._model.forget_pool()
+        self._model.trunk.release_pool()
 
     def run(self, forward: Forward) -> messages.Done:
         """Compute this rank's share of a step, and sample."""
@@ -195,8 +196,7 @@ class Worker:
             moves=moves,
             host=self._host,
         )
-        with self._model.summed_by(comm.all_reduce):
-            sampled, scored, non_finite = self._compute(packed, comm, attention)
+        sampled, scored, non_finite = self._compute(packed, comm, attention)
         attention.finish()
         self._lanes.complete_sends()
         self._rebalances.complete_sends()
@@ -213,20 +213,21 @@ class Worker:
     def _compute(self, packed: Packed, comm: StepComm, attention: StepAttention) -> _Results:
         """Run the model, and send hidden states or samples to other stages. Return the results to report."""
         if not len(packed.tokens):
-            attention.without_tokens(self._dtype, self._device)
+            with self._model.summed_by(comm.all_reduce):
+                attention.without_tokens(self._dtype, self._device)
             return (), (), ()
-        row = packed.tokens, packed.positions, packed.keep
-        output = self._model.forward(*row, attention, packed.rope_lengths, self._receive_hidden(packed, comm))
+        hidden = self._receive_hidden(packed, comm)
+        output = self._model.trunk.run(packed, attention, hidden=hidden, reduce=comm.all_reduce)
         if not self._is_last:
-            self._send_hidden(output, comm)
+            self._send_hidden(output.result, comm)
             self._expect_samples(packed, comm)
             return (), (), ()
-        tokens = self._sample(packed, output)
+        tokens = self._sample(packed, output.result)
         self._send_samples(tokens, comm)
         if self._shard:  # every rank of the last stage samples all tokens, the first one reports them
             return (), (), ()
-        sampled = tuple(self._sampled(packed, output, tokens))
-        scored = tuple(self._score(prompt) for prompt in packed.prompts)
+        sampled = tuple(self._sampled(packed, output.result, tokens))
+        scored = tuple(self._score(prompt, output) for prompt in packed.prompts)
         nan_ids = (scores.request_id for scores in scored if any(isnan(entry.logprob) for entry in scores.logprobs))
         return sampled, scored, (*self._non_finite(packed, output, tokens), *nan_ids)
 
@@ -297,7 +298,7 @@ class Worker:
                 error=request.error,
             )
 
-    def _non_finite(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> tuple[int, ...]:
+    def _non_finite(self, packed: Packed, output: Output, tokens: Sequence[int]) -> tuple[int, ...]:
         """List the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
 
         The residual stream carries NaN or infinity from any layer to the token's final hidden state and its logits.
@@ -306,24 +307,26 @@ class Worker:
         """
         finite: dict[int, bool] = {}
         if tokens:
+            logits = output.result
             chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
             finite.update(zip(packed.request_ids, chosen.isfinite().tolist(), strict=True))
         chunks = [(i, rows) for i, rows in packed.rows if rows.stop - rows.start > 1 or i not in finite]
         if chunks:
             # The sum needs one pass, and is finite only if all numbers are finite.
-            are_finite = self._model.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
+            assert output.last_hidden is not None, "such a step is computed layer by layer"
+            are_finite = output.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
             all_finite = torch.stack([are_finite[rows].all() for _, rows in chunks]).tolist()
             for (request_id, _), is_finite in zip(chunks, all_finite, strict=True):
                 finite[request_id] = finite.get(request_id, True) and is_finite
         return tuple(request_id for request_id, is_finite in finite.items() if not is_finite)
 
-    def _score(self, prompt: PromptRows) -> Scored:
-        """Return the logprobs of prompt tokens after `Model.forward`, with logits of one tile of tokens at a time."""
+    def _score(self, prompt: PromptRows, output: Output) -> Scored:
+        """Return the logprobs of prompt tokens. Compute their logits one tile of tokens at a time."""
         num_top = self._requests[prompt.request_id].sampling.prompt_logprobs or 0
         logprobs: list[TokenLogprobs] = []
         for start in range(0, len(prompt.rows), _LOGITS_TILE):
             targets = prompt.targets[start : start + _LOGITS_TILE]
-            logits = self._model.logits(prompt.rows[start : start + _LOGITS_TILE])
+            logits = output.logits(prompt.rows[start : start + _LOGITS_TILE])
             logprobs += token_logprobs(logits, targets, [num_top] * len(targets))
         return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(logprobs))
 

@@ -19,7 +19,7 @@ from longspan.core.runs import positions
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, head_counts
 from longspan.model.stages import LayerArguments
-from longspan.model.whole_step import Attend
+from longspan.model.step import Attend
 from longspan.runtime.batch import Channel
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
