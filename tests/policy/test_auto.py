@@ -18,7 +18,9 @@ from longspan.core.cluster import Location
 from longspan.core.policy import NoOptions, Policy
 from longspan.core.view import ClusterView, Plan
 from longspan.errors import ParameterError
-from longspan.policy.auto import Auto, Choice
+from longspan.policy.auto.candidates import CandidateGroups, Costs, Load, SizeTimes
+from longspan.policy.auto.estimates import Estimates
+from longspan.policy.auto.observation import Arrivals
 from longspan.policy.batching import Batch, single_part
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
@@ -126,16 +128,16 @@ def test_short_prompts_of_a_burst_pass_long_ones_but_not_for_ever() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "group"), [(0.2, (0, 1, 2, 3)), (100.0, (0,))])
-def test_a_group_is_worth_waiting_for_if_it_is_soon_free(wait_s: float, group: tuple[int, ...]) -> None:
-    """One instance is idle, the others are busy for so long."""
-    facts = machine(1, 2, 4, start_s=0.001)
-    auto = make_policy("auto", num_instances=4, options={}, facts=facts)
-    assert isinstance(auto, Auto)
-    num_groups = len(auto._choice.groups)
-    seconds = auto._choice.spread([times.seconds(6000) for times in auto._times.values()])
+def test_a_prompt_waits_for_a_larger_group_that_is_soon_idle(wait_s: float, group: tuple[int, ...]) -> None:
+    """Instance 0 is idle, and the others prefill for `wait_s` seconds."""
+    estimates = Estimates.of(machine(1, 2, 4, start_s=0.001), (), 4)
+    candidates = CandidateGroups([[0, 1, 2, 3]], estimates.prefill, {i: i for i in range(4)})
+    costs = Costs(candidates, estimates, Arrivals.in_steps_of(estimates.token_s), 4)
+    seconds = candidates.by_size(SizeTimes(estimates.prefill.values()).seconds(6000))
     waits = np.array([0.0, wait_s, wait_s, wait_s])
-    costs = auto._costs(seconds, float(seconds.min()), 0.0, 0.0, waits, np.zeros(num_groups))
-    assert auto._choice.groups[int(costs.argmin())] == group
+    load = Load(wait_s=waits, strains=np.zeros(len(candidates.groups)), answer_s=1.0)
+    found = costs.of(seconds, float(seconds.min()), 0.0, 0.0, load)
+    assert candidates.groups[int(found.argmin())] == group
 
 
 def test_a_further_turn_goes_where_all_of_it_is() -> None:
@@ -163,15 +165,15 @@ def test_groups_of_a_size_do_not_overlap(hosts: list[int], sizes: tuple[int, ...
     numbers = iter(range(9, 9 - sum(hosts), -1))
     places = [[next(numbers) for _ in range(size)] for size in hosts]
     everyone = [instance for host in places for instance in host]
-    choice = Choice(places, sizes, {instance: place for place, instance in enumerate(everyone)})
-    assert [len(group) for group in choice.groups] == groups == choice.sizes.tolist()
+    candidates = CandidateGroups(places, sizes, {instance: place for place, instance in enumerate(everyone)})
+    assert [len(group) for group in candidates.groups] == groups == candidates.sizes.tolist()
     for size in sizes:
-        members = [instance for group in choice.groups if len(group) == size for instance in group]
+        members = [instance for group in candidates.groups if len(group) == size for instance in group]
         assert len(members) == len(set(members))
     values = np.arange(1.0, len(everyone) + 1)
     ranks = dict(zip(everyone, values, strict=True))
-    assert choice.sums(values).tolist() == [sum(ranks[one] for one in group) for group in choice.groups]
-    assert choice.most(values).tolist() == [max(ranks[one] for one in group) for group in choice.groups]
+    assert candidates.sum(values).tolist() == [sum(ranks[one] for one in group) for group in candidates.groups]
+    assert candidates.max(values).tolist() == [max(ranks[one] for one in group) for group in candidates.groups]
 
 
 def test_a_document_leaves_instances_to_chats() -> None:
