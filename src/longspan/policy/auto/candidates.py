@@ -8,18 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.cost.profile import PrefillTime
-from longspan.policy.auto.estimates import Estimates
-from longspan.policy.auto.observation import MAX_BUSY, Arrivals, Numbers
-
-_BESIDE = 1.25
-"""Predicted prefill seconds are multiplied by this on instances that decode, where steps are shorter."""
-_MIN_PREFILL = 0.01
-"""Lower bound for predicted prefill seconds, in decode steps of one request: shorter times are measurement noise."""
-AHEAD = 4.0
-"""A prompt is assigned to an instance at most this many decode steps before the instance is free. A later decision uses
-fresher load.
-"""
+from longspan.policy.auto.estimates import Estimates, Numbers
+from longspan.policy.auto.history import MAX_BUSY, History
+from longspan.policy.auto.waiting import Waiting
 
 
 class CandidateGroups:
@@ -31,6 +22,7 @@ class CandidateGroups:
     Attributes:
         groups: ascending in size.
         sizes: of each group, `[num_groups]`.
+        places: of the members of each group among all instances.
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]], sizes: Collection[int], place: Mapping[int, int]) -> None:
@@ -43,94 +35,116 @@ class CandidateGroups:
                 self.groups += [tuple(group) for group in groups]
                 kinds += [kind] * len(groups)
         self._kinds = np.array(kinds)
-        self._places = np.array([place[instance] for group in self.groups for instance in group])
+        self.places = [np.array([place[instance] for instance in group]) for group in self.groups]
         self.sizes = np.array(list(map(len, self.groups)))
+        self._places = np.concatenate(self.places)
         self._starts = np.cumsum(self.sizes) - self.sizes
 
     def by_size(self, values: Numbers) -> Numbers:
         """Expand a per-size value to one value per candidate group: [num_groups]."""
-        return values[self._kinds]
+        expanded: Numbers = values[self._kinds]
+        return expanded
 
     def sum(self, values: Numbers) -> Numbers:
         """Sum a per-instance value over the members of each group: [num_groups]."""
         return np.add.reduceat(values[self._places], self._starts)
+
+    def members(self, *values: Numbers) -> list[Numbers]:
+        """Expand per-instance values to one value per member of each group: [sum of sizes]."""
+        return [one[self._places] for one in values]
+
+    def sum_members(self, values: Numbers) -> Numbers:
+        """Sum values of `members` over each group: [num_groups]."""
+        return np.add.reduceat(values, self._starts)
 
     def max(self, values: Numbers) -> Numbers:
         """Return the maximum of a per-instance value over the members of each group: [num_groups]."""
         return np.maximum.reduceat(values[self._places], self._starts)
 
 
-class SizeTimes:
-    """Prefill times of all group sizes as arrays: [num_sizes]."""
-
-    def __init__(self, times: Collection[PrefillTime]) -> None:
-        terms = [(one.start_s, one.token_s, one.cached_s, one.square_s) for one in times]
-        self._start_s, self._token_s, self._cached_s, self._square_s = np.array(terms).T
-
-    def seconds(self, new_tokens: int, cached_tokens: int = 0) -> Numbers:
-        per_token = self._token_s + self._cached_s * cached_tokens + self._square_s * new_tokens
-        found: Numbers = self._start_s + per_token * new_tokens
-        return found
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """The load of all instances while groups are chosen.
+    """The load of all instances while groups are chosen: [num_instances] each.
 
     Attributes:
-        wait_s: seconds until each instance has no prefill to do: [num_instances].
-        strains: slowdown of the answers on each group, in answers per second of prefill: [num_groups].
-        answer_s: seconds of a usual answer.
+        wait_s: seconds until each instance has no prefill to do.
+        token_s: expected mean time between tokens of a request that decodes there.
+        decodes: requests that decode there, if any does now.
     """
 
     wait_s: Numbers
-    strains: Numbers
-    answer_s: float
+    token_s: Numbers
+    decodes: Numbers
 
 
 class Costs:
-    """Prices candidate groups by the slowdowns that they cause.
+    """Prices candidate groups by how near they bring requests to their latency bounds.
 
     Args:
-        num_instances: of the cluster.
+        ttft_slowdown: bound for a first token, relative to the fastest group of the prompt.
+        tbt_slowdown: bound for the mean time between tokens of a request, relative to one that decodes alone.
     """
 
     def __init__(
-        self, candidates: CandidateGroups, estimates: Estimates, arrivals: Arrivals, num_instances: int
+        self,
+        candidates: CandidateGroups,
+        estimates: Estimates,
+        history: History,
+        ttft_slowdown: float,
+        tbt_slowdown: float,
     ) -> None:
-        self._candidates, self._arrivals, self._num_instances = candidates, arrivals, num_instances
-        self._group_sizes = tuple(estimates.prefill)
-        self.min_prefill_s, self.ahead_s = _MIN_PREFILL * estimates.token_s, AHEAD * estimates.token_s
+        self._candidates, self._history, self._sizes = candidates, history, estimates.sizes
+        self._max_ttft, self._max_tbt_s = ttft_slowdown, tbt_slowdown * estimates.token_s
 
-    def of(self, seconds: Numbers, fastest_s: float, slowness: float, now_s: float, load: Load) -> Numbers:
-        """Return the sum of slowdowns for each group on which a prompt takes these seconds: [num_groups].
+    def haste(self, waiting: Waiting, now_s: float) -> float:
+        """Return the cost of a second of delay for a waiting prompt: the derivative of `_penalty` at its TTFT."""
+        max_s = self._max_ttft * waiting.fastest_s
+        return 2 * min(1.0, (now_s - waiting.request.arrival_s + waiting.fastest_s) / max_s) / max_s
 
-        The slowdowns are those of the prompt's first token, relative to its fastest group; of prompts that wait behind
-        it or come later, for which more of the instances' time is spent, or which find no instance free; and of answers
-        on the group, which wait during the prefill.
+    def of(self, waiting: Waiting, seconds: Numbers, haste: float, now_s: float, load: Load) -> Numbers:
+        """Return the cost of each group on which a prompt takes these seconds: [num_groups].
+
+        The cost sums what the choice adds to the penalties of the prompt; of prompts that wait behind it or come later,
+        for which more of the instances' time is spent, or which find no instance free; and of answers on the group,
+        which wait during the prefill. Answers do not count for a prompt that is overdue.
 
         Args:
-            slowness: the sum of 1 / fastest_s over the prompts that wait behind this one.
+            haste: the sum over all prompts that wait behind this one.
         """
-        candidates, num_instances, wait_s = self._candidates, self._num_instances, load.wait_s
-        requests_per_s, busy = self._arrivals.rates(now_s)
-        slack = 1 - min(MAX_BUSY, busy / num_instances)
-        num_free, usual_s = int((wait_s <= self.ahead_s).sum()), self._arrivals.usual_s
-        usual_fastest_s = max(self.min_prefill_s, self._arrivals.usual_fastest_s)
-        queues_s = np.array([_queue_s(num_free - size, requests_per_s, usual_s) for size in self._group_sizes])
+        candidates, num_instances, wait_s = self._candidates, len(load.wait_s), load.wait_s
+        requests_per_s, busy = self._history.rates(now_s)
+        num_free = int((wait_s <= 0).sum())
+        usual_s, usual_fastest_s, fastest_s = self._history.usual_s, self._history.usual_fastest_s, waiting.fastest_s
+        queues_s = np.array([_queue_s(num_free - size, requests_per_s, usual_s) for size in self._sizes])
 
         begins_s = candidates.max(wait_s)
         idle_s = candidates.sizes * begins_s - candidates.sum(wait_s)
         single_s = seconds[:num_instances].min()
         more_s = np.maximum(0.0, idle_s + candidates.sizes * seconds - single_s) / num_instances
-        seconds = np.where(load.strains > 0, _BESIDE * seconds, seconds)
         held_up_s = np.minimum(np.maximum(0.0, seconds / 2 - usual_s), candidates.by_size(queues_s))
-        coming = requests_per_s * seconds
-        costs: Numbers = (begins_s + seconds) / fastest_s + slowness * more_s
-        costs += load.strains * seconds / load.answer_s
-        costs += coming * more_s / (slack * max(usual_fastest_s, fastest_s))
-        costs += coming * held_up_s / max(usual_fastest_s, usual_s)
+        slack = 1 - min(MAX_BUSY, busy / num_instances)
+        later_s = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
+
+        ttft_s = now_s - waiting.request.arrival_s + begins_s + seconds
+        costs: Numbers = _penalty(ttft_s / (self._max_ttft * fastest_s)) + haste * more_s
+        costs += 2 / self._max_ttft**2 * requests_per_s * seconds * later_s
+        if now_s < waiting.overdue_s:
+            costs += self._answers(seconds / self._history.answer_tokens, load)
         return costs
+
+    def _answers(self, more_s: Numbers, load: Load) -> Numbers:
+        """Return the penalties that more seconds per token add to the answers on each group: [num_groups]."""
+        before, decodes = self._candidates.members(load.token_s / self._max_tbt_s, load.decodes)
+        after = before + np.repeat(more_s / self._max_tbt_s, self._candidates.sizes)
+        return self._candidates.sum_members(decodes * (_penalty(after) - _penalty(before)))
+
+
+def _penalty(part: Numbers) -> Numbers:
+    """Return the penalty of a latency that is this part of its bound: its square, and a line beyond the bound.
+
+    Short delays far from the bound cost little. Beyond it, each further second costs as much as at the bound.
+    """
+    return np.where(part < 1, part * part, 2 * part - 1)
 
 
 def _queue_s(number: int, requests_per_s: float, service_s: float) -> float:

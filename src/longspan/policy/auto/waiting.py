@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from longspan.core.view import RequestView
-from longspan.policy.auto.observation import InstanceState
+from longspan.policy.auto.observation import Observation
 
 
 @dataclass(slots=True)
@@ -15,12 +18,14 @@ class Waiting:
 
     Attributes:
         fastest_s: seconds on its fastest group, by the prefix that was cached at its arrival.
+        overdue_s: from here on it comes before all prompts that arrived later, see `WaitingQueue`.
         group: the assigned group, or empty.
         seconds, num_blocks: the prefill on the assigned group, and the blocks that it needs there.
     """
 
     request: RequestView
     fastest_s: float
+    overdue_s: float
     group: tuple[int, ...] = ()
     seconds: float = 0.0
     num_blocks: int = 0
@@ -29,15 +34,21 @@ class Waiting:
 class WaitingQueue:
     """Requests that wait for a group, or for admission on their group.
 
+    Short prompts of a burst pass long ones until these are overdue: until they have waited for `overtaking` times
+    as long as first come, first served would take, if instances did nothing but prefills.
+
     Attributes:
         new: requests that arrived or were preempted, and could not start since; by id.
         assigned: requests with a group, in the order of assignment; by id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_instances: int, overtaking: float) -> None:
+        self._num_instances, self._overtaking = num_instances, overtaking
         self.new: dict[int, RequestView] = {}
         self.assigned: dict[int, Waiting] = {}
         self._startable: dict[int, Waiting] = {}
+        self._served_s = 0.0
+        """When all prompts so far would be done, first come, first served."""
 
     def add(self, request: RequestView) -> None:
         self.new[request.id] = request
@@ -50,29 +61,44 @@ class WaitingQueue:
         for request_id in [request_id for request_id, one in self.assigned.items() if one.request.group]:
             self.remove(request_id)
 
-    def started(self, request: RequestView, fastest_s: float) -> None:
-        self._startable[request.id] = Waiting(request, fastest_s)
+    def started(self, request: RequestView, fastest_s: float, single_s: float) -> None:
+        """Add a request that can start, which takes `single_s` on one instance."""
+        arrival_s = request.arrival_s
+        self._served_s = max(self._served_s, arrival_s) + single_s / self._num_instances
+        overdue_s = arrival_s + self._overtaking * (self._served_s - arrival_s)
+        self._startable[request.id] = Waiting(request, fastest_s, overdue_s)
 
-    def unassigned(self) -> Iterator[Waiting]:
-        """Yield the requests that can start and have no group."""
-        assigned = self.assigned
-        for request_id, waiting in self._startable.items():
-            if request_id not in assigned and waiting.request.residency.can_start:
-                yield waiting
+    def ordered(self, now_s: float) -> list[Waiting]:
+        """Return the requests that can start and have no group.
+
+        Overdue requests come first. The others are ordered by their wait over the square root of their seconds, between
+        first come, first served and the highest response ratio.
+        """
+        able = [
+            waiting
+            for request_id, waiting in self._startable.items()
+            if request_id not in self.assigned and waiting.request.residency.can_start
+        ]
+        able.sort(
+            key=lambda one: (
+                min(one.overdue_s, now_s),
+                (one.request.arrival_s - now_s) / math.sqrt(one.fastest_s),
+                one.fastest_s,
+            )
+        )
+        return able
 
     def assign(self, waiting: Waiting, group: tuple[int, ...], seconds: float, num_blocks: int) -> None:
         waiting.group, waiting.seconds, waiting.num_blocks = group, seconds, num_blocks
         self.assigned[waiting.request.id] = waiting
 
-    def reconsider(self, states: Mapping[int, InstanceState]) -> None:
+    def reconsider(self, seen: Observation, place: Mapping[int, int]) -> None:
         """Take back assigned groups that lack blocks or slots. Add the seconds of the others to their instances."""
         for request_id, waiting in list(self.assigned.items()):
-            members = [states[i] for i in waiting.group]
-            has_blocks = sum([max(0, one.free_blocks) for one in members]) >= waiting.num_blocks
-            has_slots = waiting.request.residency.can_start and all(one.free_slots > 0 for one in members)
+            members = [place[i] for i in waiting.group]
+            has_blocks = np.maximum(0, seen.free_blocks[members]).sum() >= waiting.num_blocks
+            has_slots = waiting.request.residency.can_start and seen.free_slots[members].min() > 0
             if has_blocks and has_slots:
-                end_s = max([one.wait_s for one in members]) + waiting.seconds
-                for one in members:
-                    one.wait_s = end_s
+                seen.wait_s[members] = seen.wait_s[members].max() + waiting.seconds
             else:
                 del self.assigned[request_id]
