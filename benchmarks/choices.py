@@ -241,15 +241,21 @@ def _references(
     offline = requests.one_by_one(0.0)
     groups = "fixed-sp 2" if cluster == _MEASURED else "fixed-sp 4"
     names = [one for one in ("chunked", groups) if _is_possible(cluster, workload, one, files)]
-    highest = max(number / _experiment(cluster, policy, files).run(offline).makespan_s for policy in names)
+    runs = [_experiment(cluster, policy, files).run(offline) for policy in names]
+    highest = max(len(run.served) / run.makespan_s for run in runs)
     alone = requests.one_by_one(_GAP_S)
     first = replace(alone, arrivals=[replace(one, output_len=1) for one in alone.arrivals])
     quickest: Result = _experiment(cluster, "context", files).run(first)
-    steady: Result = _experiment(cluster, "chunked" if "chunked" in names else "context", files).run(alone)
-    ttft_s = {one.index: one.ttft_s for one in quickest.served}
-    for one in steady.served:
-        ttft_s[one.index] = min(ttft_s[one.index], one.ttft_s)
-    return highest, ttft_s, {one.index: one.mean_tbt_s for one in steady.served}
+    ttft_s, tbt_s = {one.index: one.ttft_s for one in quickest.served}, dict[int, float]()
+    if "chunked" in names:
+        for one in _experiment(cluster, "chunked", files).run(alone).served:
+            ttft_s[one.index], tbt_s[one.index] = min(ttft_s[one.index], one.ttft_s), one.mean_tbt_s
+    if len(tbt_s) < number:  # prompts beyond one instance
+        rest = replace(alone, arrivals=[one for index, one in enumerate(alone.arrivals) if index not in tbt_s])
+        indices = [index for index in range(number) if index not in tbt_s]
+        shared: Result = _experiment(cluster, "context", files).run(rest)
+        tbt_s |= {indices[one.index]: one.mean_tbt_s for one in shared.served}
+    return highest, ttft_s, tbt_s
 
 
 @lru_cache(maxsize=16)

@@ -52,7 +52,7 @@ class AutoOptions(GroupOptions):
     target_tbt: float | Literal["auto"] = "auto"
     ttft_slowdown: float = 5.0
     tbt_slowdown: float = 3.0
-    overtaking: float = 1.25
+    overtaking: float = 1.5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -93,7 +93,7 @@ class Costs:
         ttft_slowdown: float,
         tbt_slowdown: float,
     ) -> None:
-        self._candidates, self._history, self._sizes = candidates, history, estimates.sizes
+        self._candidates, self._history = candidates, history
         self._max_ttft, self._max_tbt_s = ttft_slowdown, tbt_slowdown * estimates.token_s
 
     def haste(self, waiting: Waiting, now_s: float) -> float:
@@ -113,15 +113,16 @@ class Costs:
         """
         candidates, num_instances, wait_s = self._candidates, len(load.wait_s), load.wait_s
         requests_per_s, busy = self._history.rates(now_s)
-        num_free = int((wait_s <= 0).sum())
+        free = wait_s <= 0
         usual_s, usual_fastest_s, fastest_s = self._history.usual_s, self._history.usual_fastest_s, waiting.fastest_s
-        queues_s = np.array([_queue_s(num_free - size, requests_per_s, usual_s) for size in self._sizes])
-
         begins_s = candidates.max(wait_s)
         idle_s = candidates.sizes * begins_s - candidates.sum(wait_s)
         single_s = seconds[:num_instances].min()
         more_s = np.maximum(0.0, idle_s + candidates.sizes * seconds - single_s) / num_instances
-        held_up_s = np.minimum(np.maximum(0.0, seconds / 2 - usual_s), candidates.by_size(queues_s))
+        queues_s = _queues_s(int(free.sum()), requests_per_s, usual_s)
+        longest_s = np.maximum(0.0, seconds / 2 - usual_s)
+        held_up_s = np.minimum(longest_s, queues_s[-1 - candidates.sum(free.astype(float)).astype(int)])
+        held_up_s -= np.minimum(longest_s, queues_s[-1])
         slack = 1 - min(MAX_BUSY, busy / num_instances)
         later_s = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
 
@@ -147,7 +148,10 @@ def _penalty(part: Numbers) -> Numbers:
     return np.where(part < 1, part * part, 2 * part - 1)
 
 
-def _queue_s(number: int, requests_per_s: float, service_s: float) -> float:
-    """Estimate the wait of a prompt for one of `number` free instances (roughly that of an M/M/c queue)."""
-    load = requests_per_s * service_s
-    return (load / number) ** number * service_s / (number - load) if number > load else math.inf
+def _queues_s(number: int, requests_per_s: float, service_s: float) -> Numbers:
+    """Estimate the waits of prompts for one of 0 to `number` free instances: [number + 1] (roughly M/M/c queues)."""
+    load, counts = requests_per_s * service_s, np.arange(number + 1)
+    waits_s = np.full(number + 1, math.inf)
+    enough = counts[counts > load]
+    waits_s[number + 1 - len(enough) :] = (load / enough) ** enough * service_s / (enough - load)
+    return waits_s

@@ -32,7 +32,7 @@ class History:
         self._token_s = self.usual_s = self.usual_fastest_s = token_s
         self.answer_tokens = _FIRST_ANSWER
         self._prompts: deque[tuple[float, float, float]] = deque(maxlen=_NUM_PROMPTS)
-        self._total_s, self._num_added = 0.0, 0
+        self._total_s, self._num_added, self._num_answers = 0.0, 0, 1
 
     @property
     def answer_s(self) -> float:
@@ -51,7 +51,8 @@ class History:
             self.usual_fastest_s = median([fastest for _, _, fastest in prompts])
 
     def add_answer(self, num_tokens: int) -> None:
-        self.answer_tokens += (num_tokens - self.answer_tokens) / _NUM_ANSWERS
+        self._num_answers = min(self._num_answers + 1, _NUM_ANSWERS)
+        self.answer_tokens += (num_tokens - self.answer_tokens) / self._num_answers
 
     def rates(self, now_s: float) -> tuple[float, float]:
         """Return prompts per second, and the seconds of one instance that they take per second.
