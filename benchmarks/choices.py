@@ -13,9 +13,9 @@ whichever is higher. Goodput is the fraction of requests that meet two limits. T
 idle cluster (by `context`, which shares every long prompt, or `chunked`). Their mean TBT is at most 3 times that of an
 idle cluster (by `chunked`, or by `context` for prompts beyond one instance).
 
-The exit code is 1 if `auto` fails in any cell: goodput below 0.98 of the best other policy's, TTFT P99 or TBT P99 above
-1.25 times that policy's, or E2E P50 above 1.1 times. On the mixture of chats and documents goodput must be 1.1 times as
-high, or 1.
+The exit code is 1 if `auto` fails in any cell, compared with the best other policy by goodput. Goodput must be at least
+0.98 of it. TTFT P99 and TBT P99 may be 1.25 times as long, and E2E P50 1.1 times. On the mixture of chats and
+documents goodput must be 1.1 times as high, or 1.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _SEED, _GAP_S = 1, 1000.0
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy in a cell; times are seconds, and goodput is a part of all requests."""
+    """A policy in a cell. Times are seconds, and goodput is a fraction of all requests."""
 
     cluster: str
     workload: str

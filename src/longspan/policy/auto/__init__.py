@@ -1,14 +1,14 @@
-"""The default policy: a group size for each prompt by what it costs all requests, and decodes where prefills are rare.
+"""The default policy: prefill groups by their cost for all requests, and decodes on instances with few prefills.
 
 A prompt gets a group when instances are free for it, and not before. `WaitingQueue` orders prompts by their wait
 relative to their length. A larger group computes the first token sooner, but uses more seconds of instances in all, for
 which other prompts wait. Prefills also delay the decodes on their instances. `Costs` sums these penalties, and
 `GroupAssignment` takes the group with the smallest sum.
 
-KV is sent, layer by layer while it is computed, to the instance that decodes the request (`DecodePlacement`): where a
-token takes least, for the request and for those that decode there. Prefills avoid instances that decode, and decodes
-avoid instances that prefill. So instances lean to one of the two by load, and back. A request that fits on no instance
-is decoded by the fewest instances with enough blocks.
+KV is sent, layer by layer while it is computed, to the instance that decodes the request. In `DecodePlacement` a
+token adds the fewest seconds there. Prefills avoid instances that decode, and
+decodes avoid instances that prefill. So instances lean to one of the two by load, and back. A request that fits on no
+instance is decoded by the fewest instances with enough blocks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AutoOptions(GroupOptions):
     target_tbt: float | Literal["auto"] = "auto"
     ttft_slowdown: float = 5.0
     tbt_slowdown: float = 3.0
-    overtaking: float = 1.5
+    overtaking: float = 1.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +120,7 @@ class Auto(Policy, name="auto"):
             seen = seen or self._observer.observe(view)
             router = Router(view, self._decode_only) if self._decode_only else None
             for waiting in ready:
-                for request in batch.waiting([waiting.request]):  # one that is not admitted stops no other
+                for request in batch.waiting([waiting.request]):  # a request that is not admitted stops no other
                     batch.add(self._first(request, waiting.group, batch.budget, seen, router))
         self._observer.scheduled(batch.parts, view.now_s)
         return joined([batch.plan(), decodes]) if self._decode_only else batch.plan()

@@ -17,7 +17,7 @@ from longspan.policy.auto.waiting import WaitingQueue
 from longspan.policy.batching import Budget
 
 _AHEAD = 4.0
-"""A prompt is assigned to an instance at most this many decode steps before the instance is free: two steps may be in
+"""A prompt is assigned to an instance at most this many decode steps before the instance is free. Two steps may be in
 flight, and two may be planned meanwhile. A later decision uses fresher load.
 """
 

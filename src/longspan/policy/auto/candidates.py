@@ -41,7 +41,7 @@ class CandidateGroups:
         self._starts = np.cumsum(self.sizes) - self.sizes
 
     def by_size(self, values: Numbers) -> Numbers:
-        """Expand a per-size value to one value per candidate group: [num_groups]."""
+        """Repeat per-size values for the candidate groups: [num_groups]."""
         expanded: Numbers = values[self._kinds]
         return expanded
 
@@ -50,7 +50,7 @@ class CandidateGroups:
         return np.add.reduceat(values[self._places], self._starts)
 
     def members(self, *values: Numbers) -> list[Numbers]:
-        """Expand per-instance values to one value per member of each group: [sum of sizes]."""
+        """Repeat per-instance values for the members of all groups: [sum of sizes]."""
         return [one[self._places] for one in values]
 
     def sum_members(self, values: Numbers) -> Numbers:

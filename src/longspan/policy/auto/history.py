@@ -18,7 +18,7 @@ MAX_BUSY = 0.9
 
 
 class History:
-    """Recent prompts and answers.
+    """Statistics of the last prompts and answers.
 
     Attributes:
         usual_s, usual_fastest_s: median seconds of recent prompts on one instance, and on their fastest groups.

@@ -19,7 +19,7 @@ _CHANGES_PER_COUNT = 64
 
 @dataclass(slots=True)
 class Observation:
-    """All instances while a plan is made: arrays of [num_instances], in the order of `Policy.instances`.
+    """The state of all instances while a plan is made: arrays of [num_instances], in the order of `Policy.instances`.
 
     Attributes:
         decodes: requests that decode here now, or after their prefill.
@@ -57,7 +57,7 @@ class Observer:
         self._free_at_s = dict.fromkeys(place, 0.0)
         """When planned steps are expected to be done with prefills."""
         self._admitted: dict[int, RequestView] = {}
-        """Requests that were admitted, and did more than decode at the last plan; by id."""
+        """Requests by id that were admitted, and did more than decode at the last plan."""
         self._busy: set[int] = set()
         """Instances with a prefill in flight."""
         self._context, self._counted, self._counted_at = (np.zeros(len(place)) for _ in range(3))
@@ -71,7 +71,7 @@ class Observer:
     def update(self, view: ClusterView) -> None:
         """Forget the requests that only decode by now, or have lost their KV."""
         self._busy.clear()
-        _ = view.running.due_blocks  # a few requests at each plan: those of many plans at once would take long
+        _ = view.running.due_blocks  # a few requests at each plan: many plans at once would take long
         for request_id, request in list(self._admitted.items()):
             if view.running.get(request_id) is None or not (
                 request.targets
@@ -111,7 +111,7 @@ class Observer:
         return self._prefilled_s
 
     def decode_s(self, group: Iterable[int], view: ClusterView) -> float:
-        """Predict a step of the requests that decode on a group now; 0 if there are none."""
+        """Predict a step of the requests that decode on a group now. It is 0 without requests."""
         admitted, running = self._admitted, view.running
         seconds = 0.0
         for instance in group:
@@ -166,7 +166,7 @@ class Observer:
         return ending, wait_s
 
     def _later_decodes(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Return requests that will decode on each instance, their tokens, and how many of them come from others."""
+        """Return the later decodes of each instance, their tokens, and how many of them have KV sent there."""
         place, counts = self._place, [[0] * len(self._place) for _ in range(3)]
         later, tokens, arriving = counts
         for request in self._admitted.values() if not self._has_roles else ():

@@ -32,7 +32,7 @@ class DecodePlacement:
     def targets(
         self, request: RequestView, group: tuple[int, ...], seen: Observation, now_s: float
     ) -> tuple[Target, ...]:
-        """Return the instance that decodes a request, or the fewest with enough blocks; none to stay on its group.
+        """Return the instance that decodes a request, or the fewest with enough blocks, or none to stay on its group.
 
         The cost is the seconds of its own tokens plus those it adds to the tokens of other requests there. An instance
         that prefills for a fraction of its time decodes in the rest of it.
@@ -69,7 +69,7 @@ class DecodePlacement:
         return ()
 
     def _num_decoders(self, seen: Observation, request: RequestView, now_s: float) -> int:
-        """Return how many instances should decode: those that prefills leave, or more if tokens would be slow."""
+        """Return how many instances should decode: as many as prefills leave, or more if tokens would be slow."""
         num_instances, step_s = len(self._instances), self._estimates.step_s
         decodes, context = 1 + float(seen.decodes.sum()), request.num_tokens + float(seen.context.sum())
         start_s = step_s(0.0, 0.0)

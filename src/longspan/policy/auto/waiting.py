@@ -34,8 +34,8 @@ class Waiting:
 class WaitingQueue:
     """Requests that wait for a group, or for admission on their group.
 
-    Short prompts of a burst pass long ones until these are overdue: until they have waited for `overtaking` times
-    as long as first come, first served would take, if instances did nothing but prefills.
+    Short prompts of a burst pass long ones until these are overdue. A prompt is overdue once it has waited for
+    `overtaking` times the time of first come, first served on instances that only prefill.
 
     Attributes:
         new: requests that arrived or were preempted, and could not start since; by id.
@@ -93,7 +93,7 @@ class WaitingQueue:
         self.assigned[waiting.request.id] = waiting
 
     def reconsider(self, seen: Observation, place: Mapping[int, int]) -> None:
-        """Take back assigned groups that lack blocks or slots. Add the seconds of the others to their instances."""
+        """Take back assigned groups that lack blocks or slots. Add the seconds of the kept ones to their instances."""
         for request_id, waiting in list(self.assigned.items()):
             members = [place[i] for i in waiting.group]
             has_blocks = np.maximum(0, seen.free_blocks[members]).sum() >= waiting.num_blocks
