@@ -48,7 +48,6 @@ class Model:
         recording: how to record such steps on the device; None if they cannot be recorded.
 
     Attributes:
-        info: the facts of the whole model.
         specs: the attention of each layer with this share of the heads; of all layers, also those of other stages.
         first_kv_heads: for each layer, the number of this share's first KV head in the whole model.
         stage: the pipeline stage; None for all layers.
@@ -71,7 +70,11 @@ class Model:
         whole_steps: bool = True,
         recording: Recording | None = None,
     ) -> None:
-        self.module = _skeleton(files) if skeleton is None else skeleton
+        if skeleton is None:
+            options = {"dtype": DTYPES[files.dtype], "attn_implementation": SERVE}
+            config = load_config(files.config_dir, files.trust_remote_code)
+            skeleton = build_skeleton(config, files.trust_remote_code, **options)
+        self.module = skeleton
         self._current = CurrentStep()
         self._stored = StoredTensors(files.weights, device) if stored is None else stored
         self.info = self._stored.info
@@ -170,11 +173,6 @@ class Model:
 
     def _rotary_of_positions(self, positions: Tensor) -> Rotary:
         return self.rotary(positions, torch.full_like(positions, int(positions.max()) + 1))
-
-
-def _skeleton(files: ModelFiles) -> PreTrainedModel:
-    config = load_config(files.config_dir, files.trust_remote_code)
-    return build_skeleton(config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=SERVE)
 
 
 def _serve(

