@@ -120,7 +120,7 @@ def test_outputs_are_as_long_as_asked_for_or_as_is_usual() -> None:
     ("options", "words"),
     [
         ({"policy": "context"}, "policy context is not simulated"),
-        ({"policy": "seesaw"}, "host_kv_gib must be more than 0 for policy seesaw"),
+        ({"policy": "seesaw"}, "host_kv_gib must be above 0"),
         ({"instances": 2}, "exclude each other"),
         ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "exclude each other"),
     ],
