@@ -124,9 +124,6 @@ class GroupAssignment:
 
         seconds = predict(request.num_tokens, 0)
         blocks = np.full(len(seconds), float(num_blocks))
-        if view.device_limit is not None:  # only all instances together read hosts
-            on_hosts = sum(map(view.kv.num_free, Budget(view, ()).hosts_of(request, self._instances)))
-            blocks[candidates.sizes == len(self._instances)] -= on_hosts
         shared = view.kv.match(request, self._instances)
         holders = {ref.pool for ref in shared.refs}.intersection(self._instances)
         hits = [((i,), view.kv.match(request, (i,))) for i in holders] if len(holders) > 1 else []
@@ -142,4 +139,7 @@ class GroupAssignment:
             rest = request.num_tokens - hit.num_tokens
             seconds[have] = predict(rest, hit.num_tokens)[have]
             blocks[have] = num_blocks - hit.num_held + sum(view.kv.hit_cost(hit, set()).values())
+        if view.device_limit is not None:  # only all instances together read hosts
+            on_hosts = sum(map(view.kv.num_free, Budget(view, ()).hosts_of(request, self._instances)))
+            blocks[candidates.sizes == len(self._instances)] -= on_hosts
         return seconds, blocks
