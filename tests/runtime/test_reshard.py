@@ -82,7 +82,7 @@ def test_another_spec_in_mid_stream(
 def test_what_does_not_fit_is_refused(tiny: Path) -> None:
     service = make_service(tiny, parallel="2", policy="chunked", **HOST)
     try:
-        with pytest.raises(ParameterError, match="13xpp5 takes 65 ranks, but a fleet has at most 64: start"):
+        with pytest.raises(ParameterError, match="13xpp5 takes 65 ranks, but a fleet grows to at most 64: start"):
             service.reshard("13xpp5")
         service.reshard("pp2")
         with pytest.raises(RuntimeError, match="a change of clusters is in progress"):

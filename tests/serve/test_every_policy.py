@@ -36,7 +36,7 @@ PHASES = {"prefill_parallel": "pp2", "decode_parallel": "tp2", "host_kv_gib": 0.
 EXACT = json.dumps({"levels": 2, "drop": 0.0})
 """Settings of sparse attention that drop no token."""
 DROPPING = json.dumps({"levels": 3, "drop": {"2": 0.5, "3": 0.9}})
-REMEDY = re.compile(r"\b(choose|give|start anew|allow|use|leave)\b")
+REMEDY = re.compile(r"\b(choose|give|start (?:anew|again|a new)|allow|use|leave)\b")
 
 
 @dataclass(frozen=True, kw_only=True)

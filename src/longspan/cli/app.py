@@ -54,7 +54,8 @@ def bench(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
 def run_process() -> NoReturn:
     """Run the command line of this process and end the process.
 
-    os._exit skips the unloading of modules, which takes 0.5 s and in which Python's own signal handlers are active.
+    os._exit skips the unloading of modules, which takes 0.5 s and in which Python's own signal handlers are active. It
+    also ends threads of a server's worker pools, which the interpreter would wait for or crash under.
     """
     try:
         main()

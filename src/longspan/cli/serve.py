@@ -51,7 +51,6 @@ def serve(
     Every flag can also be given as an environment variable: --max-model-len as LONGSPAN_MAX_MODEL_LEN.
     """
     from longspan.serve import errors, messages, run  # noqa: PLC0415 - other verbs do not wait for FastAPI
-    from longspan.serve.server import end_process_if_busy  # noqa: PLC0415
 
     variable = os.environ.pop(_KEY, None)  # read already, and not for child processes
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -70,12 +69,10 @@ def serve(
     tracer = None if otlp_traces_endpoint is None else _tracer(otlp_traces_endpoint)
     settings = replace(server, model_names=server.model_names or (model,), tracer=tracer, limits=limits)
     try:
-        code = asyncio.run(run.serve(setup, settings))
+        return asyncio.run(run.serve(setup, settings))
     except errors.EngineLostError as error:
         note(str(error))
-        code = 1
-    end_process_if_busy(code)
-    return code
+        return 1
 
 
 def _is_loopback(host: str) -> bool:

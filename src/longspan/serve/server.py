@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -342,7 +338,7 @@ class WorkerPool:
             raise QueueFullError(f"{self.num_waiting} {self._name} are waiting already")
         borrower = object()
         await self._limiter.acquire_on_behalf_of(borrower)
-        work = asyncio.ensure_future(run_sync(partial(_run, function, arguments), limiter=CapacityLimiter(1)))
+        work = asyncio.ensure_future(run_sync(partial(function, *arguments), limiter=CapacityLimiter(1)))
         work.add_done_callback(lambda _: self._limiter.release_on_behalf_of(borrower))
         try:
             return await asyncio.shield(work)
@@ -356,27 +352,3 @@ def _log_unexpected(work: asyncio.Future[Any]) -> None:
     error = None if work.cancelled() else work.exception()
     if error is not None and not isinstance(error, ServeError):
         _log.error("a request failed after its client had disconnected", exc_info=error)
-
-
-_busy_threads: set[int] = set()
-
-
-def _run(function: Callable[..., ResultT], arguments: Sequence[object]) -> ResultT:
-    _busy_threads.add(threading.get_ident())
-    try:
-        return function(*arguments)
-    finally:
-        _busy_threads.discard(threading.get_ident())
-
-
-def end_process_if_busy(code: int) -> None:
-    """End the process with this exit code if a function of a worker pool still runs, else return.
-
-    Such a function cannot be interrupted. The interpreter would wait for it, or crash when native code returns to it.
-    Exit functions run first.
-    """
-    if _busy_threads:
-        atexit._run_exitfuncs()  # noqa: SLF001 - as in multiprocessing, before os._exit
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
