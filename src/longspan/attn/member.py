@@ -285,7 +285,6 @@ def attend_runs(  # noqa: PLR0917 - queries and keys, each with positions
 
 
 def concatenated(partials: Sequence[Partial]) -> Partial:
-    """Join partial results of different queries, in order."""
     if len(partials) == 1:
         return partials[0]
     return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)

@@ -95,11 +95,9 @@ class Call:
         return self.parts.needed(kv_rank, self.spec.window)
 
     def own_kv(self) -> Message:
-        """Copy this member's keys and values of all parts into a message."""
         return pack_kv(self.parts, self.needed(self.group.rank), self.group.rank, self.kv)
 
     def empty_kv(self, source: int) -> Message:
-        """Allocate a message for the keys and values of another member."""
         return empty_kv_message(self.needed(source), self.spec.num_kv_heads, self.q)
 
     def all_kv(self) -> list[Message]:
@@ -172,7 +170,6 @@ class Call:
         return empty_partials([self._rows_shape(q_rank, kv_rank)], self.spec, self.q)
 
     def results_for(self, q_rank: int, partial: Partial) -> Message:
-        """Copy the partial results of queries of `q_rank` into a message."""
         message = self.empty_results(q_rank, self.group.rank)
         for target, tensor in zip(*partials_of(message), partial, strict=True) if message.payload_bytes else ():
             target.copy_(tensor)

@@ -32,7 +32,7 @@ class SparseGatherHidden(GatherHidden):
         kv: PagedKv,
         spec: AttnSpec,
         *,
-        setting: SparseSetting,
+        setting: SparseSetting | None,
         layer: int,
         num_layers: int,
         layers: Sequence[int],
