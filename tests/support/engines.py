@@ -14,6 +14,7 @@ from in_order import Fabric, InOrderTransport
 
 from longspan import LLM
 from longspan.attn.comm import Transport
+from longspan.attn.routing import DirectedTransport
 from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.step_comm import StepLanes
@@ -36,8 +37,6 @@ class InOrderLauncher(ThreadLauncher):
             return InOrderTransport(self.fabric, rank, name)
 
         def directed(name: str) -> Transport:
-            from longspan.attn.transports import DirectedTransport  # noqa: PLC0415 - not in every engine
-
             ways = [InOrderTransport(self.fabric, rank, f"{name} {way}", is_grouped=False) for way in ("up", "down")]
             return DirectedTransport(rank, *ways)
 

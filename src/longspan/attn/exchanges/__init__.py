@@ -18,11 +18,9 @@ from torch import Tensor
 from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.member import (
-    GatheredPart,
     MemberParts,
     PartRuns,
     QueryBatch,
-    attend_gathered,
     attend_runs,
     concatenated,
     empty_kv_message,
@@ -129,19 +127,6 @@ class Call:
             if part.q_runs[rank] and runs:
                 q = self.q[:, part.rows]
                 self.merge((index,), attend_runs(self.parts.backend, q, part.q_runs[rank], k, v, runs, self.spec))
-
-    def attend_joined(self, all_runs: Sequence[PartRuns], messages: Sequence[Message]) -> None:
-        """Attend this member's queries to the keys of all messages, joined in order of position, and write `out`.
-
-        Args:
-            all_runs: for each message the runs of each part. Together they leave no gap.
-        """
-        rank = self.group.rank
-        for index, part in enumerate(self.parts):
-            k, v = ([message.tensors[2 * index + kind] for message in messages] for kind in (0, 1))
-            q_runs, runs = part.q_runs[rank : rank + 1], [part_runs[index] for part_runs in all_runs]
-            gathered = GatheredPart(q_runs, [self.q[:, part.rows]], runs, k, v, [self.out[:, part.rows]])
-            attend_gathered(self.parts.backend, gathered, self.spec, dense=self.exchange.dense)
 
     # ---------------------------------------------------------------- queries that are sent
 
