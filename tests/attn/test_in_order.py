@@ -14,8 +14,8 @@ from longspan.attn.check import EXCHANGES, Request, attend, member_call
 from longspan.attn.collectives import all_reduce
 from longspan.attn.comm import CommError, Group, Message, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
+from longspan.attn.routing import DirectedTransport
 from longspan.attn.spec import AttnSpec
-from longspan.attn.transports import DirectedTransport
 from longspan.core.layouts import shard_span
 
 SPEC = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)

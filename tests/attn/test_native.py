@@ -256,7 +256,7 @@ def test_the_missing_part_is_named(tiny: Path, tmp_path: Path, monkeypatch: pyte
             native.build(tmp_path)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(native.os, "getuid", lambda: 12345)
-    with pytest.raises(native.UnavailableError, match="belongs to somebody else"):
+    with pytest.raises(native.UnavailableError, match="belongs to another user"):
         native.build(tmp_path)
 
 

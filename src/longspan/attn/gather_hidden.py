@@ -15,7 +15,8 @@ from torch import Tensor
 
 from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.comm import Group, Message
-from longspan.attn.member import GatheredPart, MemberParts, attend_gathered, gather_runs
+from longspan.attn.gathered import GatheredPart, attend_gathered
+from longspan.attn.member import MemberParts, gather_runs
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import num_tokens

@@ -112,15 +112,11 @@ class MemoryTransport:
         self._wires.close(self._rank)
 
 
-@dataclass(frozen=True)
 class _Taking:
-    wires: Wires
-    rank: int
-    receives: Calls
-    tag: int
-    sent: Sequence[_Sent]
+    def __init__(self, wires: Wires, rank: int, receives: Calls, tag: int, sent: Sequence[_Sent]) -> None:
+        self._wires, self._rank, self._receives, self._tag, self._sent = wires, rank, receives, tag, sent
 
     def wait(self) -> None:
-        for peer, buffer in self.receives:
-            self.wires.take(peer, self.rank, self.tag, buffer)
-        self.wires.await_taken(self.rank, self.sent)
+        for peer, buffer in self._receives:
+            self._wires.take(peer, self._rank, self._tag, buffer)
+        self._wires.await_taken(self._rank, self._sent)

@@ -21,8 +21,8 @@ from torch import Tensor
 from longspan import native
 from longspan.attn import shared_memory
 from longspan.attn.comm import NO_PEERS
-from longspan.attn.shared_memory import meet_on_host
-from longspan.attn.transports import DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
+from longspan.attn.routing import DirectedTransport, RoutedTransport
+from longspan.attn.transports import TorchTransport, meet, peer_errors
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
@@ -103,8 +103,8 @@ def open_transports(
 
 def _on_host(rank: int, neighbours: Sequence[int], prefix: str, timeout_s: float | None) -> Transports:
     """Open one link for moves, whose threads wait concurrently with steps, and one tagged link for all other work."""
-    steps = meet_on_host(f"{prefix}-steps", rank, neighbours, timeout_s=timeout_s)
-    moves = meet_on_host(f"{prefix}-moves", rank, neighbours, timeout_s=timeout_s, waits_for_sends=True)
+    steps = shared_memory.meet_on_host(f"{prefix}-steps", rank, neighbours, timeout_s=timeout_s)
+    moves = shared_memory.meet_on_host(f"{prefix}-moves", rank, neighbours, timeout_s=timeout_s, waits_for_sends=True)
 
     def close() -> None:
         steps.close()

@@ -99,11 +99,9 @@ class AttentionBackend(Protocol):
 def backend_of(
     device: torch.device, *, compiled: bool | None = None, kernel: CudaKernel | None = None
 ) -> AttentionBackend:
-    """Return the backend of a device.
+    """Return the backend of a device. On CPUs `compiled` selects our own kernels, by default if they are loaded.
 
-    Args:
-        compiled: on CPUs, use our own kernels instead of PyTorch's. The default is to use them if they are loaded.
-        kernel: on CUDA devices, the only kernel of PyTorch to use, see `TorchCuda`.
+    On CUDA devices `kernel` is the only kernel of PyTorch to use, see `TorchCuda`.
     """
     from longspan.attn.backends.native import NativeCpu  # noqa: PLC0415 - backends import this module
     from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415

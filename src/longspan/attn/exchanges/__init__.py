@@ -18,11 +18,9 @@ from torch import Tensor
 from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.member import (
-    GatheredPart,
     MemberParts,
     PartRuns,
     QueryBatch,
-    attend_gathered,
     attend_runs,
     concatenated,
     empty_kv_message,
@@ -95,11 +93,9 @@ class Call:
         return self.parts.needed(kv_rank, self.spec.window)
 
     def own_kv(self) -> Message:
-        """Copy this member's keys and values of all parts into a message."""
         return pack_kv(self.parts, self.needed(self.group.rank), self.group.rank, self.kv)
 
     def empty_kv(self, source: int) -> Message:
-        """Allocate a message for the keys and values of another member."""
         return empty_kv_message(self.needed(source), self.spec.num_kv_heads, self.q)
 
     def all_kv(self) -> list[Message]:
@@ -132,19 +128,6 @@ class Call:
                 q = self.q[:, part.rows]
                 self.merge((index,), attend_runs(self.parts.backend, q, part.q_runs[rank], k, v, runs, self.spec))
 
-    def attend_joined(self, all_runs: Sequence[PartRuns], messages: Sequence[Message]) -> None:
-        """Attend this member's queries to the keys of all messages, joined in order of position, and write `out`.
-
-        Args:
-            all_runs: for each message the runs of each part. Together they leave no gap.
-        """
-        rank = self.group.rank
-        for index, part in enumerate(self.parts):
-            k, v = ([message.tensors[2 * index + kind] for message in messages] for kind in (0, 1))
-            q_runs, runs = part.q_runs[rank : rank + 1], [part_runs[index] for part_runs in all_runs]
-            gathered = GatheredPart(q_runs, [self.q[:, part.rows]], runs, k, v, [self.out[:, part.rows]])
-            attend_gathered(self.parts.backend, gathered, self.spec, dense=self.exchange.dense)
-
     # ---------------------------------------------------------------- queries that are sent
 
     def visible(self, q_rank: int, kv_rank: int) -> tuple[int, ...]:
@@ -172,7 +155,6 @@ class Call:
         return empty_partials([self._rows_shape(q_rank, kv_rank)], self.spec, self.q)
 
     def results_for(self, q_rank: int, partial: Partial) -> Message:
-        """Copy the partial results of queries of `q_rank` into a message."""
         message = self.empty_results(q_rank, self.group.rank)
         for target, tensor in zip(*partials_of(message), partial, strict=True) if message.payload_bytes else ():
             target.copy_(tensor)

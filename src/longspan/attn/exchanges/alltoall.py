@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from longspan.attn.comm import Message
 from longspan.attn.exchanges import Call, exchange
-from longspan.attn.member import GatheredPart, attend_gathered, gather_runs
+from longspan.attn.gathered import GatheredPart, attend_gathered
+from longspan.attn.member import gather_runs
 from longspan.core.exchange import ALLTOALL
 from longspan.core.runs import num_tokens
 from longspan.core.splits import HeadShare, spread_heads, uniform_pieces

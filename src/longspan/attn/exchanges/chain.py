@@ -15,6 +15,7 @@ import torch
 
 from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.exchanges import Call, exchange
+from longspan.attn.gathered import attend_joined
 from longspan.attn.member import MemberParts, PartRuns, empty_kv_message, pack_kv
 from longspan.attn.paged import KeysAndValues, PagedKv
 from longspan.attn.spec import AttnSpec
@@ -78,7 +79,7 @@ def chain(call: Call) -> Sequence[KeysAndValues]:
         group.start(sends={rank + 1: grown}, receives={}, hop=1, early=True)
     started.cached_arrival.wait()
     cached = [parts.cached(member, spec.window, rank) for member in range(group.size)]
-    call.attend_joined([*cached, new], [*started.cached, grown])
+    attend_joined(call, [*cached, new], [*started.cached, grown])
     return list(zip(grown.tensors[::2], grown.tensors[1::2], strict=True))
 
 

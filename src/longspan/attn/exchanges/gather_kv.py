@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from longspan.attn.collectives import all_gather
 from longspan.attn.exchanges import Call, exchange
+from longspan.attn.gathered import attend_joined
 from longspan.core.exchange import GATHER_KV
 
 
@@ -14,4 +15,4 @@ def gather_kv(call: Call) -> None:
     """Gather all keys. With `dense`, as in the paper, hidden scores are computed and masked instead of skipped."""
     messages = call.all_kv()
     all_gather(call.group, messages)
-    call.attend_joined([call.needed(member) for member in range(call.group.size)], messages)
+    attend_joined(call, [call.needed(member) for member in range(call.group.size)], messages)

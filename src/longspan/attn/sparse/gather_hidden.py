@@ -11,7 +11,8 @@ from longspan.attn.comm import ALONE, Group
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.alltoall_sparse import attend_levels
 from longspan.attn.gather_hidden import GatherHidden
-from longspan.attn.member import GatheredPart, MemberPart, MemberParts, by_position, split_by_position
+from longspan.attn.gathered import GatheredPart, by_position, split_by_position
+from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL_SPARSE
@@ -32,7 +33,7 @@ class SparseGatherHidden(GatherHidden):
         kv: PagedKv,
         spec: AttnSpec,
         *,
-        setting: SparseSetting,
+        setting: SparseSetting | None,
         layer: int,
         num_layers: int,
         layers: Sequence[int],

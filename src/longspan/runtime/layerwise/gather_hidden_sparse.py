@@ -12,12 +12,11 @@ class SparseHiddenLayers(HiddenLayers):
     """The `gather_hidden_sparse` channels of one step."""
 
     def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
-        context, setting = self._context, channel.exchange.sparse
-        assert setting is not None, f"{channel.exchange} has a sparse setting"
+        context = self._context
         group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
         return SparseGatherHidden(
             *(group, channel.parts, kv, model.specs[layer]),
-            setting=setting,
+            setting=channel.exchange.sparse,
             layer=layer,
             num_layers=model.info.num_layers,
             layers=context.pool.layers,
