@@ -21,7 +21,6 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import MAX_GROWN_RANKS, Cluster
 from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
-from longspan.core.fleets import Fleet, parse_fleet
 from longspan.core.kv_record import KvRecord
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config
@@ -42,6 +41,7 @@ from longspan.runtime.pool import default_step_bytes
 from longspan.runtime.split_check import check_splits
 
 if TYPE_CHECKING:
+    from longspan.core.fleets import Fleet
     from longspan.cost.fitted_cost import FittedCost
     from longspan.cost.pricing import PricedPhases, SwapPrice
 
@@ -223,6 +223,8 @@ class ResolvedEngine:
             ParameterError: the hosts, the fleet or the policy do not support the spec.
             ValueError: memory for its pools is missing.
         """
+        from longspan.core.fleets import parse_fleet  # noqa: PLC0415 - most fleets stay
+
         given, info, name = self.given, self.model.info, self.choice.name
         roles, locations = parse_fleet(spec), before.locations
         if self.config.phases and not roles.has_roles:

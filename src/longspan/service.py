@@ -16,7 +16,6 @@ from longspan.args import EngineArgs
 from longspan.core.checks import check_text
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
-from longspan.core.fleets import Fleet, parts, without
 from longspan.core.kv_record import KvRecord
 from longspan.core.options import PolicySettings
 from longspan.core.regrouping import Change
@@ -35,6 +34,7 @@ from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from longspan.core.fleets import Fleet
     from longspan.runtime.disk_pool import DiskPool
     from longspan.runtime.host_pool import HostMemory
 
@@ -235,6 +235,8 @@ class Service:
             ParameterError: a role or phase would have no instance, or the policy does not support fewer.
             WorkerLostError: a worker does not start.
         """
+        from longspan.core.fleets import without  # noqa: PLC0415 - most fleets stay
+
         fleet = self.engine.config.fleet
         for rank in ranks:
             fleet = without(fleet, rank)
@@ -275,6 +277,8 @@ class Service:
 
     def _largest_part(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
         """Resolve the largest part of a fleet that the policy can serve on. Raise its last error if there is none."""
+        from longspan.core.fleets import parts  # noqa: PLC0415 - most fleets stay
+
         refused: ValueError | None = None
         for part in parts(fleet):
             try:
@@ -286,6 +290,8 @@ class Service:
 
     def _why_not_smaller(self, setup: ResolvedEngine) -> str | None:
         """Return why the engine cannot lose one of its instances, or None if it can lose any of them."""
+        from longspan.core.fleets import without  # noqa: PLC0415 - most fleets stay
+
         cluster = setup.config.cluster
         try:
             for instance in cluster.instances:
