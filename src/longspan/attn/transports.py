@@ -1,4 +1,4 @@
-"""Transports on torch.distributed."""
+"""Transports that send messages between ranks with torch.distributed."""
 
 from __future__ import annotations
 
