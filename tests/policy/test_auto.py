@@ -137,7 +137,9 @@ def test_a_prompt_waits_for_a_larger_group_that_is_soon_idle(wait_s: float, grou
     candidates = CandidateGroups([[0, 1, 2, 3]], estimates.sizes, {i: i for i in range(4)})
     costs = Costs(candidates, estimates, History(estimates.token_s), 5.0, 3.0)
     by_size, _ = estimates.prefills_s(6000, 0, 8192)
-    load = Load(wait_s=np.array([0.0, wait_s, wait_s, wait_s]), token_s=np.ones(4), decodes=np.zeros(4))
+    load = Load(
+        wait_s=np.array([0.0, wait_s, wait_s, wait_s]), token_s=np.ones(4), decodes=np.zeros(4), later=np.zeros(4)
+    )
     request = Cluster(Setup()).add(range(10), max_tokens=2)
     found = costs.of(Waiting(request, float(by_size.min()), 1e9), candidates.by_size(by_size), 0.0, 0.0, load)
     assert candidates.groups[int(found.argmin())] == group
@@ -156,9 +158,9 @@ def test_a_prefill_takes_as_long_as_its_steps_together() -> None:
 
 def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
     made = Cluster(Setup())
-    queue = WaitingQueue(2, 1.25)
+    queue = WaitingQueue(2, 1.25, 5.0)
     long, *short = [made.add([number] * 10, max_tokens=2) for number in range(6)]
-    queue.started(long, 8.0, 8.0)
+    queue.started(long, 1.0, 8.0)
     for request in short:
         queue.started(request, 0.1, 0.1)
     assert queue.ordered(0.9)[-1].request is queue.ordered(5.3)[0].request is long, "overdue after 1.25 x 8 / 2 s"

@@ -84,7 +84,7 @@ class Auto(Policy, name="auto"):
         self._history = history = History(estimates.token_s)
         self._observer = observer = Observer(self._place, estimates, history, has_roles=bool(facts.decode))
         self._placement = DecodePlacement(self._place, estimates, history, observer, options.tbt_slowdown)
-        self._queue = queue = WaitingQueue(len(instances), options.overtaking)
+        self._queue = queue = WaitingQueue(len(instances), options.overtaking, options.ttft_slowdown)
         costs = Costs(candidates, estimates, history, options.ttft_slowdown, options.tbt_slowdown)
         self._assignment = GroupAssignment(
             instances,

@@ -63,14 +63,19 @@ class GroupAssignment:
         self._due_s, self._num_ended = view.now_s + self._ahead_s / 2, self._observer.num_ended
         seen = self._observer.observe(view)
         self._queue.reconsider(seen, self._place)
-        token_s, decodes = self._placement.token_s(seen, view.now_s), np.where(seen.active > 0, seen.decodes, 0.0)
-        load = Load(wait_s=seen.wait_s, token_s=token_s, decodes=decodes)
+        active = seen.active > 0
+        load = Load(
+            wait_s=seen.wait_s,
+            token_s=self._placement.token_s(seen, view.now_s),
+            decodes=np.where(active, seen.decodes, 0.0),
+            later=np.where(active, 0.0, seen.decodes),
+        )
         if load.wait_s.min() > self._ahead_s:
             return seen
         free_blocks = np.where(seen.free_slots > 0, np.maximum(0, seen.free_blocks), -math.inf)
         order = self._queue.ordered(view.now_s)
         hastes = [self._costs.haste(waiting, view.now_s) for waiting in order]
-        haste, mixed = sum(hastes), self._candidates.sum(decodes) > 0
+        haste, mixed = sum(hastes), self._candidates.sum(load.decodes) > 0
         for waiting, own_haste in zip(order, hastes, strict=True):
             if load.wait_s.min() > self._ahead_s:
                 break
@@ -86,8 +91,8 @@ class GroupAssignment:
             begins_s = float(load.wait_s[places].max())
             if begins_s <= self._ahead_s:
                 self._queue.assign(waiting, self._candidates.groups[best], seconds, num_blocks)
+                free_blocks[places] -= num_blocks / len(places)
             load.wait_s[places] = begins_s + seconds
-            free_blocks[places] -= num_blocks / len(places)
         return seen
 
     def _is_due(self, now_s: float) -> bool:

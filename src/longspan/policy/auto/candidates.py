@@ -12,6 +12,9 @@ from longspan.policy.auto.estimates import Estimates, Numbers
 from longspan.policy.auto.history import MAX_BUSY, History
 from longspan.policy.auto.waiting import Waiting
 
+_LONG = 10.0
+"""A prompt is long if its fastest prefill takes as long as this many usual answers."""
+
 
 class CandidateGroups:
     """The groups to choose from: 1, 2, 4 and so on neighbours, of one host if it has enough of them, and all instances.
@@ -70,11 +73,13 @@ class Load:
         wait_s: seconds until each instance has no prefill to do.
         token_s: expected mean time between tokens of a request that decodes there.
         decodes: requests that decode there, if any does now.
+        later: requests that will decode there, if none does now.
     """
 
     wait_s: Numbers
     token_s: Numbers
     decodes: Numbers
+    later: Numbers
 
 
 class Costs:
@@ -106,7 +111,7 @@ class Costs:
 
         The cost sums what the choice adds to the penalties of the prompt; of prompts that wait behind it or come later,
         for which more of the instances' time is spent, or which find no instance free; and of answers on the group,
-        which wait during the prefill. Answers do not count for a prompt that is overdue.
+        which wait during the prefill. For an overdue prompt, answers count only as far as they wait longer than it has.
 
         Args:
             haste: the sum over all prompts that wait behind this one.
@@ -126,17 +131,23 @@ class Costs:
         slack = 1 - min(MAX_BUSY, busy / num_instances)
         later_s = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
 
-        ttft_s = now_s - waiting.request.arrival_s + begins_s + seconds
+        waited_s = now_s - waiting.request.arrival_s
+        ttft_s = waited_s + begins_s + seconds
         costs: Numbers = _penalty(ttft_s / (self._max_ttft * fastest_s)) + haste * more_s
         costs += 2 / self._max_ttft**2 * requests_per_s * seconds * later_s
-        if now_s < waiting.overdue_s:
-            costs += self._answers(seconds / self._history.answer_tokens, load)
+        unpaid = 1.0 if now_s < waiting.overdue_s else np.maximum(0.0, 1 - waited_s / seconds)
+        costs += unpaid * self._answers(seconds, load, outlasts=fastest_s > _LONG * self._history.answer_s)
         return costs
 
-    def _answers(self, more_s: Numbers, load: Load) -> Numbers:
-        """Return the penalties that more seconds per token add to the answers on each group: [num_groups]."""
-        before, decodes = self._candidates.members(load.token_s / self._max_tbt_s, load.decodes)
+    def _answers(self, seconds: Numbers, load: Load, *, outlasts: bool) -> Numbers:
+        """Return the penalties that a prefill adds to the answers on each group: [num_groups].
+
+        Later answers count for a prefill that outlasts them. A short one may be done before they begin.
+        """
+        more_s = seconds / self._history.answer_tokens
+        before, decodes, later = self._candidates.members(load.token_s / self._max_tbt_s, load.decodes, load.later)
         after = before + np.repeat(more_s / self._max_tbt_s, self._candidates.sizes)
+        decodes = decodes + later * outlasts
         return self._candidates.sum_members(decodes * (_penalty(after) - _penalty(before)))
 
 

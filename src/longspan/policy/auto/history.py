@@ -57,9 +57,9 @@ class History:
     def rates(self, now_s: float) -> tuple[float, float]:
         """Return prompts per second, and the seconds of one instance that they take per second.
 
-        The span of the mean is at least a usual prefill, or the first prompts would count as a high rate.
+        The span of the mean is at least a usual prefill on its fastest group: the first prompts are no high rate.
         """
         if not self._prompts:
             return 0.0, 0.0
-        span_s = max(self.usual_s, now_s - self._prompts[0][0])
+        span_s = max(self.usual_fastest_s, now_s - self._prompts[0][0])
         return len(self._prompts) / span_s, max(0.0, self._total_s) / span_s

@@ -35,15 +35,17 @@ class WaitingQueue:
     """Requests that wait for a group, or for admission on their group.
 
     Short prompts of a burst pass long ones until these are overdue. A prompt is overdue once it has waited for
-    `overtaking` times the time of first come, first served on instances that only prefill.
+    `overtaking` times the time of first come, first served on instances that only prefill. It is not overdue while it
+    can keep `ttft_slowdown`.
 
     Attributes:
         new: requests that arrived or were preempted, and could not start since; by id.
         assigned: requests with a group, in the order of assignment; by id.
     """
 
-    def __init__(self, num_instances: int, overtaking: float) -> None:
-        self._num_instances, self._overtaking = num_instances, overtaking
+    def __init__(self, num_instances: int, overtaking: float, ttft_slowdown: float) -> None:
+        self._num_instances = num_instances
+        self._overtaking, self._ttft_slowdown = overtaking, ttft_slowdown
         self.new: dict[int, RequestView] = {}
         self.assigned: dict[int, Waiting] = {}
         self._startable: dict[int, Waiting] = {}
@@ -65,7 +67,8 @@ class WaitingQueue:
         """Add a request that can start, which takes `single_s` on one instance."""
         arrival_s = request.arrival_s
         self._served_s = max(self._served_s, arrival_s) + single_s / self._num_instances
-        overdue_s = arrival_s + self._overtaking * (self._served_s - arrival_s)
+        in_turn_s = self._overtaking * (self._served_s - arrival_s)
+        overdue_s = arrival_s + max(in_turn_s, (self._ttft_slowdown - 1) * fastest_s)
         self._startable[request.id] = Waiting(request, fastest_s, overdue_s)
 
     def ordered(self, now_s: float) -> list[Waiting]:
