@@ -90,7 +90,7 @@ _ONLY_ON = {
     "RAG in bursts": ("1x4 A100, 8B", "3x4 A100, 8B"),
 }
 _TAIL_CLUSTERS = ("1x4 A100, 8B", "3x4 A100, 8B", "1x8 A10, 8B")
-"""Clusters of the workloads above alone."""
+"""Clusters that only the workloads above use."""
 _IN_PHASES = ("decode-first", "prefill-first")
 _ALONE = ("chunked", *_IN_PHASES)
 """Policies without groups."""
@@ -124,14 +124,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Files(NamedTuple):
-    """Files that cells are made from."""
+    """The input files of cells."""
 
     traces: Path | None = None
     profile: Path | None = None
 
 
 def main() -> int:
-    """Runs the cells that are not in the file yet, and prints all."""
+    """Run the cells that are not in the file yet, and print all cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one cluster, two workloads, two loads")
     parser.add_argument("--traces", type=Path, help="folder of traces; without it their cells are left out")
@@ -188,7 +188,7 @@ def _is_possible(cluster: str, workload: str, policy: str, files: Files) -> bool
 
 
 def _num_measured(profile: Path) -> int:
-    """Returns the largest number of instances that were measured together."""
+    """Return the largest number of instances that were measured together."""
     return max(one.members for one in Profile.from_json(profile.read_text(encoding="utf-8")).prefills)
 
 
@@ -236,7 +236,7 @@ def _measure(
 def _references(
     cluster: str, workload: str, number: int, files: Files
 ) -> tuple[float, Mapping[int, float], Mapping[int, float]]:
-    """Returns the highest rate, and for each request the seconds of its first token, and between tokens, alone."""
+    """Return the highest rate, and the TTFT and mean TBT of each request on an idle cluster."""
     requests = _requests(workload, number, files)
     offline = requests.one_by_one(0.0)
     groups = "fixed-sp 2" if cluster == _MEASURED else "fixed-sp 4"
@@ -337,7 +337,7 @@ def _over(ours: float, other: float) -> float:
 
 
 def _plot(found: Sequence[Point], file: Path) -> None:
-    """Draws a row for each cluster and workload, a column for each metric, and a line for each policy, over loads."""
+    """Draw a row per cluster and workload, a column per metric, and a line per policy, over loads."""
     import plotly.graph_objects as go  # noqa: PLC0415  # optional
     from plotly.colors import qualitative  # noqa: PLC0415
     from plotly.subplots import make_subplots  # noqa: PLC0415

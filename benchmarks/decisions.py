@@ -1,17 +1,16 @@
-"""Measures how long it takes to plan one prompt with Tetris's algorithms, by number of instances.
+"""Measure the time to plan a prompt with Tetris's algorithms, by number of instances, and the time of engine steps.
 
-Lengths and queueing times are random, as in §7.4 of the paper; instances stand eight to a host, sizes are powers of two
-up to all of them, and times are like those of its Table 1: per token and per pair they shrink with the size, while each
-further member adds to the start. Prints one line per number of instances; with --other-hosts then some for hosts of
-other sizes, also of such as the groups do not divide.
+Lengths and queueing times are random, as in §7.4 of the paper. There are eight instances per host, and group sizes are
+powers of two up to all instances. Prefill times are like those of its Table 1. They shrink with the size per token and
+per pair, and each further member adds to the start. The output has one line per number of instances. With --other-hosts
+it also has hosts of other sizes, some of which the groups do not divide.
 
-With --steps it measures steps of the engine instead: 256 requests of a Llama 3 8B on 64 simulated A100, eight to a
-host; where one ends, another comes. `step` is all that the engine does for one completion, its policy's plans included
-and what the simulator computes left out; `plan` is the policy's plans alone. Completions while the first requests are
-answered do not count. `check` is the check of the account of KV blocks by the same engine when it is idle, and each
-block of each pool is cached.
+With --steps, the output has steps of the engine: 256 requests of a Llama 3 8B on 64 simulated A100, eight per host. When
+a request ends, another one is added. `step` is the work of the engine for one completion, with the plans of its policy
+and without the simulator's executor. `plan` is the time of the policy's plans. Completions before the first answers end
+do not count. `check` is the KV account's check in an idle engine whose blocks are all cached.
 
-p50 and p99 are by the wall clock, and so include what other programs of a busy machine take; cpu_p99 does not.
+p50 and p99 are wall-clock times, which other programs of a busy machine lengthen. cpu_p99 is CPU time.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ T = TypeVar("T")
 SIZES = (8, 16, 32, 64, 128)
 _PER_HOST = 8
 _OTHER_HOSTS = (1, 3, 6, 7, 12, 16)
-"""Instances of a host, of the last and most of `SIZES`."""
+"""Instances per host, with the largest of `SIZES`."""
 _STEP_POLICIES = ("chunked", "auto", "tetris")
 _RUNNING = 256
 _NUM_CHECKS = 1000
@@ -50,14 +49,14 @@ _CLUSTER = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
 
 
 def times_of(size: int) -> PrefillTime:
-    """Returns times of an 8B model on `size` A100: about those of Table 1."""
+    """Return prefill times of an 8B model on `size` A100, about those of Table 1."""
     return PrefillTime(
         start_s=0.02 + 0.02 * (size - 1), token_s=6.5e-5 / size, cached_s=1.1e-9 / size, square_s=5e-10 / size
     )
 
 
 def plan_times_s(num_instances: int, per_host: int, num_prompts: int, seed: int) -> tuple[list[float], list[float]]:
-    """Times the plan of each prompt, by the wall clock and of the processor."""
+    """Measure the plan of each prompt: wall-clock seconds and CPU seconds."""
     sizes = [1 << bit for bit in range(num_instances.bit_length())]
     hosts = [instance // per_host for instance in range(num_instances)]
     planner = Planner({size: times_of(size) for size in sizes}, hosts)
@@ -75,7 +74,7 @@ def plan_times_s(num_instances: int, per_host: int, num_prompts: int, seed: int)
 
 
 class Stopwatch:
-    """Adds up the seconds in which functions run, by the wall clock and of the processor."""
+    """Sums the wall-clock seconds and CPU seconds of function calls."""
 
     def __init__(self) -> None:
         self.wall_s = self.cpu_s = 0.0
@@ -92,14 +91,14 @@ class Stopwatch:
         return timed
 
     def read(self) -> tuple[float, float]:
-        """Returns both, and begins anew."""
+        """Return both sums, and reset them."""
         read = self.wall_s, self.cpu_s
         self.wall_s = self.cpu_s = 0.0
         return read
 
 
 def step_times_s(policy: str, num_steps: int, seed: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Times steps, and the plans of each: seconds by the wall clock and of the processor, of both."""
+    """Measure the plans of steps, and the steps: wall-clock seconds and CPU seconds of each."""
     scheduling = SchedulingArgs(policy=policy, enable_prefix_caching=False)
     experiment, clock, draw = make_experiment("llama-3-8b", _CLUSTER, scheduling), VirtualClock(), random.Random(seed)
     chosen, executor = experiment.policy(), SimExecutor(clock=clock, vocab_size=2**15, cost=experiment.cost)
@@ -134,7 +133,7 @@ def step_times_s(policy: str, num_steps: int, seed: int) -> tuple[list[tuple[flo
 
 
 def check_times_s(num_checks: int) -> list[tuple[float, float]]:
-    """Time checks of the account of KV blocks when all blocks are cached and the engine is idle."""
+    """Measure checks of the KV account when all blocks are cached and the engine is idle."""
     scheduling = SchedulingArgs(policy="chunked")
     experiment, clock = make_experiment("llama-3-8b", _CLUSTER, scheduling), VirtualClock()
     chosen, executor = experiment.policy(), SimExecutor(clock=clock, vocab_size=2**15, cost=experiment.cost)
@@ -155,13 +154,11 @@ def check_times_s(num_checks: int) -> list[tuple[float, float]]:
 
 
 def shown(wall_s: Sequence[float], cpu_s: Sequence[float]) -> str:
-    """Says the percentiles."""
     p99, cpu_p99 = (statistics.quantiles(one, n=100)[98] for one in (wall_s, cpu_s))
     return f"p50_us={statistics.median(wall_s) * 1e6:.1f} p99_us={p99 * 1e6:.1f} cpu_p99_us={cpu_p99 * 1e6:.1f}"
 
 
 def main() -> None:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
