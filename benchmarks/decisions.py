@@ -3,10 +3,10 @@
 Lengths and queueing times are random, as in §7.4 of the paper. There are eight instances per host, and group sizes are
 powers of two up to all instances. Prefill times are like those of its Table 1. They shrink with the size per token and
 per pair, and each further member adds to the start. The output has one line per number of instances. With --other-hosts
-it also has hosts of other sizes, some of which the groups do not divide.
+it also has hosts of other sizes, which the groups do not always divide.
 
-With --steps, the output has steps of the engine: 256 requests of a Llama 3 8B on 64 simulated A100, eight per host. When
-a request ends, another one is added. `step` is the work of the engine for one completion, with the plans of its policy
+With --steps, the output has steps of the engine: 256 requests of a Llama 3 8B on 64 simulated A100, eight per host.
+When a request ends, another one is added. `step` is the work of the engine for one completion, with the plans of its policy
 and without the simulator's executor. `plan` is the time of the policy's plans. Completions before the first answers end
 do not count. `check` is the KV account's check in an idle engine whose blocks are all cached.
 
