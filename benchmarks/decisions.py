@@ -6,9 +6,9 @@ per pair, and each further member adds to the start. The output has one line per
 it also has hosts of other sizes, which the groups do not always divide.
 
 With --steps, the output has steps of the engine: 256 requests of a Llama 3 8B on 64 simulated A100, eight per host.
-When a request ends, another one is added. `step` is the work of the engine for one completion, with the plans of its policy
-and without the simulator's executor. `plan` is the time of the policy's plans. Completions before the first answers end
-do not count. `check` is the KV account's check in an idle engine whose blocks are all cached.
+When a request ends, another one is added. `step` is the work of the engine for one completion, with the plans of its
+policy and without the simulator's executor. `plan` is the time of the policy's plans. Completions before the first
+answers end do not count. `check` is the KV account's check in an idle engine whose blocks are all cached.
 
 p50 and p99 are wall-clock times, which other programs of a busy machine lengthen. cpu_p99 is CPU time.
 """
