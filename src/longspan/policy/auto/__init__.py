@@ -86,16 +86,7 @@ class Auto(Policy, name="auto"):
         self._placement = DecodePlacement(self._place, estimates, history, observer, options.tbt_slowdown)
         self._queue = queue = WaitingQueue(len(instances), options.overtaking, options.ttft_slowdown)
         costs = Costs(candidates, estimates, history, options.ttft_slowdown, options.tbt_slowdown)
-        self._assignment = GroupAssignment(
-            instances,
-            queue,
-            candidates=candidates,
-            costs=costs,
-            estimates=estimates,
-            history=history,
-            observer=observer,
-            placement=self._placement,
-        )
+        self._assignment = GroupAssignment(instances, queue, costs, observer, self._placement)
 
     @property
     def capacity(self) -> int:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from longspan.core.view import ClusterView, RequestView
-from longspan.policy.auto.candidates import CandidateGroups, Costs, Load
-from longspan.policy.auto.estimates import Estimates, Flags, Numbers
-from longspan.policy.auto.history import History
+from longspan.policy.auto.candidates import Costs, Load
+from longspan.policy.auto.estimates import Flags, Numbers
 from longspan.policy.auto.observation import Observation, Observer
 from longspan.policy.auto.placement import DecodePlacement
 from longspan.policy.auto.waiting import WaitingQueue
@@ -33,18 +32,15 @@ class GroupAssignment:
         self,
         instances: Sequence[int],
         queue: WaitingQueue,
-        *,
-        candidates: CandidateGroups,
         costs: Costs,
-        estimates: Estimates,
-        history: History,
         observer: Observer,
         placement: DecodePlacement,
     ) -> None:
-        self._instances, self._queue, self._candidates, self._costs = instances, queue, candidates, costs
-        self._estimates, self._history, self._observer, self._placement = estimates, history, observer, placement
+        self._instances, self._queue, self._costs, self._candidates = instances, queue, costs, costs.candidates
+        self._estimates, self._history = costs.estimates, costs.history
+        self._observer, self._placement = observer, placement
         self._place = {instance: place for place, instance in enumerate(instances)}
-        self._ahead_s = _AHEAD * estimates.token_s
+        self._ahead_s = _AHEAD * costs.estimates.token_s
         self._due_s, self._num_ended = -math.inf, 0
         """When groups are chosen again, or sooner if more prefills have ended than these."""
 

@@ -26,6 +26,7 @@ class CandidateGroups:
         groups: ascending in size.
         sizes: of each group, `[num_groups]`.
         places: of the members of each group among all instances.
+        members: the places of all groups together, [sum of sizes].
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]], sizes: Collection[int], place: Mapping[int, int]) -> None:
@@ -40,7 +41,7 @@ class CandidateGroups:
         self._kinds = np.array(kinds)
         self.places = [np.array([place[instance] for instance in group]) for group in self.groups]
         self.sizes = np.array(list(map(len, self.groups)))
-        self._places = np.concatenate(self.places)
+        self.members = np.concatenate(self.places)
         self._starts = np.cumsum(self.sizes) - self.sizes
 
     def by_size(self, values: Numbers) -> Numbers:
@@ -50,19 +51,15 @@ class CandidateGroups:
 
     def sum(self, values: Numbers) -> Numbers:
         """Sum a per-instance value over the members of each group: [num_groups]."""
-        return np.add.reduceat(values[self._places], self._starts)
-
-    def members(self, *values: Numbers) -> list[Numbers]:
-        """Repeat per-instance values for the members of all groups: [sum of sizes]."""
-        return [one[self._places] for one in values]
+        return np.add.reduceat(values[self.members], self._starts)
 
     def sum_members(self, values: Numbers) -> Numbers:
-        """Sum values of `members` over each group: [num_groups]."""
+        """Sum one value per entry of `members` over each group: [num_groups]."""
         return np.add.reduceat(values, self._starts)
 
     def max(self, values: Numbers) -> Numbers:
         """Return the maximum of a per-instance value over the members of each group: [num_groups]."""
-        return np.maximum.reduceat(values[self._places], self._starts)
+        return np.maximum.reduceat(values[self.members], self._starts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +95,7 @@ class Costs:
         ttft_slowdown: float,
         tbt_slowdown: float,
     ) -> None:
-        self._candidates, self._history = candidates, history
+        self.candidates, self.estimates, self.history = candidates, estimates, history
         self._max_ttft, self._max_tbt_s = ttft_slowdown, tbt_slowdown * estimates.token_s
 
     def haste(self, waiting: Waiting, now_s: float) -> float:
@@ -109,17 +106,16 @@ class Costs:
     def of(self, waiting: Waiting, seconds: Numbers, haste: float, now_s: float, load: Load) -> Numbers:
         """Return the cost of each group on which a prompt takes these seconds: [num_groups].
 
-        The cost sums what the choice adds to the penalties of the prompt; of prompts that wait behind it or come later,
-        for which more of the instances' time is spent, or which find no instance free; and of answers on the group,
-        which wait during the prefill. For an overdue prompt, answers count only as far as they wait longer than it has.
+        The choice adds to the penalties of the prompt, of prompts that wait behind it or come later, and of answers on
+        the group. For an overdue prompt, answers count only as far as they wait longer than it has.
 
         Args:
             haste: the sum over all prompts that wait behind this one.
         """
-        candidates, num_instances, wait_s = self._candidates, len(load.wait_s), load.wait_s
-        requests_per_s, busy = self._history.rates(now_s)
+        candidates, num_instances, wait_s = self.candidates, len(load.wait_s), load.wait_s
+        requests_per_s, busy = self.history.rates(now_s)
         free = wait_s <= 0
-        usual_s, usual_fastest_s, fastest_s = self._history.usual_s, self._history.usual_fastest_s, waiting.fastest_s
+        usual_s, usual_fastest_s, fastest_s = self.history.usual_s, self.history.usual_fastest_s, waiting.fastest_s
         begins_s = candidates.max(wait_s)
         idle_s = candidates.sizes * begins_s - candidates.sum(wait_s)
         single_s = seconds[:num_instances].min()
@@ -136,7 +132,7 @@ class Costs:
         costs: Numbers = _penalty(ttft_s / (self._max_ttft * fastest_s)) + haste * more_s
         costs += 2 / self._max_ttft**2 * requests_per_s * seconds * later_s
         unpaid = 1.0 if now_s < waiting.overdue_s else np.maximum(0.0, 1 - waited_s / seconds)
-        costs += unpaid * self._answers(seconds, load, outlasts=fastest_s > _LONG * self._history.answer_s)
+        costs += unpaid * self._answers(seconds, load, outlasts=fastest_s > _LONG * self.history.answer_s)
         return costs
 
     def _answers(self, seconds: Numbers, load: Load, *, outlasts: bool) -> Numbers:
@@ -144,11 +140,13 @@ class Costs:
 
         Later answers count for a prefill that outlasts them. A short one may be done before they begin.
         """
-        more_s = seconds / self._history.answer_tokens
-        before, decodes, later = self._candidates.members(load.token_s / self._max_tbt_s, load.decodes, load.later)
-        after = before + np.repeat(more_s / self._max_tbt_s, self._candidates.sizes)
+        more_s = seconds / self.history.answer_tokens
+        before, decodes, later = (
+            one[self.candidates.members] for one in (load.token_s / self._max_tbt_s, load.decodes, load.later)
+        )
+        after = before + np.repeat(more_s / self._max_tbt_s, self.candidates.sizes)
         decodes = decodes + later * outlasts
-        return self._candidates.sum_members(decodes * (_penalty(after) - _penalty(before)))
+        return self.candidates.sum_members(decodes * (_penalty(after) - _penalty(before)))
 
 
 def _penalty(part: Numbers) -> Numbers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import TypeVar
 
@@ -35,6 +34,7 @@ class Estimates:
         sizes: of groups, ascending: 1, 2, 4 and so on, and all instances.
         token_s: seconds of a decode step with a single request and no context. It is the unit of all times of `auto`:
             a machine with half the speed gets the same decisions at half the rate.
+        cuts_steps: whether steps that prefill and decode are bounded.
 
     Args:
         target_s: wanted bound for a step that prefills and decodes; None for the shortest that is efficient.
@@ -51,7 +51,8 @@ class Estimates:
         self.token_s = max(_MIN_TOKEN_S, self._decode.seconds(1, 0))
         terms = [(one.start_s, one.token_s, one.cached_s, one.square_s) for one in self._times.values()]
         self._terms = np.array(terms).T
-        self._target_s = math.inf if target_s is None and alone is None else target_s  # a guess cuts no steps
+        self._target_s = target_s
+        self.cuts_steps = target_s is not None or alone is not None  # a guess cuts no steps
 
     def prefill_s(self, members: int, new_tokens: int, cached_tokens: int, max_tokens: int) -> float:
         """Predict a prefill in steps of at most `max_tokens` per member."""
@@ -79,11 +80,6 @@ class Estimates:
             starts_s = step_s * (num_full + (rest > 0))
             found.append(starts_s + token_s * new_tokens + cached_s * pairs + square_s * squares)
         return found[0], found[1]
-
-    @property
-    def cuts_steps(self) -> bool:
-        """Whether steps that prefill and decode are bounded."""
-        return self._target_s != math.inf
 
     def max_tokens(self, members: int, cached_tokens: int, decode_s: float) -> float:
         """Return the prefill tokens of a step that also decodes, which takes `decode_s` alone."""
