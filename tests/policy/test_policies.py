@@ -407,7 +407,7 @@ def running(account: KvAccount, instance: int, *, num_tokens: int) -> Request:
 def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
     running = Running(2)
     for request in requests:
-        running.join(request)
+        running.add(request)
     return ClusterView(
         cluster=Instances.of("2"),
         max_num_batched_tokens=2048,

@@ -171,7 +171,7 @@ class SchedulingArgs:
         float | None,
         _scheduling(
             "Seconds between tokens that steps with prompts should keep to, for policy auto.",
-            default="20 times what a token takes alone",
+            default="a step that is 90 % prefill",
             minimum=0.001,
         ),
     ] = None
