@@ -12,6 +12,7 @@ from cluster_setup import Roles
 from longspan.core.kv.check import violations
 from longspan.core.kv.residency import WAITING
 from longspan.core.request import Request
+from longspan.core.steps import Content
 
 SETUP = Setup(
     num_instances=2,
@@ -59,19 +60,19 @@ def forgets_a_copy(cluster: Cluster) -> None:
 def forgets_an_offloaded_request(cluster: Cluster) -> None:
     swaps = cluster.engine.kv.swaps
     assert swaps is not None
-    del cluster.engine._queues.requests[min(swaps.offload.owners)]
+    del cluster.executor.requests[min(swaps.offload.owners)]
 
 
 def forgets_a_load(cluster: Cluster) -> None:
     swaps = cluster.engine.kv.swaps
     assert swaps is not None
-    swaps.loads._loads.clear()
+    swaps.loads.regroup(cluster.engine.kv.account, cluster.engine.config.cluster)
 
 
 def caches_a_block_in_use(cluster: Cluster) -> None:
     ref = running(cluster).table[0]
     pool = cluster.engine.kv.pool(ref.pool)
-    pool._cached[ref.block] = None
+    pool.restore([(ref.block, Content(b"", (1,)))])
     pool.num_blocks += 1  # the sum is right
 
 
@@ -98,9 +99,9 @@ def test_a_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
     assert engine.kv.swaps is not None
     while not (engine.kv.swaps.loads.numbers and engine.kv.swaps.offload.owners and running(cluster)):
         cluster.step()
-    assert violations(engine.kv, engine._queues.requests.values()) == []
+    assert violations(engine.kv, cluster.requests) == []
     mistake(cluster)
-    assert violations(engine.kv, engine._queues.requests.values())
+    assert violations(engine.kv, cluster.requests)
 
 
 ALLOWED = {

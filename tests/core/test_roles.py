@@ -419,8 +419,8 @@ def test_the_last_admitted_give_way_to_those_that_need_a_block() -> None:
 
 
 def test_a_request_has_to_fit_the_instance_that_decodes_it() -> None:
-    roles = disaggregated(decode_blocks=10).engine
-    assert roles.config.max_model_len == 160
+    cluster = disaggregated(decode_blocks=10)
+    assert cluster.engine.config.max_model_len == 160
     wanted = SchedulingArgs(block_size=16, max_model_len=200)
     with pytest.raises(ValueError, match="max_model_len 200 does not fit: the KV pools hold 160 tokens"):
-        EngineConfig.of(wanted, roles.config.cluster, roles._policy)
+        EngineConfig.of(wanted, cluster.engine.config.cluster, cluster.policy)

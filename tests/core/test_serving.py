@@ -104,10 +104,11 @@ def _mapped_weights(pid: int) -> dict[str, Any]:
 
 
 class _Recorder:
-    """An executor that writes down the steps it passes on, without their invented or computed tokens."""
+    """Records the steps that an executor is given, without their invented or computed tokens."""
 
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+    def __init__(self, executor: Executor) -> None:
+        self._submit, self._poll = executor.submit, executor.poll
+        executor.submit, executor.poll = self.submit, self.poll
         self.steps: list[Step] = []
 
     def submit(self, step: Step) -> None:
@@ -116,17 +117,17 @@ class _Recorder:
             self.steps.append(replace(step, parts=parts))
         else:
             self.steps.append(step)
-        self._inner.submit(step)
+        self._submit(step)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
-        return self._inner.poll(timeout_s)
+        return self._poll(timeout_s)
 
 
 class _InOrder(_Recorder):
-    """One that also gives back what is done in the order of steps, since copies take whatever time they take."""
+    """Also return completions in the order of steps, since the times of copies vary."""
 
-    def __init__(self, inner: Executor) -> None:
-        super().__init__(inner)
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
         self._awaited: list[int] = []
         self._done: dict[int, Completion] = {}
 
@@ -169,13 +170,13 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
         parallel=spec,
     ) as llm:
         config = llm.engine.config
-        real = recorder(llm.engine._ranks.executor)
-        llm.engine._ranks.executor = real
+        real = recorder(llm.service.executor)
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
     clock, cluster = VirtualClock(), EngineArgs(parallel=spec).resolve().cluster
-    simulated = recorder(SimExecutor(clock=clock, vocab_size=199, cost=LinearCost(num_stages=cluster.spec.pp)))
+    executor = SimExecutor(clock=clock, vocab_size=199, cost=LinearCost(num_stages=cluster.spec.pp))
+    simulated = recorder(executor)
     policy = make_policy("chunked", num_instances=cluster.num_instances, options={})
-    engine = Engine(policy=policy, executor=simulated, clock=clock, config=config)
+    engine = Engine(policy=policy, executor=executor, clock=clock, config=config)
     for prompt, params in jobs:
         engine.add(prompt, params)
     while engine.has_unfinished:

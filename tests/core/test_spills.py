@@ -285,10 +285,8 @@ def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.
     def check(step: Step) -> None:
         nonlocal num_spilled
         submit(step)
-        if (
-            isinstance(step, MoveKV)
-            and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).spilled is not None
-        ):
+        copies = [copy for copy in cluster.engine.kv.swaps.copies if copy.spilled and copy.move is step]
+        for copy in copies:
             pool = cluster.engine.kv.pool(0)
             assert all(pool.references(ref.block) == 1 for ref in copy.held), "what others read stays"
             num_spilled += len(copy.held)

@@ -118,7 +118,7 @@ def test_bytes_between_stages(engines: Engines, odd: Path) -> None:
 def test_stages_are_kept_busy(engines: Engines, odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes take turns, and prompts are cut; each request is in two steps of decodes at most."""
     llm = engines(odd, parallel="pp3")
-    executor = llm.engine._ranks.executor
+    executor = llm.service.executor
     flying: dict[int, Forward] = {}
     most, sizes = [0], []
 

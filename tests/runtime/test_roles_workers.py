@@ -84,7 +84,7 @@ def test_one_backend_serves_twelve_in_the_order_of_their_handshakes(
     shaken: list[int] = []
     moves: list[MoveKV] = []
     with start(tiny, "2", "1", 1) as llm:
-        submit = llm.engine._ranks.executor.submit
+        submit = llm.service.executor.submit
 
         def watched(step: Step) -> None:
             if isinstance(step, Forward):
@@ -94,7 +94,7 @@ def test_one_backend_serves_twelve_in_the_order_of_their_handshakes(
                 moves.append(step)
             submit(step)
 
-        monkeypatch.setattr(llm.engine._ranks.executor, "submit", watched)
+        monkeypatch.setattr(llm.service.executor, "submit", watched)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             assert_exact(output, oracle.complete(prompt, 8))

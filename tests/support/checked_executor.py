@@ -90,7 +90,7 @@ class CheckedExecutor:
         self.in_flight: dict[int, Forward] = {}
         self.live: dict[int, _Live] = {}
         self._ranks = [rank_requests() for _ in self.cluster.instances]
-        self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
+        self.slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
         self._owners: dict[BlockRef, set[int]] = defaultdict(set)
         self._reads: dict[int, set[BlockRef]] = defaultdict(set)
         self.moving: dict[int, Moving] = {}
@@ -158,9 +158,9 @@ class CheckedExecutor:
         """Give each instance of a cluster an empty pool. What hosts and disks have stays."""
         self.cluster, self._regrouping = cluster, None
         self._ranks = [rank_requests() for _ in cluster.instances]
-        for ref in [ref for ref in self._slots if cluster.tier(ref.pool) == "device"]:
+        for ref in [ref for ref in self.slots if cluster.tier(ref.pool) == "device"]:
             assert not self._owners[ref], "no request has KV on devices"
-            del self._slots[ref]
+            del self.slots[ref]
 
     def _free(self, step: Free) -> None:
         for request_id in step.request_ids:
@@ -175,7 +175,7 @@ class CheckedExecutor:
                 "no live request has KV in cleared slots"
             )
             assert first >= self._copied_of(ref), "no step in flight copies cleared slots"
-            self._slots[ref][first:] = [0] * (self._setup.block_size - first)
+            self.slots[ref][first:] = [0] * (self._setup.block_size - first)
         for rank in self._ranks:
             rank.forget(step.request_ids)
 
@@ -309,7 +309,7 @@ class CheckedExecutor:
         for ref, _ in slots[part.start :]:
             assert self._users(ref) == {part.request_id}, "a block that is written belongs to one request"
             assert ref not in self._named, "nobody writes what moves, or where it goes"
-        stored = [self._slots[ref][offset] for ref, offset in slots[: part.start]]
+        stored = [self.slots[ref][offset] for ref, offset in slots[: part.start]]
         assert stored == names[: part.start], f"the blocks of request {part.request_id} hold other tokens"
 
     def _check_hosted(self, part: Part, table: Sequence[BlockRef]) -> None:
@@ -327,7 +327,7 @@ class CheckedExecutor:
         names, slots = self._names(part.request_id), self.live[part.request_id].slots.of
         for position in range(part.start, part.stop):
             ref, offset = slots[position]
-            self._slots[ref][offset] = names[position]
+            self.slots[ref][offset] = names[position]
 
     def _names(self, request_id: int) -> list[int]:
         """Names every position of a request by all tokens up to it."""
@@ -371,9 +371,9 @@ class CheckedExecutor:
         """Takes over what some tiers hold when other workers, of another layout perhaps, did the steps before."""
         old, new = before.cluster, self.cluster
         pools = dict(zip([*old.host_pools, *old.disk_pools], [*new.host_pools, *new.disk_pools], strict=True))
-        for ref, held in before._slots.items():
+        for ref, held in before.slots.items():
             if old.tier(ref.pool) in tiers:
-                self._slots[BlockRef(pools[ref.pool], ref.block)] = held
+                self.slots[BlockRef(pools[ref.pool], ref.block)] = held
 
     def _swap(self, move: MoveKV) -> None:
         """Between two tiers: sources hold something, and nobody writes them or touches the targets."""
@@ -386,11 +386,11 @@ class CheckedExecutor:
             else:
                 assert cluster.tier(here.pool) == "host" and there.pool == cluster.disk_pool(here.pool)
                 assert len(move.contents) == len(move.copies)
-            assert self._slots[source][0] and source not in written, "what is copied was computed"
-            assert NON_FINITE not in self._slots[source], "only finite KV goes to another tier"
+            assert self.slots[source][0] and source not in written, "what is copied was computed"
+            assert NON_FINITE not in self.slots[source], "only finite KV goes to another tier"
             assert not self._users(target) and target not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
-        held = [list(self._slots[source]) for source, _ in move.copies]
+        held = [list(self.slots[source]) for source, _ in move.copies]
         live = self.live.get(move.request_id) or _Live(group=(), next_start=0, slots=Slots(size=1))
         self.moving[move.number] = Moving(move=move, held=held, live=live)
 
@@ -405,7 +405,7 @@ class CheckedExecutor:
     @property
     def non_finite_blocks(self) -> list[BlockRef]:
         """The blocks that hold KV of poison."""
-        return [ref for ref, held in self._slots.items() if NON_FINITE in held]
+        return [ref for ref, held in self.slots.items() if NON_FINITE in held]
 
     @property
     def _named(self) -> set[BlockRef]:
@@ -420,7 +420,7 @@ class CheckedExecutor:
             index = live.table.index(source)
             stop = min((index + 1) * size, live.next_start)
             assert stop == (index + 1) * size or live.sampled_on is not None, "blocks are full, or the prompt is done"
-            assert self._slots[source][: stop - index * size] == names[index * size : stop]
+            assert self.slots[source][: stop - index * size] == names[index * size : stop]
 
     def _meet(self, request: Request) -> None:
         """A request may send what is cached of it before its first part."""
@@ -466,15 +466,15 @@ class CheckedExecutor:
             copied.add(index)
             assert not self._users(there) and there not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
-        held = [list(self._slots[here]) for here, _ in move.copies]
+        held = [list(self.slots[here]) for here, _ in move.copies]
         self.moving[move.number] = Moving(move=move, held=held, live=live)
 
     def _end_move(self, moving: Moving, failed: tuple[int, ...]) -> None:
         for index, ((source, target), held) in enumerate(zip(moving.move.copies, moving.held, strict=True)):
-            assert self._slots[source] == held, "nobody writes what moves"
+            assert self.slots[source] == held, "nobody writes what moves"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
             assert not self._users(target), "nobody else touches a target"
-            self._slots[target] = [0] * self._setup.block_size if index in failed else held
+            self.slots[target] = [0] * self._setup.block_size if index in failed else held
 
     def _copy(self, forward: Forward, move: MoveKV) -> None:
         """The block that an admitted request begins in; others may write on behind what is copied of theirs."""
@@ -486,8 +486,8 @@ class CheckedExecutor:
         assert self._users(target) <= {part.request_id} and target not in self._named
         assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
         num_used = part.start % self._setup.block_size
-        self._slots[target][:num_used] = self._slots[source][:num_used]
-        assert NON_FINITE not in self._slots[target], "a copy has the tokens that it is used for"
+        self.slots[target][:num_used] = self.slots[source][:num_used]
+        assert NON_FINITE not in self.slots[target], "a copy has the tokens that it is used for"
 
     def _balance(self, forward: Forward, move: MoveKV) -> None:
         """Full blocks go to other members, and the old ones stay until the step is done."""
@@ -504,7 +504,7 @@ class CheckedExecutor:
             self._owners[source].remove(move.request_id)
             self._owners[source].add(-forward.number)
             self._owners[target].add(move.request_id)
-            self._slots[target] = list(self._slots[source])
+            self.slots[target] = list(self.slots[source])
             live.table[index] = target
         live.slots.move(live.table)
         after = Counter(ref.instance for ref in live.table[: part.start // size])
@@ -535,7 +535,7 @@ class CheckedExecutor:
             live.table, live.group, live.is_new_there = table, request.group, True
             live.slots.move(live.table)
             names = self._names(number)
-            stored = [self._slots[ref][offset] for ref, offset in live.slots.of]
+            stored = [self.slots[ref][offset] for ref, offset in live.slots.of]
             assert stored == names[: len(stored)] and len(stored) == live.next_start, "what has come is the same"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 from checked_executor import CheckedExecutor, Slots
@@ -72,7 +73,7 @@ class Cluster:
     def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
         """Of a request whose KV is on its way, to all of its targets."""
         transfers = self.engine.kv.in_transfer
-        return () if transfers is None else transfers._transfers.get(request_id, ())
+        return tuple(one for one in (transfers.in_progress if transfers else ()) if one.request.id == request_id)
 
     def restart(self, policy: Policy | None = None) -> None:
         """Lose the workers and start others. Another policy decides from then on, if one is given, on the first cluster
@@ -92,7 +93,10 @@ class Cluster:
     def saved(self) -> list[list[tuple[int, Content]]]:
         """What disks have when nothing runs, the least recently used first."""
         pools = map(self._pool, self.engine.config.cluster.disk_pools)
-        return [[(block, pool.content(block)) for block in pool._cached] for pool in pools]
+        return [
+            [(block, pool.content(block)) for block in deepcopy(pool).allocate(pool.num_free)[-pool.num_cached or None :]]
+            for pool in pools
+        ]
 
     @property
     def forwards(self) -> list[Forward]:
@@ -134,7 +138,7 @@ class Cluster:
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """One turn of the engine's loop, after which every block is accounted for."""
         found = self.engine.step(timeout_s)
-        assert not (wrong := violations(self.engine.kv, self.engine._queues.requests.values())), wrong
+        assert not (wrong := violations(self.engine.kv, self.requests)), wrong
         return found
 
     def run(self, max_steps: int = 20_000) -> None:
@@ -151,8 +155,9 @@ class Cluster:
         return [part for forward in self.forwards for part in forward.parts if part.request_id == request.id]
 
     def assert_at_rest(self) -> None:
-        """Nothing runs and every block is free."""
+        """Nothing runs, every block is free, and no request has any."""
         assert not self.engine.has_unfinished
+        assert not violations(self.engine.kv, ())
         assert not self.executor.in_flight
         assert not self.executor.live
         assert not self.executor.moving
