@@ -18,7 +18,7 @@ from longspan.core.config import capacity_tokens
 from longspan.core.exchange import RING_Q
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
-from longspan.core.steps import MoveKV, Step
+from longspan.core.steps import Step
 from longspan.policy.registry import make_policy
 
 SMALL = Setup(num_blocks=6, block_size=4, policy="chunked", max_num_batched_tokens=8, host_blocks=(60,))

@@ -92,11 +92,9 @@ class Cluster:
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:
         """What disks have when nothing runs, the least recently used first."""
-        pools = map(self._pool, self.engine.config.cluster.disk_pools)
-        return [
-            [(block, pool.content(block)) for block in deepcopy(pool).allocate(pool.num_free)[-pool.num_cached or None :]]
-            for pool in pools
-        ]
+        pools = [self._pool(number) for number in self.engine.config.cluster.disk_pools]
+        blocks = [deepcopy(pool).allocate(pool.num_free)[pool.num_free - pool.num_cached :] for pool in pools]
+        return [[(block, pool.content(block)) for block in of] for pool, of in zip(pools, blocks, strict=True)]
 
     @property
     def forwards(self) -> list[Forward]:
