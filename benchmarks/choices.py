@@ -43,7 +43,7 @@ from longspan.workload.arrivals import Arrival, Workload, arrival_times, prompt_
 from longspan.workload.requests import draw_lengths, make_workload, quantiles
 from longspan.workload.spec import WorkloadSpec
 
-_POLICIES = ("auto", "chunked", "context", "tetris", "fixed-sp 2", "fixed-sp 4", "fixed-sp 8", "loongserve")
+POLICIES = ("auto", "chunked", "context", "tetris", "fixed-sp 2", "fixed-sp 4", "fixed-sp 8", "loongserve")
 _LOADS = (0.2, 0.5, 0.8, 0.95)
 _A100 = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=8)
 _CLUSTERS = {
@@ -61,7 +61,7 @@ _TRACES = {
     "arxiv, answers of 200": "arxiv_summarization_lengths.csv.gz",
 }
 _NAMED, _MIXTURE = ("short", "medium", "long"), "chats and documents"
-_MEASURED = "as profiled"
+MEASURED = "as profiled"
 _SMALL = {"up to 6K": 1.0, "up to 6K, in bursts": 0.1}
 """Burstiness, see `arrival_times`."""
 _INPUT_LEN, _OUTPUT_LEN = quantiles("input_len", {"0": 100, "1": 6000}), quantiles("output_len", {"0": 8, "1": 64})
@@ -106,10 +106,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one cluster, two workloads, two loads")
     parser.add_argument("--traces", type=Path, help="folder of traces; without it their cells are left out")
     parser.add_argument("--profile", type=Path, help="of a machine; without it its cells are left out")
-    parser.add_argument("--clusters", nargs="+", choices=(*_CLUSTERS, _MEASURED), default=(*_CLUSTERS, _MEASURED))
+    parser.add_argument("--clusters", nargs="+", choices=(*_CLUSTERS, MEASURED), default=(*_CLUSTERS, MEASURED))
     parser.add_argument("--workloads", nargs="+", choices=(*_TRACES, *_NAMED, _MIXTURE, *_SMALL))
     parser.add_argument("--loads", type=float, nargs="+", default=_LOADS)
-    parser.add_argument("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--num-requests", type=int, default=400)
     parser.add_argument("--json", type=Path, help="where points are kept, and taken from")
     parser.add_argument("--plots", type=Path, help="an HTML page with all metrics over loads; needs plotly")
@@ -130,7 +130,7 @@ def main() -> int:
         jobs = [
             pool.submit(_measure, cluster, workload, policy, todo, number, files)
             for cluster, workload, policy in product(clusters, workloads, asked.policies)
-            if _is_possible(cluster, workload, policy, files)
+            if is_possible(cluster, workload, policy, files)
             and (todo := [load for load in loads if (cluster, workload, load, policy) not in known])
         ]
         for job in tqdm(jobs, desc="policies", disable=None):
@@ -138,13 +138,13 @@ def main() -> int:
             if asked.json is not None:
                 asked.json.write_bytes(msgspec.json.format(msgspec.json.encode([*others, *found]), indent=1) + b"\n")
     if asked.plots is not None:
-        _plot(found, asked.plots)
-    return _report(found)
+        plot(found, asked.plots)
+    return report(found)
 
 
-def _is_possible(cluster: str, workload: str, policy: str, files: Files) -> bool:
-    if cluster == _MEASURED or workload in _SMALL:
-        if cluster != _MEASURED or workload not in _SMALL or files.profile is None:
+def is_possible(cluster: str, workload: str, policy: str, files: Files) -> bool:
+    if cluster == MEASURED or workload in _SMALL:
+        if cluster != MEASURED or workload not in _SMALL or files.profile is None:
             return False
         _, _, sp = policy.partition(" ")
         return _num_measured(files.profile) % int(sp or 1) == 0
@@ -203,8 +203,8 @@ def _references(
     """Returns the highest rate, and for each request the seconds of its first token, and between tokens, alone."""
     requests = _requests(workload, number, files)
     offline = requests.one_by_one(0.0)
-    groups = "fixed-sp 2" if cluster == _MEASURED else "fixed-sp 4"
-    names = ["chunked", *([groups] if _is_possible(cluster, workload, groups, files) else [])]
+    groups = "fixed-sp 2" if cluster == MEASURED else "fixed-sp 4"
+    names = ["chunked", *([groups] if is_possible(cluster, workload, groups, files) else [])]
     highest = max(number / _experiment(cluster, policy, files).run(offline).makespan_s for policy in names)
     alone = requests.one_by_one(_GAP_S)
     first = replace(alone, arrivals=[replace(one, output_len=1) for one in alone.arrivals])
@@ -218,7 +218,7 @@ def _references(
 
 @lru_cache(maxsize=16)
 def _experiment(cluster: str, policy: str, files: Files) -> Experiment:
-    if cluster == _MEASURED:
+    if cluster == MEASURED:
         assert files.profile is not None, "its cells are left out"
         profile = Profile.from_json(files.profile.read_text(encoding="utf-8"))
         number = _num_measured(files.profile)
@@ -258,7 +258,7 @@ def _requests(workload: str, number: int, files: Files) -> Workload:
 # ---------------------------------------------------------------- report
 
 
-def _report(found: Sequence[Point]) -> int:
+def report(found: Sequence[Point]) -> int:
     failures, regrets = [], Table(title="auto, over the best of all others by each metric alone", title_justify="left")
     for name in ("cluster", "workload", "load", "goodput", *_TIMES):
         regrets.add_column(name, justify="left" if name in {"cluster", "workload"} else "right")
@@ -291,7 +291,7 @@ def _over(ours: float, other: float) -> float:
     return ours / other if other else 1.0
 
 
-def _plot(found: Sequence[Point], file: Path) -> None:
+def plot(found: Sequence[Point], file: Path) -> None:
     """Draws a row for each cluster and workload, a column for each metric, and a line for each policy, over loads."""
     import plotly.graph_objects as go  # noqa: PLC0415  # optional
     from plotly.colors import qualitative  # noqa: PLC0415

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from tool_models import TEMPLATES, tool, tool_tokenizer
 
 from longspan.errors import ParameterError
 from longspan.text import tools
 from longspan.text.grammar_check import LIMITS
 from longspan.text.input_processor import InputProcessor
-from longspan.text.tokenizer import Detokenizer
+from longspan.text.tokenizer import Detokenizer, grammar_vocabulary
 from longspan.text.tools import FORMATS, CallReader, Function, calls_grammar, found_format
 
 WEATHER = {
@@ -64,9 +64,15 @@ def grammar(form: str, with_markers: bool, required: bool = False, parallel: boo
 def follows(text: str, form: str, with_markers: bool, **options: Any) -> bool:
     """Whether the grammar lets a model write this text, token by token, and end there."""
     used = processor(form, with_markers=with_markers)
-    matcher = LLMatcher(used._vocabulary, grammar(form, with_markers, **options), log_level=0, limits=LIMITS)
+    matcher = LLMatcher(vocabulary(used), grammar(form, with_markers, **options), log_level=0, limits=LIMITS)
     token_ids = used.tokenize(text, add_special_tokens=False)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@cache
+def vocabulary(used: InputProcessor) -> LLTokenizer:
+    assert used.tokenizer is not None
+    return grammar_vocabulary(used.tokenizer, vocab_size=used.vocab_size)
 
 
 def read(
@@ -208,7 +214,7 @@ def test_arguments_are_an_object_and_none_are_made_up(parameters: dict[str, Any]
     made = calls_grammar(FORMATS["hermes"], functions, used, required=True, parallel=True)
     cases: list[tuple[Any, bool]] = [({"q": 1}, True), ({"q": "a"}, False), ({}, False), ([1], False)]
     for arguments, fits in (*cases, ({"q": 1, "r": 2}, fits_more)):
-        matcher = LLMatcher(used._vocabulary, made, log_level=0)
+        matcher = LLMatcher(vocabulary(used), made, log_level=0)
         token_ids = used.tokenize(written("hermes", ("f", arguments)), add_special_tokens=False)
         assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) == fits, arguments
 
