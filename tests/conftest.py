@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from oracle import Oracle
 
 # The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
-# has a deadline: machines that others use, too, stall now and then. `make test` runs a quarter of all examples,
+# has a deadline: machines that others use, too, stall now and then. `make test` runs an eighth of all examples,
 # `make test-all` runs them with --hypothesis-profile=large.
 _derandomize = "LONGSPAN_RANDOM_TESTS" not in os.environ
 settings.register_profile("large", derandomize=_derandomize, deadline=None)
 settings.register_profile("small", derandomize=_derandomize, deadline=None)
 settings.load_profile("small")
-_FEWEST_EXAMPLES = 10
+_MIN_EXAMPLES = 10
 
 
 def pytest_configure() -> None:
@@ -44,7 +44,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a server come first: nobody steals them from the process that has it, to start another.
 
-    In the small profile a test runs a quarter of the examples that its settings name.
+    In the small profile a test runs an eighth of the examples that its settings name.
     """
     items.sort(key=lambda item: "tetris_server" not in getattr(item, "fixturenames", ()))
     if settings.get_current_profile_name() != "small":
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for test in {id(item.function): item.function for item in items if isinstance(item, pytest.Function)}.values():
         own = getattr(test, "_hypothesis_internal_use_settings", None)
         if own is not None:
-            fewer = min(own.max_examples, max(_FEWEST_EXAMPLES, own.max_examples // 4))
+            fewer = min(own.max_examples, max(_MIN_EXAMPLES, own.max_examples // 8))
             test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
 
 

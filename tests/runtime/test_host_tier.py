@@ -19,17 +19,17 @@ from longspan.runtime.executor.control_plane import WorkerExecutor
 from longspan.service import Service
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
-LENGTHS = tuple(5 + 7 * number % 20 for number in range(64))
+LENGTHS = tuple(5 + 7 * number % 20 for number in range(32))
 """With 40 tokens of output each takes up to four blocks, and has room for one on the devices."""
-BLOCKS_OF_16 = 16 * 4
-HOST = {"host_kv_gib": 0.02, "max_num_seqs": 64}
+BLOCKS_OF_8 = 8 * 4
+HOST = {"host_kv_gib": 0.02, "max_num_seqs": 32}
 
 
 @pytest.mark.parametrize("spec", ["1", "2", "pp2", "tp2", "2xpp2"])
 def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 requests on devices with room for 16. Every copy pays: else a few tokens could be quicker to compute."""
+    """32 requests on devices with room for 8. Every copy pays: else a few tokens could be quicker to compute."""
     monkeypatch.setattr("longspan.resolve.swap_price", lambda *_: None)
-    num_blocks = BLOCKS_OF_16 // (int(spec[0]) if spec[0].isdigit() else 1)
+    num_blocks = BLOCKS_OF_8 // (int(spec[0]) if spec[0].isdigit() else 1)
     given = {"block_size": 16, "num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 48, **HOST}
     with ThreadLLM(str(tiny), parallel=spec, skip_tokenizer_init=True, **given) as llm:
         outputs = assert_all_exact(llm, oracle, prompts_of(*LENGTHS), LONG)
@@ -49,7 +49,7 @@ def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch:
         tp=2,
         skip_tokenizer_init=True,
         block_size=16,
-        num_gpu_blocks_override=BLOCKS_OF_16 // 4,
+        num_gpu_blocks_override=BLOCKS_OF_8 // 2,
         **HOST,
     )
     service, submit, swaps = Service(given), WorkerExecutor.submit, []

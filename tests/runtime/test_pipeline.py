@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Engines, num_free_blocks
+from engines import Engines, ThreadLLM, num_free_blocks
 from oracle import Oracle, assert_exact
 from test_exact import GREEDY, assert_all_exact, prompts_of
 from texts import topic_tokens
 
-from longspan import SamplingParams
+from longspan import LLM, SamplingParams
 from longspan.core.sampling import StructuredOutputsParams
 from longspan.core.steps import Completion, Forward, Step
 from longspan.model.source import smollm2_folder
@@ -55,23 +55,35 @@ def test_smollm2(engines: Engines, smollm2_oracle: Oracle, spec: str) -> None:
     assert_all_exact(llm, smollm2_oracle, [tokens[:300], tokens[50:60], tokens[100:220], tokens[40:41]])
 
 
-WANTED: dict[str, dict[str, Any]] = {
-    "penalties": {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
-    "several outputs": {"temperature": 1.0, "n": 2, "seed": 5},
-    "logprobs": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2},
-    "penalties and draws": {"temperature": 0.8, "presence_penalty": 0.7, "seed": 1, "min_tokens": 5},
-}
+WANTED: list[dict[str, Any]] = [
+    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "n": 2, "seed": 5},
+    {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 0.8, "presence_penalty": 0.7, "seed": 1, "min_tokens": 5},
+]
+
+
+def outputs_of(llm: LLM) -> list[object]:
+    """Return the outputs of prompts of several lengths for each of some parameters, all at once."""
+    prompts = prompts_of(150, 3, 60, 20)
+    jobs = [
+        (prompt, SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **one}))
+        for one in WANTED
+        for prompt in prompts
+    ]
+    outputs = llm.generate(*map(list, zip(*jobs, strict=True)), use_tqdm=False)
+    return [([one.token_ids for one in output.outputs], _rounded(output)) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(odd: Path) -> list[object]:
+    with ThreadLLM(str(odd), skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48) as llm:
+        return outputs_of(llm)
 
 
 @pytest.mark.parametrize("spec", SPECS[:-1])
-@pytest.mark.parametrize("wanted", WANTED)
-def test_outputs_are_those_of_one_rank(engines: Engines, odd: Path, wanted: str, spec: str) -> None:
-    params = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **WANTED[wanted]})
-    found = []
-    for parallel in ("1", spec):
-        outputs = engines(odd, parallel=parallel).generate(prompts_of(150, 3, 60, 20), params, use_tqdm=False)
-        found.append([([one.token_ids for one in output.outputs], _rounded(output)) for output in outputs])
-    assert found[0] == found[1]
+def test_outputs_are_those_of_one_rank(engines: Engines, odd: Path, of_one_rank: list[object], spec: str) -> None:
+    assert outputs_of(engines(odd, parallel=spec)) == of_one_rank
 
 
 def _rounded(output: Any) -> object:

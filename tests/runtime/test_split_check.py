@@ -37,7 +37,6 @@ GATHER_HIDDEN = {
 UNSHARDED = {"parallel": "2xtp2", "policy": "context"}
 UNSHARDED |= {"policy_options": {"exchange": "alltoall", "weights": "peers", "threshold": "20"}}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
-FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": ALTERNATING, "sliding_window": 32}
 SHARED_KV = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 199}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 

@@ -412,7 +412,7 @@ def test_requests_fail_with_the_remedy_when_a_fleet_can_neither_restart_nor_shri
         check_answers(server, oracle)
         num_before = num_generated(server)
         stream, whole = (
-            threads.submit(partial(server.complete, prompt=LONG, max_tokens=600, stream=stream))
+            threads.submit(partial(server.complete, prompt=LONG, max_tokens=200, stream=stream))
             for stream in (True, False)
         )
         while num_generated(server) < num_before + 8:
@@ -422,14 +422,14 @@ def test_requests_fail_with_the_remedy_when_a_fleet_can_neither_restart_nor_shri
         assert "the engine core was lost: worker rank 0 was lost" in error
         assert "--max-worker-restarts 1 allows no further replacement" in error
         assert "allow more restarts, or start anew with more instances" in error
-        assert whole.result().token_ids == oracle.complete(LONG, 600).token_ids
+        assert whole.result().token_ids == oracle.complete(LONG, 200).token_ids
         check_answers(server, oracle)
 
 
 # ---------------------------------------------------------------- processes
 
 
-QUICK = {("auto", 1), ("csps", 0), ("csps with csa", 1), ("seesaw", 0), ("seesaw", 1)}
+QUICK = {("auto", 1), ("csps", 0), ("seesaw", 0)}
 REAL = [
     pytest.param(case, restarts, id=f"{name}-{restarts}", marks=[] if (name, restarts) in QUICK else [pytest.mark.full])
     for name, case in CASES.items()
