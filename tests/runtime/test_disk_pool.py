@@ -81,16 +81,17 @@ def test_a_file_that_cannot_be_read_stays(
 
 def test_loads_come_before_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in the order in which they came."""
-    pool, reports, write = opened(tmp_path), Queue[Stored](), DiskPool._write
+    pool, reports, open_file = opened(tmp_path), Queue[Stored](), Path.open
     assert all(pool.save(block, block, content(block)) for block in (0, 1))
     lane, begins, goes_on = DiskLane({DISK: pool}, reports.put), Event(), Event()
 
-    def waiting(*given: Any) -> None:
-        begins.set()
-        assert goes_on.wait(TIMEOUT_S)
-        write(*given)
+    def waiting(path: Path, mode: str, **given: Any) -> Any:
+        if mode == "wb":
+            begins.set()
+            assert goes_on.wait(TIMEOUT_S)
+        return open_file(path, mode, **given)
 
-    monkeypatch.setattr(DiskPool, "_write", waiting)
+    monkeypatch.setattr(Path, "open", waiting)
     lane.put(move(1, "save", 3))
     assert begins.wait(TIMEOUT_S)
     for number, way, block in ((2, "save", 4), (3, "load", 1), (4, "save", 5), (5, "load", 0)):
@@ -104,19 +105,20 @@ def test_loads_come_before_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_lane_that_closes_ends_behind_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is whole, and the rest has failed."""
     pool, reports = opened(tmp_path), list[Stored]()
-    lane, write, shutdown = DiskLane({DISK: pool}, reports.append), DiskPool._write, ThreadPoolExecutor.shutdown
+    lane, open_file, shutdown = DiskLane({DISK: pool}, reports.append), Path.open, ThreadPoolExecutor.shutdown
     begins, closes = Event(), Event()
 
-    def waiting(*given: Any) -> None:
-        begins.set()
-        assert closes.wait(TIMEOUT_S)
-        write(*given)
+    def waiting(path: Path, mode: str, **given: Any) -> Any:
+        if mode == "wb":
+            begins.set()
+            assert closes.wait(TIMEOUT_S)
+        return open_file(path, mode, **given)
 
     def closing(thread: ThreadPoolExecutor, **given: Any) -> None:
         closes.set()
         shutdown(thread, **given)
 
-    monkeypatch.setattr(DiskPool, "_write", waiting)
+    monkeypatch.setattr(Path, "open", waiting)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", closing)
     lane.put(move(1, "save", 3, 4, 5))
     lane.put(move(2, "save", 6))

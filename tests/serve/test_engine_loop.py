@@ -56,7 +56,7 @@ class Workers:
     """Simulated ones that can be lost; who has lost them must not use them any more."""
 
     def __init__(self, clock: VirtualClock) -> None:
-        self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
+        self.inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
         self.loss = WorkerLostError(0, "it was killed")
         self.stuck: set[int] = set()  # requests of the engine whose next token cannot be sampled
@@ -65,13 +65,13 @@ class Workers:
 
     def submit(self, step: Step) -> None:
         assert not self.are_gone, f"{step} for workers that are gone"
-        self._inner.submit(step)
+        self.inner.submit(step)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         if self.are_lost:
             self.are_gone = True
             raise self.loss
-        return [self._stuck(completion) for completion in self._inner.poll(timeout_s)]
+        return [self._stuck(completion) for completion in self.inner.poll(timeout_s)]
 
     def _stuck(self, completion: Completion) -> Completion:
         sampled = [
@@ -89,14 +89,14 @@ class Cluster:
     max_model_len = _CAPACITY
 
     def __init__(self, num_instances: int) -> None:
-        self._clock = VirtualClock()
-        self.executor = Workers(self._clock)
+        self.clock = VirtualClock()
+        self.executor = Workers(self.clock)
         self.input_processor = SimpleNamespace(tokenizer=None)
         self.failures: deque[Exception] = deque()
         self.engine = Engine(
             policy=_policy(num_instances),
             executor=self.executor,
-            clock=self._clock,
+            clock=self.clock,
             config=EngineConfig(
                 cluster=Instances.of(str(num_instances), num_blocks=[_BLOCKS] * num_instances),
                 block_size=_BLOCK_SIZE,
@@ -109,7 +109,7 @@ class Cluster:
     def restart(self) -> None:
         if self.failures:
             raise self.failures.popleft()
-        self.executor = Workers(self._clock)
+        self.executor = Workers(self.clock)
         self.engine.restart(self.executor)
 
     def shrink(self, *ranks: int) -> None:
@@ -119,7 +119,7 @@ class Cluster:
         [cluster] = fleet
         if self.failures:
             raise self.failures.popleft()
-        self.executor = Workers(self._clock)
+        self.executor = Workers(self.clock)
         self.engine.restart(self.executor, Change(cluster=cluster, policy=_policy(cluster.num_instances)))
 
 
@@ -411,12 +411,13 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
 
 def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     server, heard_s = ApiServer(), list[float]()
-    now = server.cluster.engine._clock.now
+    now = server.cluster.clock.now
     monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(server.loop, "_stats", lambda: heard_s.append(now()))
     server.turn()
     server.turn()
-    server.cluster.executor._inner._cost = LinearCost(base_s=300.0)
+    cost = LinearCost(base_s=300.0)
+    server.cluster.executor.inner = SimExecutor(clock=server.cluster.clock, vocab_size=_VOCAB, cost=cost)
     server.add(8, 2)
     server.finish()
     server.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -76,9 +75,9 @@ async def streamed(answer: OutputQueue, found: list[Output] | None = None) -> li
     return found
 
 
-async def kill_engine(client: EngineClient, number: signal.Signals = signal.SIGKILL) -> None:
-    assert client._process is not None
-    os.kill(client._process.pid, number)
+async def kill_engine(number: signal.Signals = signal.SIGKILL) -> None:
+    [process] = [child for child in psutil.Process().children() if "fake_engine" in child.cmdline()]
+    process.send_signal(number)
 
 
 @pytest.mark.parametrize("kind", [WRONG, ENDS_AT_ONCE])
@@ -141,7 +140,7 @@ def test_what_was_not_accepted_yet_must_be_by_the_next_engine(events: Path) -> N
         async with started(events) as client:
             submitting = asyncio.create_task(client.submit([engine_request(UNACCEPTED), engine_request(SAY)]))
             await until(lambda: len(told(events, "Add")) == 2)
-            await kill_engine(client)
+            await kill_engine()
             await until(lambda: len(told(events, "Add")) == 3)  # the other has ended
             assert not submitting.done()
             submitting.cancel()
@@ -182,7 +181,7 @@ def test_a_request_that_ends_two_engines_is_not_sent_to_a_third(events: Path) ->
 def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
-            await kill_engine(client)
+            await kill_engine()
             for _ in range(20):  # some before the end is noticed, some after
                 answer = asyncio.create_task(client.submit([engine_request(SAY)]))
                 await asyncio.sleep(0.01)
@@ -195,7 +194,7 @@ def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(event
 def test_the_queue_is_bounded_while_there_is_no_engine(events: Path) -> None:
     async def check() -> None:
         async with started(events, max_engine_requests=2) as client:
-            await kill_engine(client)
+            await kill_engine()
             await until(lambda: client.state == "restarting")
             two = [asyncio.create_task(client.submit([engine_request(SAY)])) for _ in range(2)]
             await asyncio.sleep(0)
@@ -212,7 +211,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: 
         async with started(events, engine_timeout_s=1.5) as client:
             await asyncio.sleep(2)  # that it is idle is no reason
             assert client.state == "serving"
-            await kill_engine(client, signal.SIGSTOP)
+            await kill_engine(signal.SIGSTOP)
             start_s = time.monotonic()
             losses: list[int] = []
             client.on_loss = lambda: losses.append(1)
@@ -242,7 +241,7 @@ def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
 
     async def check() -> None:
         async with started(events, max_engine_requests=3, most_tokens=30) as client:
-            await kill_engine(client, signal.SIGSTOP)
+            await kill_engine(signal.SIGSTOP)
             waiting = [asyncio.create_task(client.submit([engine_request(SAY)])) for _ in range(5)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match=r"6 requests .* of at most 5 \(--max-num-queued-reqs\)"):
@@ -252,7 +251,7 @@ def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
             long = EngineRequest(text=None, token_ids=(SAY,) * 155, params=SamplingParams(max_tokens=1))
             with pytest.raises(QueueFullError, match=r"159 tokens .* of at most 158 \(--max-num-queued-tokens\)"):
                 await client.submit([long])
-            await kill_engine(client, signal.SIGCONT)
+            await kill_engine(signal.SIGCONT)
             for answer in await asyncio.gather(*waiting[1:]):
                 assert num_tokens(await answer.get_all()) == 3
 

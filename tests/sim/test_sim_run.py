@@ -20,6 +20,7 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.layouts import shard_span
+from longspan.core.request import Request
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import Forward, Part
 from longspan.policy.registry import make_policy
@@ -112,17 +113,22 @@ def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
         assert split.queue_s + split.compute_s == pytest.approx(one.ttft_s) and split.compute_s > 0
 
 
-def test_outputs_are_those_of_the_engine() -> None:
+def test_outputs_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens depend on request and position only, through losses too."""
-    seen: dict[int, list[int]] = {}
+    requests, seen, add = list[Request](), dict[int, list[int]](), Engine.add
 
-    def moment(_: float, engine: Engine) -> None:
-        for request in engine._queues.requests.values():
+    def added(*given: Any, **options: Any) -> Request:
+        requests.append(add(*given, **options))
+        return requests[-1]
+
+    def moment(*_: object) -> None:
+        for request in requests:
             seen[request.id] = list(request.output)
             assert request.output == [
                 invented(request.id, len(request.prompt) + place) for place in range(len(request.output))
             ]
 
+    monkeypatch.setattr(Engine, "add", added)
     asked = [Arrival(due_s=0.0, prompt=prompt_of(place, 50), output_len=20) for place in range(3)]
     result = run(asked, faults=Faults(lost_at_s=(0.3,), restart_s=0.5), watch=Observers(moment=moment))
     assert len(result.served) == 3 and all(len(output) >= 19 for output in seen.values())
