@@ -94,7 +94,7 @@ def refusal(model: nn.Module, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_what_would_be_wrong_is_refused(load: Callable[..., nn.Module]) -> None:
+def test_models_that_would_compute_wrongly_are_refused(load: Callable[..., nn.Module]) -> None:
     model = load("llama", attn.register())
     padded = torch.ones(1, 20, dtype=torch.int64)
     padded[0, :3] = 0

@@ -164,7 +164,7 @@ SHAPES = ((4, 4, 16), (2, 4, 16), (2, 4, 16))
         ([((Run(0, 8, 2),), (Run(1, 8, 2),))], SHAPES, {}, "member 0 must ascend in steps of 1"),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     runs: object, shapes: Sequence[Sequence[int]], options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -178,7 +178,7 @@ def test_mistakes_in_a_chain() -> None:
         call(attn.chain, [HALVES], SHAPES, kv_runs=[HALVES[::-1]])
 
 
-def test_what_is_not_computed_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     group = attn.Members(_Nobody(), range(2), 0)
     q, k, v = (torch.zeros(*shape) for shape in SHAPES)
     with pytest.raises(ValueError, match=r"no_grad"):

@@ -64,7 +64,7 @@ def test_the_only_kernel_for_windows(
 @pytest.mark.parametrize(
     ("capability", "dtype"), [(HOPPER, torch.bfloat16), (AMPERE, torch.bfloat16), (AMPERE, torch.float32)]
 )
-def test_kernels_take_and_give_what_we_think(
+def test_kernels_take_and_return_the_expected_shapes(
     capability: tuple[int, int], dtype: torch.dtype, causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By PyTorch's own rules for tensors without numbers."""

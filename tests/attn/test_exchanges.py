@@ -233,7 +233,7 @@ def test_exact_and_to_the_byte(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 4])
-def test_chain_sends_half_of_what_gather_kv_sends(num_members: int) -> None:
+def test_chain_sends_half_the_bytes_of_gather_kv(num_members: int) -> None:
     """With even partitions and nothing cached, as the paper has it (equations 5 and 7)."""
     runs = shard_span("contiguous", 0, 24 * num_members, num_members)
     case = Case(hosts=(0,) * num_members, batch=(Request(q_runs=runs, kv_runs=runs, seed=0),), spec=spec_of())

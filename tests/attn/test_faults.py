@@ -128,7 +128,7 @@ def test_a_sender_that_reuses_a_buffer_is_found_out() -> None:
 
 
 @ALL
-def test_what_travels_is_a_copy(name: str) -> None:
+def test_messages_are_copies(name: str) -> None:
     """Pool and tensors may be written again as soon as an exchange returns: late messages carry what they should."""
     request, spec = dealt_evenly(3), spec_of()
 

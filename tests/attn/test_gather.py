@@ -94,7 +94,7 @@ def test_reduce_scatter(case: tuple[list[int], list[int]], seed: int, dtype: tor
     assert_crossings(links, hosts, sum(length * WIDTH * dtype.itemsize for length in lengths))
 
 
-def test_members_of_a_host_divide_what_crosses() -> None:
+def test_members_of_a_host_divide_the_bytes_between_hosts() -> None:
     hosts = (0, 0, 1, 1)
     sent: list[Counter[tuple[str, str]]] = [Counter() for _ in hosts]
 

@@ -44,7 +44,7 @@ def message(value: float = 0.0, size: int = 4) -> Message:
     return Message.of([torch.full((size,), float(value))])
 
 
-def test_in_order_what_meets_is_delivered() -> None:
+def test_in_order_matching_calls_are_delivered() -> None:
     fabric = Fabric()
 
     def work(rank: int) -> float:
@@ -57,7 +57,7 @@ def test_in_order_what_meets_is_delivered() -> None:
     assert run_ranks(2, work, fabric) == [3.0, 2.0] and not fabric.left
 
 
-def test_in_order_a_circle_is_told() -> None:
+def test_in_order_a_circle_is_an_error() -> None:
     """Each waits for what the other would send after it has received: the second calls never run."""
     fabric = Fabric()
 
@@ -72,7 +72,7 @@ def test_in_order_a_circle_is_told() -> None:
     assert any("nobody can go on: rank" in str(result) and "which waits for rank" in str(result) for result in results)
 
 
-def test_in_order_a_circle_over_two_lanes_is_told() -> None:
+def test_in_order_a_circle_over_two_lanes_is_an_error() -> None:
     """Nobody has made the call that the other waits for, and nobody will."""
     fabric = Fabric()
 
@@ -88,7 +88,7 @@ def test_in_order_a_circle_over_two_lanes_is_told() -> None:
 
 
 @pytest.mark.parametrize(("hop", "size"), [(1, 4), (0, 5)], ids=["tag", "size"])
-def test_in_order_what_goes_astray_is_told(hop: int, size: int) -> None:
+def test_in_order_a_message_in_the_wrong_buffer_is_an_error(hop: int, size: int) -> None:
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -144,7 +144,7 @@ def test_in_order_sums_and_messages_come_in_one_order(first: tuple[str, str], wo
 
 
 @pytest.mark.parametrize("fault", ["shape", "order", "not opened"])
-def test_in_order_sums_that_do_not_fit_are_told(fault: str) -> None:
+def test_in_order_sums_of_other_shapes_are_an_error(fault: str) -> None:
     fabric = Fabric()
 
     def work(rank: int) -> None:

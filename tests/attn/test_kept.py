@@ -63,7 +63,7 @@ def test_each_kv_head_attends_to_its_own_keys(
     torch.testing.assert_close(lse.double(), wanted_lse, atol=TOLERANCE[dtype], rtol=1e-6)
 
 
-def test_nobody_keeps_or_asks() -> None:
+def test_no_kept_tokens_and_no_queries() -> None:
     spec = AttnSpec(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
     q, k, v = random_qkv(spec, 3, 5, torch.float32, 0)
     out, lse = BACKEND.attend_kept(q, k, v, torch.empty(2, 0, dtype=torch.int32), spec)
@@ -74,7 +74,7 @@ def test_nobody_keeps_or_asks() -> None:
 
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("num_kept", [0, 1, 8])
-def test_kept_tokens_are_copied_into_their_room_alone(readers: int, num_kept: int) -> None:
+def test_kept_tokens_are_copied_into_their_slots_only(readers: int, num_kept: int) -> None:
     num_kv_heads, num_tokens, dim = 2, 11, 16
     tokens = torch.randn(2, num_tokens, num_kv_heads * readers, dim).transpose(1, 2)
     whole = torch.full((2, num_kv_heads * readers, num_kept + 3, dim), torch.nan)
@@ -158,7 +158,7 @@ def rating_case(
 
 @settings(max_examples=60)
 @given(specs(), st.integers(1, 7), st.integers(1, 12), st.sampled_from(list(TOLERANCE)), st.integers(0, 9))
-def test_keys_are_rated_by_who_sees_them(
+def test_keys_are_rated_by_the_queries_that_see_them(
     spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
 ) -> None:
     case = rating_case(spec, num_queries, num_keys, dtype, seed)

@@ -160,7 +160,7 @@ def test_merge_is_commutative_and_associative(data: st.DataObject, num: int, ran
     assert_equal(nested, (whole[0].double(), whole[1].double()), 1e-5)
 
 
-def test_merge_keeps_what_saw_nothing_and_does_not_hide_nan() -> None:
+def test_merge_keeps_empty_partials_and_nan() -> None:
     out, lse = merge(torch.zeros(2, 1, 1, 4), torch.full((2, 1, 1), -torch.inf))
     assert not out.any() and lse.isneginf().all()
     out, lse = merge(torch.ones(2, 1, 1, 4), torch.tensor([-torch.inf, 1.0]).view(2, 1, 1))

@@ -241,7 +241,7 @@ def test_kernels_that_another_engine_has_loaded_are_not_used(tiny: Path, monkeyp
     assert not used
 
 
-def test_what_is_missing_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_processor_flags", lambda: {"avx2"})
     with pytest.raises(native.UnavailableError, match="AVX512_BF16"):
         native.build(tmp_path)
@@ -272,7 +272,7 @@ def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pyte
         native.build(tmp_path / "new")
 
 
-def test_a_processor_that_tells_nothing_has_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_flags_has_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.Path, "read_text", lambda *_, **__: "processor : 0\nflags : avx2 avx512_bf16\n")
     assert native._processor_flags() >= {"avx2", "avx512_bf16"}
     monkeypatch.setattr(native.Path, "read_text", not_there)
@@ -298,7 +298,7 @@ def test_memory_that_a_kernel_does_not_get_is_an_error(monkeypatch: pytest.Monke
         NativeCpu().attend_paged(q[:, :1], kv, plan, spec)
 
 
-def test_what_the_paged_kernel_cannot_compute_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_computes_unsupported_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here float32."""
     monkeypatch.setattr(native, "_library", None)
     spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.1, window=None, softcap=None)

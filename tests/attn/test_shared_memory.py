@@ -138,7 +138,7 @@ def test_an_arena_lends_each_place_once_and_keeps_little(sizes: list[int], data:
     arena.close()
 
 
-def test_an_arena_counts_what_it_keeps_and_not_what_it_has_given_up() -> None:
+def test_an_arena_counts_kept_memory_and_not_released_memory() -> None:
     kept = 8 * PAGE
     with mock.patch.multiple(shared_memory, _IDLE_BYTES=kept):
         arena = Arena()
@@ -208,7 +208,7 @@ def test_threads_that_wait_for_sends_share_a_transport() -> None:
         assert all(is_clean(transport) for transport in transports)
 
 
-def test_what_a_rank_sent_before_it_ended_arrives_and_nothing_else() -> None:
+def test_messages_sent_before_a_rank_ended_arrive_and_no_others() -> None:
     with ranks_of(3) as transports:
         rooms = [filled(9, 0) for _ in range(3)]
         pending = [transports[1].start([], [(0, room)], tag) for tag, room in enumerate(rooms)]
@@ -228,7 +228,7 @@ def test_what_a_rank_sent_before_it_ended_arrives_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("act", ["receives", "sends", "has sent too much"])
-def test_whoever_waits_for_a_rank_learns_of_its_end(act: str) -> None:
+def test_waiting_for_a_rank_that_ends_is_an_error(act: str) -> None:
     waits_for_sends, most = act == "sends", 1 if act == "has sent too much" else 128
     with (
         ranks_of(2, waits_for_sends=waits_for_sends) as (first, second),
@@ -270,7 +270,7 @@ def test_a_wait_ends_when_nothing_comes() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_meets_nobody_says_so(rank: int, tmp_path: Path) -> None:
+def test_a_rank_without_a_peer_times_out(rank: int, tmp_path: Path) -> None:
     with pytest.raises(CommError, match=r"nobody listens|does not call"):
         meet_on_host(f"{tmp_path}/met", rank, [1 - rank], timeout_s=0.05)
     assert not list(tmp_path.iterdir())

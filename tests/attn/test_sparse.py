@@ -192,7 +192,7 @@ def test_nothing_dropped_is_full_attention(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_what_is_dropped_is_what_the_text_says(seed: int) -> None:
+def test_dropped_tokens_follow_the_definition(seed: int) -> None:
     draw = random.Random(seed)
     size, spec = draw.randint(2, 4), spec_of(draw.choice(HEADS), draw.choice((None, 5.0)))
     batch = [whole_prompt(size, draw.randint(size, 90), seed)]
@@ -207,7 +207,7 @@ def test_ratios_follow_the_distance() -> None:
     assert ratios_by_rule(0.2, 4) == pytest.approx((0.2, 0.6, 0.8))
 
 
-def test_segments_are_what_links_join() -> None:
+def test_segments_are_joined_links() -> None:
     assert segments_of(4, (0, 0, 1, 1), 3) == (1, 2)
     assert segments_of(16, (0,) * 8 + (1,) * 8, 3) == (1, 8)
     assert segments_of(4, (0, 0, 0, 0), 3) == (1, 2)

@@ -123,7 +123,7 @@ def compare_empty() -> None:
             assert torch.equal(found, wanted)
 
 
-def test_nobody_keeps_or_asks(assert_interpreted: Run) -> None:
+def test_no_kept_tokens_and_no_queries(assert_interpreted: Run) -> None:
     assert_interpreted(compare_empty)
 
 

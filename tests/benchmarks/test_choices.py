@@ -32,7 +32,7 @@ def point(policy: str, workload: str = "short", **numbers: float) -> choices.Poi
         ({"goodput": 0.89}, "chats and documents", 0),
     ],
 )
-def test_what_is_required_of_the_default(
+def test_requirements_of_the_default_policy(
     ours: dict[str, float], workload: str, fails: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only the policy with the highest goodput counts."""

@@ -201,7 +201,7 @@ def test_a_check_that_takes_too_long_says_where_it_was_and_later_checks_have_the
 
 
 @pytest.mark.parametrize("line", ["x" * 5000, "short"], ids=["long", "short"])
-def test_the_last_lines_of_each_failed_check_fit_into_what_a_caller_sees(tmp_path: Path, line: str) -> None:
+def test_the_last_lines_of_each_failed_check_fit_into_the_summary(tmp_path: Path, line: str) -> None:
     script = f'i=0; while [ $i -lt 40 ]; do i=$((i+1)); echo "$i {line}"; done; exit 1'
     result, report = run_checks("full", tmp_path, script)
     assert len(result.stdout) < PRINTED - 1000
@@ -236,7 +236,7 @@ def wheel(folder: Path) -> None:
         archive.writestr("carried-1.0.dist-info/RECORD", "")
 
 
-def test_checks_find_what_is_in_wheels(tmp_path: Path) -> None:
+def test_checks_find_packages_from_wheels(tmp_path: Path) -> None:
     wheel(tmp_path)
     script = f'if [ "$2" = pip ]; then exec {sys.executable} "$@"; else exec {sys.executable} -m carried; fi'
     result, report = run_checks("quick", tmp_path, script, WHEELS=str(tmp_path))

@@ -29,7 +29,7 @@ BACKEND = backend_of(CPU)
     st.sampled_from(["block", "token"]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_ranks_see_what_the_parts_say(
+def test_packed_batches_equal_the_parts(
     num_instances: int, size: int, tokens: int, requests: list[tuple[int, int]], rotate: str
 ) -> None:
     """All steps of a random run, packed for every rank."""
@@ -163,7 +163,7 @@ def test_tables_follow_the_controller() -> None:
     assert tables.apply(first).table == [BlockRef(0, 9)]
 
 
-def test_whoever_sampled_a_token_passes_it_to_whoever_computes_it() -> None:
+def test_the_sampling_rank_sends_a_token_to_the_computing_ranks() -> None:
     """Row numbers only where the token is computed; members that do neither hear nothing of it."""
     runs = (Run(3, 4),)
     part = replace(

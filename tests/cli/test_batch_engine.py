@@ -46,7 +46,7 @@ def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> lis
     return sorted(found, key=lambda answer: answer.tag)
 
 
-def test_completions_say_what_generate_says(llm: LLM) -> None:
+def test_completions_equal_generate(llm: LLM) -> None:
     bodies = [{"model": "n", "prompt": text, "temperature": 0, "max_tokens": 6} for text in PROMPTS]
     found = answers(llm, *((COMPLETIONS, body) for body in bodies))
     expected = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
@@ -84,7 +84,7 @@ def test_lines_share_kv_within_a_cache_salt_only(llm: LLM) -> None:
     assert [one.cached_tokens for one in details if one is not None] == [0, 0, 0, 39, 39]
 
 
-def test_a_chat_says_what_chat_says(llm: LLM) -> None:
+def test_chats_equal_the_chat_method(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Name a colour."}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 1}
     [answer] = answers(llm, (CHAT, body))
@@ -128,7 +128,7 @@ def test_an_answer_has_the_form_that_was_asked_for(llm: LLM) -> None:
         (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "messages", "tokens"),
     ],
 )
-def test_a_refusal_is_what_a_server_would_say(
+def test_refusals_equal_those_of_a_server(
     url: str, body: dict[str, Any], status: int, param: str, words: str, llm: LLM
 ) -> None:
     good = (COMPLETIONS, {"prompt": "x", "max_tokens": 1})
@@ -138,7 +138,7 @@ def test_a_refusal_is_what_a_server_would_say(
     assert words in refused.body["error"]["message"]
 
 
-def test_a_prompt_that_the_policy_refuses_stops_nobody(tiny: Path) -> None:
+def test_a_prompt_that_the_policy_refuses_stops_no_other_request(tiny: Path) -> None:
     short, long = ({"prompt": [5] * length, "max_tokens": 1, "return_token_ids": True} for length in (9, 100))
     with ThreadLLM(
         str(tiny), instances=2, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=4, policy="context"
@@ -188,7 +188,7 @@ TINY = ["--skip-tokenizer-init", "--block-size", "16", "--num-gpu-blocks-overrid
 
 
 @pytest.mark.usefixtures("thread_llm")
-def test_stats_of_a_run_whose_clusters_take_turns(tiny: Path, tmp_path: Path) -> None:
+def test_stats_of_a_run_with_phases(tiny: Path, tmp_path: Path) -> None:
     """Also when a request could not be served; the engine has as many as the host can hold, not a fixed number."""
     lengths = [8 + 5 * index for index in range(24)]
     write_requests(tmp_path / "in.jsonl", [[5 + length] * length for length in (*lengths, 3000)], 12)

@@ -191,7 +191,7 @@ def add(conversation: Conversation, user: str, **answer: Any) -> list[int]:
     return prompt
 
 
-def test_an_answer_that_the_template_changes_is_tokenized_anew() -> None:
+def test_an_answer_that_the_template_changes_is_tokenized_again() -> None:
     conversation = Conversation(Trimming("m"))  # type: ignore[arg-type]
     add(conversation, "one", text="fine ")
     assert conversation.prompt("two") == ids("<user>one</>\n<assistant>fine</>\n<user>two</>\n<assistant>")

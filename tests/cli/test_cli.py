@@ -205,7 +205,7 @@ def test_verbs_read_variables_and_a_file(
     assert found.arguments["policy_options"] == {"threshold": "2000"}
 
 
-def test_what_belongs_to_one_call_comes_from_no_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_one_call_have_no_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("of the file", encoding="utf-8")
     for name, value in {"PROMPT": "of the variable", "MAX_TOKENS": "1", "JSON": "true", "SEED": "7"}.items():

@@ -140,7 +140,7 @@ def test_cached_tokens_are_not_computed_again(capsys: pytest.CaptureFixture[str]
     assert rest["ttft_s"] < whole["ttft_s"] / 4
 
 
-def test_what_does_not_fit_is_said_with_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_is_reported_with_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*BASE, "--context", "256k", "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"] is False

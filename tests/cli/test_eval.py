@@ -212,7 +212,7 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
     assert shown.out == "" and words in shown.err and len(shown.err.splitlines()) == 1
 
 
-def test_a_text_has_only_so_many_tokens() -> None:
+def test_a_text_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match="need 99 tokens of text, but Python's manual has 10"):
         evals.perplexity_prompts(Text(token_ids=[5] * 10, begin=[]), 100, num_samples=1)
 

@@ -98,7 +98,7 @@ def test_help_has_the_words_of_options_only(
     ("given", "message"),
     [("--width 13", "--width must not be 13"), ("--marks a", "--marks must be whole numbers .* but 'a' given")],
 )
-def test_mistakes_are_told_with_the_flag(given: str, message: str) -> None:
+def test_mistakes_name_the_flag(given: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         APP(["red", *given.split()])
 

@@ -204,7 +204,7 @@ def test_a_gpu_does_everything_once_before_it_is_timed(
     assert len(longest) == (3 + num_before) * (1 + 2 + in_batches), "alone, before cached ones' new tokens, and decoded"
 
 
-def test_one_instance_is_measured_anew_beside_others() -> None:
+def test_one_instance_is_measured_again_next_to_busy_ones() -> None:
     """No prompt is one that was computed before: `Machine` looks."""
     assert run("profile", "m", "--repeats", "1", *LENGTHS) == 0
     alone = [prefill for prefill in stored().prefills if prefill.members == 1]
@@ -348,7 +348,7 @@ def test_decodes_that_did_not_stay_together_are_no_measurement(
     assert all(decode.batch == 1 for decode in stored().decodes if decode.members == 1)
 
 
-def test_a_file_that_is_no_profile_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_profile_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     save_profile(Profile(profile_key=SUBJECT))
     profile_file(SUBJECT).write_text("{}")
     assert run("profile", "m", *LENGTHS) == 2

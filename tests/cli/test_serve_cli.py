@@ -456,7 +456,7 @@ def test_an_address_that_is_taken_is_named_before_a_model_is_loaded(capsys: pyte
     assert "192.0.2.1" in failure(capsys, "--host", "192.0.2.1")  # an address of documentation, so not ours
 
 
-def test_what_only_the_engine_refuses_is_said_of_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_refusals_by_the_engine_name_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """It knows the parameter by its name in Python, in another process."""
     folder = make_tiny("llama", tmp_path)
     flags = ("--dtype", "float32", "--skip-tokenizer-init", "--disk-kv-gib", "1", "--port", "0")
@@ -474,7 +474,7 @@ def test_an_engine_that_does_not_start_is_no_mistake_of_the_user(
     assert "ended with code 1" in failure(capsys, code=1)
 
 
-def test_tracing_without_its_packages_says_what_to_install(
+def test_tracing_without_its_packages_names_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import sys

@@ -208,7 +208,7 @@ def test_nothing_is_raised_into_an_import(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("caught")
-def test_what_unwinds_is_not_interrupted_again() -> None:
+def test_a_shutdown_is_not_interrupted_again() -> None:
     closed = []
 
     def close_slowly() -> None:
@@ -268,7 +268,7 @@ def test_a_second_signal_ends_the_command_at_once_with_all_that_it_started() -> 
     wait_until_gone([int(pid)], left_names())
 
 
-def test_who_is_started_by_nohup_stays_when_the_terminal_goes(signals_restored: None) -> None:
+def test_a_process_under_nohup_survives_its_terminal(signals_restored: None) -> None:
     del signals_restored
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals.catch()

@@ -70,7 +70,7 @@ def test_a_reader_that_has_left_is_code_1_without_a_word(arguments: str, is_fake
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_an_error_that_cannot_be_told_keeps_its_code() -> None:
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code() -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(command("generate --no-such-flag"), stdout=full, stderr=full, check=False, timeout=60)
     assert done.returncode == 2

@@ -66,7 +66,7 @@ def test_a_cluster_travels_in_messages(cluster: Cluster) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(cluster), type=Cluster) == cluster
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     spec = ParallelSpec(instances=2, tp=2)
     with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
         Cluster(spec=spec, decode_spec=spec, transfer_backends=0)

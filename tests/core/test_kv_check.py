@@ -93,7 +93,7 @@ def mistakes_a_residency(cluster: Cluster) -> None:
         mistakes_a_residency,
     ],
 )
-def test_a_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
+def test_a_planted_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
     cluster = crowded()
     engine = cluster.engine
     assert engine.kv.swaps is not None

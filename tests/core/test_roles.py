@@ -140,7 +140,7 @@ def test_a_prompt_moves_to_the_instance_that_decodes_it() -> None:
     assert sum(len(move.copies) for move in cluster.moves) == 7, "of 16 tokens"
 
 
-def test_what_ends_with_its_first_token_does_not_move() -> None:
+def test_a_request_that_ends_with_its_first_token_is_not_transferred() -> None:
     cluster = disaggregated()
     cluster.add(range(100), max_tokens=1)
     cluster.run()
@@ -163,7 +163,7 @@ def test_requests_spread_over_decode_instances() -> None:
     assert sorted(cluster.parts_of(request)[-1].group for request in requests) == [(1,), (1,), (2,), (2,), (3,), (3,)]
 
 
-def test_a_decode_that_gives_way_is_prefilled_again() -> None:
+def test_a_preempted_decode_is_prefilled_again() -> None:
     cluster = disaggregated(2, 1, 2, decode_blocks=6, block_size=8)
     requests = [cluster.add([number] * 8, max_tokens=30) for number in range(4)]
     cluster.run()
@@ -199,7 +199,7 @@ def test_one_backend_serves_requests_in_the_order_of_their_handshakes(num_prefil
     assert max(sources) == num_prefill, "some prompts lie on all"
 
 
-def test_with_more_backends_the_first_has_what_it_needs_and_others_what_is_left() -> None:
+def test_the_first_transfer_has_all_backends_it_needs_and_the_next_the_rest() -> None:
     """Two on two instances each need two of three backends; a third request needs one."""
     cluster = disaggregated(4, 1, 3, options={"sp": "2"}, policy="fixed-sp", num_blocks=1000)
     requests = [cluster.add([number] * 900, max_tokens=4) for number in range(3)]
@@ -210,7 +210,7 @@ def test_with_more_backends_the_first_has_what_it_needs_and_others_what_is_left(
     assert_lawful(cluster)
 
 
-def test_who_has_no_room_is_computed_and_waits_and_lets_nobody_pass() -> None:
+def test_a_transfer_without_free_blocks_waits_and_is_not_overtaken() -> None:
     """The second does not fit beside the first, the third would."""
     cluster = disaggregated(1, 1, 4, decode_blocks=10, options={})
     first, second, third = (cluster.add([n] * length, max_tokens=20) for n, length in enumerate((100, 100, 10)))
@@ -226,7 +226,7 @@ def test_who_has_no_room_is_computed_and_waits_and_lets_nobody_pass() -> None:
 
 
 @pytest.mark.parametrize("batched", [16, 500], ids=["chunks", "whole"])
-def test_who_decodes_takes_blocks_back_from_who_came_later(batched: int) -> None:
+def test_a_decode_takes_reserved_blocks_from_a_later_transfer(batched: int) -> None:
     """The second fits beside the first when it arrives, and no longer when the first has grown: it is sent again."""
     cluster = disaggregated(1, 1, 1, decode_blocks=10, options={}, max_num_batched_tokens=batched)
     first, second = cluster.add([0] * 60, max_tokens=95), cluster.add([1] * 90, max_tokens=20)
@@ -260,7 +260,7 @@ def test_blocks_are_taken_back_in_mid_transfer() -> None:
     assert not any(request.metrics.num_preemptions for request in requests)
 
 
-def test_a_request_that_gave_way_comes_before_those_that_have_not_begun() -> None:
+def test_a_preempted_request_is_prefilled_before_new_requests() -> None:
     """Two decode until one gives way to the other; three that came later wait for the prefill instance."""
     cluster = disaggregated(1, 1, 1, decode_blocks=6, options={}, max_model_len=90, max_num_batched_tokens=8)
     first, second = cluster.add([0] * 20, max_tokens=60), cluster.add([1] * 20, max_tokens=60)
@@ -309,7 +309,7 @@ def test_a_backend_is_free_once_the_moves_of_an_aborted_request_are_done() -> No
     assert_lawful(cluster)
 
 
-def test_a_seat_is_kept_for_who_is_on_the_way() -> None:
+def test_a_request_slot_is_kept_for_a_transfer() -> None:
     cluster = disaggregated(2, 1, 4, max_num_seqs=2)
     for number in range(8):
         cluster.add([number] * 50, max_tokens=20)
@@ -367,7 +367,7 @@ def test_a_lost_worker_in_mid_transfer() -> None:
 # ---------------------------------------------------------------- what the target has already
 
 
-def test_choices_and_further_turns_move_only_what_is_new() -> None:
+def test_choices_and_further_turns_move_only_new_blocks() -> None:
     cluster = disaggregated(2, 1, 2, num_blocks=500)
     first = cluster.add(range(1000), max_tokens=20)
     others = [cluster.follow(first, choice) for choice in (1, 2)]
@@ -406,7 +406,7 @@ def test_groups_are_of_instances_that_prefill() -> None:
         )
 
 
-def test_the_last_admitted_give_way_to_those_that_need_a_block() -> None:
+def test_the_most_recently_admitted_lose_reserved_blocks() -> None:
     first, second = Holder(1, 4, needs_block=True), Holder(2, 3, needs_block=True)
     coming, late = Holder(3, 0), Holder(4, 1)
     everyone = [late, second, coming, first]

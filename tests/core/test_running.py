@@ -15,7 +15,7 @@ OPTIONS = [{}, {"threshold": "20"}, {"threshold": "20", "exchange": "chain"}, {"
 
 @given(st.data(), st.sampled_from(OPTIONS), st.sampled_from([1, 2]), st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
-def test_each_view_is_what_all_requests_say(
+def test_each_view_follows_from_all_requests(
     data: st.DataObject, options: dict[str, str], max_steps: int, uneven: int
 ) -> None:
     cluster = checked(

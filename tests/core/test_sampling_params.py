@@ -68,7 +68,7 @@ NAN, INF = float("nan"), float("inf")
     ],
     ids=str,
 )
-def test_what_is_refused(wishes: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message) as caught:
         SamplingParams(**wishes)
     assert caught.value.parameter in wishes
@@ -144,10 +144,10 @@ def test_params_are_values() -> None:
         ({"prompt_logprobs": 11}, "prompt_logprobs must be at most this model's 10 tokens, but 11 given"),
     ],
 )
-def test_what_a_vocabulary_refuses(wishes: dict[str, Any], message: str) -> None:
+def test_parameters_that_a_vocabulary_refuses(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**wishes).check_vocab(10)
 
 
-def test_what_a_vocabulary_allows() -> None:
+def test_parameters_that_a_vocabulary_allows() -> None:
     SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[0, 9], logprobs=10, prompt_logprobs=10).check_vocab(10)

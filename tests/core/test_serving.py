@@ -246,7 +246,7 @@ def test_a_stream_is_cumulative_and_can_be_left(speaking: LLM) -> None:
     assert num_free_blocks(speaking)[0] == speaking.engine.config.cluster.num_blocks[0]
 
 
-def test_streams_can_be_read_in_turns_with_other_calls(speaking: LLM) -> None:
+def test_streams_can_be_read_between_other_calls(speaking: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     prompts = ["The capital of France is", "Once upon a time"]
     whole = [output.outputs[0].text for output in speaking.generate(prompts, params)]

@@ -56,7 +56,7 @@ def test_a_later_member_waits_for_the_keys_of_an_earlier_one() -> None:
     assert chain(FREE, 2, (3, 1)).busy_s == (27.0, 10.0)
 
 
-def test_a_chain_takes_what_one_instance_and_a_link_showed() -> None:
+def test_chain_time_follows_from_one_instance_and_a_link() -> None:
     """Alone, all layers together take the fitted time, but for what every prompt takes."""
     alone = PrefillTime(start_s=0.5, token_s=1e-3, cached_s=2e-6, square_s=1e-6)
     link = LinkFit(start_s=1e-4, bytes_per_s=1e9, max_error=0)
@@ -117,7 +117,7 @@ def test_the_paper_s_lower_bound_holds(cost: LayerCost, num_layers: int, partiti
 
 
 @given(COSTS, LAYERS, PARTITIONS)
-def test_nobody_is_done_before_its_work_and_links_only_delay(
+def test_members_end_after_their_work_and_links_only_delay(
     cost: LayerCost, num_layers: int, partition: tuple[int, ...]
 ) -> None:
     timeline = chain(cost, num_layers, partition)

@@ -82,7 +82,7 @@ def test_devices_are_those_of_their_data_sheets() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.names("hardware") if not name.startswith("cpu")])
-def test_float32_is_what_two_operations_per_core_and_clock_give(name: str) -> None:
+def test_float32_peak_is_two_operations_per_core_and_clock(name: str) -> None:
     """Of 64 cores per multiprocessor in GA100, 128 in all later ones, at most an eighth above the given clock."""
     device = catalog.device(name)
     cores = 64 if name.startswith("a100") else 128
@@ -148,7 +148,7 @@ def test_configs_of_other_families() -> None:
     assert (small.attention.num_kv_heads, small.rotary, small.parallel) == (32, False, False)
 
 
-def test_what_nested_objects_say_besides_does_not_matter() -> None:
+def test_further_keys_of_nested_objects_are_ignored() -> None:
     attention = {"alibi": True, "kv_n_heads": None}
     plain = {"attn_config": attention, "ffn_config": {"ffn_type": "mptmlp", "moe_num_experts": 1}, "num_experts": 1}
     assert from_config({**TINY, **plain}, name="tiny") == from_config(TINY, name="tiny")

@@ -96,7 +96,7 @@ def test_exact_attention_of_one_level_overlaps_nothing() -> None:
     assert layer_time(work, (1,), RATES, rated=False, samples=False).total_s == pytest.approx(sum(seconds))
 
 
-def test_what_comes_is_hidden_by_the_own_partition() -> None:
+def test_computation_of_a_partition_hides_incoming_messages() -> None:
     found = layer_time(two_members(coming=7, results=0, near=7, at_once=4, by_piece=11), (1,), UNIT)
     assert found.exposed_s == 0
     assert layer_time(two_members(coming=8, results=0, near=7, by_piece=11), (1,), UNIT).exposed_s == 1
@@ -213,7 +213,7 @@ def test_ratios_of_layers_follow_deviations() -> None:
 
 
 @pytest.mark.parametrize("deviations", [(), (9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0)])
-def test_settings_are_what_the_policy_reads(deviations) -> None:
+def test_settings_can_be_read_by_the_policy(deviations) -> None:
     group, configuration = replace(GROUP, deviations=deviations, mode="kv"), Configuration(3, 0.2, (4, 2))
     config = CsaConfig.parse(json.dumps(group.settings(configuration)))
     assert (config.levels, config.pieces(), config.drop_mode) == (3, (4, 2), "kv")
@@ -261,7 +261,7 @@ def test_enumeration_finds_the_best_of_all(hosts, deviations) -> None:
         assert found.ttft_s == group.ttft_s(40000, found.configuration) <= max_ttft_s
 
 
-def test_what_no_configuration_meets_is_said() -> None:
+def test_unreachable_objectives_are_reported() -> None:
     assert least_loss(GROUP, 40000, invented, 1e-9, SMALL) is None
     across = replace(GROUP, racks=2, hosts=(0, 0, 1, 1))
     assert across.levels() == (3,)

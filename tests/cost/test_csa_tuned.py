@@ -17,7 +17,7 @@ from longspan.cost.csa_tuned import HELD_OUT_EVERY, Point, Tuned, fit_rates, pai
 GROUP = Group(shape=TINY_SHAPE, hosts=(0, 0, 1, 1), rates=RATES)
 
 
-def test_speeds_are_those_that_the_times_were_made_of() -> None:
+def test_fitted_speeds_equal_the_true_speeds() -> None:
     """Also when some runs were much slower, since others had the machine."""
     timed = [one for one in invented_points(GROUP) if one.ttft_s]
     slow = [

@@ -52,7 +52,7 @@ def test_each_source_sends_over_its_own_link_at_the_same_time() -> None:
     assert not between.shared
 
 
-def test_moves_of_one_source_each_go_beside_each_other() -> None:
+def test_moves_of_different_sources_run_concurrently() -> None:
     """As the engine sends them: eight of them end when one of eight sources would."""
     found, ends = cost(), []
     for moves in ([move(*((source, 16) for source in range(8)))], [move((source, 16)) for source in range(8)]):
@@ -188,7 +188,7 @@ def _prefill(rebalances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int
     return Forward(number=1, parts=(part,), rebalances=rebalances)
 
 
-def test_a_balance_beside_long_layers_costs_its_first_layer() -> None:
+def test_a_balance_with_long_layers_costs_its_first_layer() -> None:
     found = cost()
     moved = move((0, 2), (1, 3), blocks=32)
     plain, balanced = found.seconds(_prefill(cached=32_768)), found.seconds(_prefill((moved,), cached=32_768))
@@ -209,7 +209,7 @@ def test_members_that_swap_blocks_move_them() -> None:
     assert found.seconds(_prefill((swapped,)))[0] > found.seconds(_prefill((copied,)))[0]
 
 
-def test_a_balance_beside_short_layers_shows() -> None:
+def test_a_balance_with_short_layers_is_exposed() -> None:
     found = cost()
     moved = move((0, 2), blocks=2000)
     plain, balanced = found.seconds(_prefill(new=1024)), found.seconds(_prefill((moved,), new=1024))

@@ -300,7 +300,7 @@ GOOD = entry(8_000, (0.7, 0.3))
         ('{"partitions": [%s, %s]}' % (("{}",) * 2), "missing required field"),
     ],
 )
-def test_broken_files_say_what_is_wrong(text: str, message: str) -> None:
+def test_broken_files_name_the_mistake(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PartitionTable.from_json(text)
 

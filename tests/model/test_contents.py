@@ -130,7 +130,7 @@ def test_a_time_in_whole_seconds_is_no_reason_to_remember(
     assert [file.suffix for file in (cache / "hashes").iterdir()] == [".json"]
 
 
-def test_a_damaged_record_is_written_anew(settled: None, tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_record_is_written_again(settled: None, tmp_path: Path, cache: Path) -> None:
     del settled
     path = tmp_path / "weights"
     path.write_bytes(b"a")

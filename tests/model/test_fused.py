@@ -54,7 +54,7 @@ def is_close(found: Tensor, wanted: Tensor) -> bool:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.sampled_from((1, 2, 15, 16, 17, 33, 150, 700)), st.sampled_from((32, 96, 576)), st.integers(0, 9))
-def test_a_product_is_norm_then_matrices_then_what_follows(
+def test_a_product_is_norm_matrices_and_epilogue(
     data: st.DataObject, num_tokens: int, num_inputs: int, seed: int
 ) -> None:
     numbers = torch.Generator().manual_seed(seed)

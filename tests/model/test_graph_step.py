@@ -150,7 +150,7 @@ class AtOnce(ByLayers):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_replay_computes_what_the_layers_do(folders: dict[str, Path], name: str) -> None:
+def test_a_replay_equals_the_layers(folders: dict[str, Path], name: str) -> None:
     """In sizes of graphs and between them; contexts grow and shrink, and the pool changes."""
     tape = Tape()
     decodes = Decodes(folders[name], tape, Recordable())
@@ -297,7 +297,7 @@ def assign(numbers: Tensor) -> None:
     ],
     ids=["item", "if", "nonzero", "mask", "assign"],
 )
-def test_what_the_host_reads_is_found(read: Callable[[Tensor], object]) -> None:
+def test_reads_by_the_host_are_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
     with graph_step._WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does

@@ -161,7 +161,7 @@ def has_no_length(model: PreTrainedModel) -> None:
         (has_no_length, r"config\.json has no max_position_embeddings; add it"),
     ],
 )
-def test_what_only_a_dry_run_finds_is_refused(
+def test_mistakes_that_only_a_dry_run_finds_are_refused(
     change: Callable[[PreTrainedModel], None], reason: str, tmp_path: Path
 ) -> None:
     config = LlamaConfig(**SMALL)
@@ -221,7 +221,7 @@ def test_hub_failures_get_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> Non
         (True, "pytorch_model.bin", ["config.json", "pytorch_model.bin"]),
     ],
 )
-def test_of_the_hub_only_what_is_needed_is_fetched(
+def test_only_needed_files_are_fetched_from_the_hub(
     with_weights: bool, published: str, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights only where they are wanted, and in PyTorch's own format only where there are no others."""
@@ -237,7 +237,7 @@ def test_of_the_hub_only_what_is_needed_is_fetched(
     assert sorted(file.name for file in tmp_path.iterdir()) == fetched
 
 
-def test_what_the_hub_has_without_a_configuration_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_folder_without_a_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(ModelError, match=r"has no config\.json; give a folder in Hugging Face's format"):
         source._folder("some/model", with_weights=False)

@@ -255,7 +255,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_stays(
     assert not list(cache.glob("weights/*/"))
 
 
-def test_a_disk_without_room_for_the_weights_is_named_before_they_are_written(
+def test_a_disk_that_is_too_small_is_named_before_weights_are_written(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("llama", tmp_path / "m")
@@ -288,7 +288,7 @@ def test_starts_at_the_same_time_make_one_file(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text.count("to the cache, once") == 1
 
 
-def test_a_failure_leaves_nothing_of_what_was_begun(tmp_path: Path) -> None:
+def test_a_failure_leaves_no_partial_files(tmp_path: Path) -> None:
     def build(unfinished: Path) -> None:
         (unfinished / "part").touch()
         raise KeyboardInterrupt

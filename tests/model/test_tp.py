@@ -20,7 +20,7 @@ def test_more_ranks_than_heads_are_refused(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("name", "inputs"), [("self_attn.o_proj", 96), ("mlp.down_proj", 128)])
-def test_what_ranks_add_up_is_the_whole_projection_with_its_bias_once(name: str, inputs: int) -> None:
+def test_partial_projections_add_up_with_the_bias_once(name: str, inputs: int) -> None:
     spec = AttnSpec(num_heads=6, num_kv_heads=3, head_dim=16, scale=1.0, window=None, softcap=None)
     weight, bias, given = torch.randn(96, inputs), torch.randn(96), torch.randn(5, inputs)
     total, first = torch.zeros(5, 96), 0
@@ -49,7 +49,7 @@ def test_projections_are_cut_by_their_own_heads(heads: int, kv_heads: int, dim: 
             assert found == (0, (range(own.start * dim, own.stop * dim),))
 
 
-def test_rows_that_may_be_those_of_several_projections_are_refused() -> None:
+def test_ambiguous_rows_of_fused_projections_are_refused() -> None:
     spec = AttnSpec(num_heads=16, num_kv_heads=1, head_dim=16, scale=1.0, window=None, softcap=None)
     with pytest.raises(ModelError, match="it is not known how to cut"):
         Shard(index=0, size=2, specs=(spec,)).pieces("model.layers.0.self_attn.sinks", torch.Size([16]))

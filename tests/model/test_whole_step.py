@@ -74,7 +74,7 @@ def random_pools(num_layers: int, num_blocks: int) -> tuple[PagedKv, ...]:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "phi3", "qwen2", "qwen3"])
-def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
+def test_a_whole_step_equals_the_layers(name: str) -> None:
     """Batches grow and shrink, and pools change: nothing of a step before is left."""
     model = Tiny(name)
     step = model.whole_step()
@@ -107,7 +107,7 @@ def test_a_whole_step_computes_what_the_layers_do(name: str) -> None:
         torch.testing.assert_close(found, own, atol=0.02 * own.abs().max().item(), rtol=0)
 
 
-def test_a_table_has_the_bits_of_what_it_keeps() -> None:
+def test_a_table_has_the_bits_of_its_entries() -> None:
     model = Tiny("llama")
     table = RotaryTable(model.rotary)
     for positions in ([3], [9000, 5, 5], [7], [1 << 17, 4], [(1 << 17) - 1]):
@@ -177,7 +177,7 @@ def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch
     assert found[0] == found[1] == found[2]
 
 
-def test_a_gate_has_as_many_bits_as_what_it_gates() -> None:
+def test_a_gate_has_the_bits_of_its_projection() -> None:
     weight = torch.zeros(32, 32).bfloat16()
     both = [Matrix(weight=weight, levels=quantise("up_proj", weight.float(), kind)) for kind in ("int4", "int8")]
     with pytest.raises(ValueError, match="different bits"):

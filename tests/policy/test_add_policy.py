@@ -97,7 +97,7 @@ def test_its_options_are_checked(options: dict[str, str], message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunked", "context", "tetris", "loongserve", "decode-first"])
-def test_what_a_policy_did_is_recorded_in_five_lines(name: str) -> None:
+def test_the_record_of_a_run_has_five_lines(name: str) -> None:
     cluster = Cluster(Setup(policy=name, num_instances=1 if name in ALONE else 4))
     policy, plans = cluster.policy, []
     decide = policy.plan

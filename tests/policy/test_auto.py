@@ -48,7 +48,9 @@ test_the_same_input_gives_the_same_steps = repeats(setups())
     ],
     ids=["the other's turn", "both want the last block"],
 )
-def test_who_waits_for_room_holds_nobody_up(room: int, seed: int, jobs: list[tuple[int, int, int, int, int]]) -> None:
+def test_a_request_that_waits_for_blocks_delays_no_other(
+    room: int, seed: int, jobs: list[tuple[int, int, int, int, int]]
+) -> None:
     """With two stages requests take turns, and homes that rotate may have to wait for a block of somebody else's."""
     setup = Setup(
         num_instances=2,
@@ -189,7 +191,7 @@ def test_a_document_leaves_instances_to_chats() -> None:
     assert chat.metrics.ttft_s < 0.1 * document.metrics.ttft_s
 
 
-def test_prompts_avoid_who_decodes() -> None:
+def test_prompts_avoid_decoding_instances() -> None:
     made = cluster(2, facts=machine(1, 2, start_s=0.1), num_blocks=1000)
     decoding = made.add(range(10), max_tokens=200)
     while len(decoding.output) < 5:
@@ -203,7 +205,7 @@ def test_prompts_avoid_who_decodes() -> None:
 # ---------------------------------------------------------------- where requests decode
 
 
-def test_what_the_target_has_computed_itself_is_not_sent() -> None:
+def test_blocks_computed_by_the_target_are_not_sent() -> None:
     made = cluster(2, num_blocks=1000)
     request = made.add(range(3200), max_tokens=5)
     made.run()
@@ -214,14 +216,14 @@ def test_what_the_target_has_computed_itself_is_not_sent() -> None:
     assert [made.executor.pool(i).num_free for i in range(2)] == [1000, 1000]
 
 
-def test_what_no_instance_has_room_for_stays_where_it_is() -> None:
+def test_kv_larger_than_any_instance_stays_in_place() -> None:
     made = cluster(2, num_blocks=20)
     request = made.add(range(500), max_tokens=5)
     made.run()
     assert not made.moves and made.parts_of(request)[-1].group == (0, 1)
 
 
-def test_what_no_instance_has_room_for_is_sharded_over_as_few_as_have() -> None:
+def test_kv_larger_than_any_instance_is_sharded_over_few_instances() -> None:
     made = cluster(num_blocks=20)
     request = made.add(range(500), max_tokens=5)
     made.run()
@@ -229,7 +231,7 @@ def test_what_no_instance_has_room_for_is_sharded_over_as_few_as_have() -> None:
     assert len(made.parts_of(request)[0].group) == 4 and len(made.parts_of(request)[-1].group) == 3
 
 
-def test_a_prompt_is_cut_for_answers_beside_it() -> None:
+def test_a_prompt_is_chunked_for_concurrent_decodes() -> None:
     made = cluster(2, num_blocks=1000, options={"target_tbt": "0.05"})
     answer = made.add([1] * 10, max_tokens=100)
     while len(answer.output) < 5:
@@ -248,7 +250,7 @@ def test_a_target_that_is_no_time_is_refused() -> None:
         make_policy("auto", num_instances=2, options={"target_tbt": "-1"})
 
 
-def test_who_waits_for_room_that_nobody_gives_up_begins_anew() -> None:
+def test_a_request_is_recomputed_when_no_block_is_freed() -> None:
     """Two requests fill an instance each, and are to be decoded on the other: one gives its KV up."""
     made = Cluster(Setup(num_instances=2, num_blocks=4, block_size=16, policy="auto"))
     made.engine.set_policy(Swapped((0, 1), NoOptions(), None))

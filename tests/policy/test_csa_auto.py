@@ -140,7 +140,7 @@ def test_speeds_are_the_profile_s_if_there_is_one() -> None:
     assert rates_of(TUNED, without, HOSTS) == TUNED.rates
 
 
-def test_users_hear_whose_speeds_and_how_far_a_target_reaches() -> None:
+def test_the_log_names_the_speeds_and_the_limit_of_a_target() -> None:
     assert csps().hint == "csa goes by speeds of none, where its file was tuned: run longspan profile"
     [least_s, most_s] = (CHOOSER.choose(length, 4, Objective(max_loss=1e9)).choice.ttft_s for length in (4096, 16384))
     some = csps(target_ttft=str((least_s + most_s) / 2)).hint
@@ -193,7 +193,7 @@ def test_mistakes_are_refused(options: dict[str, str], words: str) -> None:
         assert policy.settings == csps().settings
 
 
-def test_more_instances_have_less_each_of_what_is_not_attention() -> None:
+def test_more_instances_divide_the_work_outside_attention() -> None:
     rest = [rates_of(TUNED, FACTS, (0,) * members).rest_s for members in (2, len(TUNED.hosts), 8)]
     assert rest[1] == TUNED.rates.rest_s
     assert rest[0] * 2 == pytest.approx(rest[1] * len(TUNED.hosts)) == pytest.approx(rest[2] * 8)

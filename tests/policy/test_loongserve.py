@@ -33,7 +33,7 @@ def test_kv_moves_to_one_instance_which_decodes_alone() -> None:
     assert request.output == cluster.expected_output(request)
 
 
-def test_nobody_else_computes_where_an_answer_is_made() -> None:
+def test_no_prompt_is_computed_on_a_decoding_instance() -> None:
     cluster = Cluster(setup(options={"sp_sizes": "1,2"}))
     requests = [cluster.add(range(start, start + 400), max_tokens=30) for start in range(0, 20_000, 1000)]
     cluster.run()
@@ -68,7 +68,7 @@ def test_a_request_that_outgrows_its_instance_gets_another_one() -> None:
     assert request.output == cluster.expected_output(request)
 
 
-def test_nobody_grows_to_an_instance_without_a_seat() -> None:
+def test_no_group_grows_to_an_instance_without_a_request_slot() -> None:
     """A one-token prompt decodes on it, in stages."""
     small = {"num_instances": 4, "num_blocks": 9, "block_size": 2, "prefix_caching": False}
     bounds = {"max_model_len": 45, "max_num_batched_tokens": 35, "max_num_seqs": 1, "max_steps_in_flight": 1}

@@ -35,7 +35,7 @@ def in_force(policy: Policy) -> dict[str, OptionValue]:
         ("tetris", {"improvement_rate": "0.4"}, {"improvement_rate": 0.4, "chunking": True, "min_chunk": 256}),
     ],
 )
-def test_a_policy_tells_its_name_and_all_its_options(
+def test_a_policy_reports_its_name_and_all_its_options(
     name: str, given: dict[str, str], expected: dict[str, OptionValue]
 ) -> None:
     settings = policy_of(name, **given).settings
@@ -47,7 +47,7 @@ def test_a_policy_tells_its_name_and_all_its_options(
     assert again.settings.options == settings.options, "what is in force can be given with -o"
 
 
-def test_auto_is_told_by_its_real_name() -> None:
+def test_auto_reports_its_resolved_name() -> None:
     assert make_policy("auto", num_instances=2, options={}).settings.name == "auto"
     assert make_policy("auto", num_instances=1, options={}).settings.name == "chunked"
 
@@ -74,7 +74,9 @@ def test_auto_is_told_by_its_real_name() -> None:
         ("chunked", {"improvement_rate": "0.3"}, ValueError, "policy chunked has no option 'improvement_rate'.*: none"),
     ],
 )
-def test_what_is_refused_changes_nothing(name: str, change: dict[str, str], kind: type[ValueError], words: str) -> None:
+def test_a_refused_change_changes_nothing(
+    name: str, change: dict[str, str], kind: type[ValueError], words: str
+) -> None:
     policy = policy_of(name, **({"sp": "2"} if name == "fixed-sp" else {}))
     before = policy.settings
     with pytest.raises(ValueError, match=words) as caught:

@@ -106,7 +106,7 @@ def test_groups_that_change_at_any_step(seed: int, max_num_seqs: int) -> None:
     assert any(part.unknown_on is not None for _, part in growths)
 
 
-def test_who_waits_for_room_lets_pass_who_has_begun() -> None:
+def test_a_waiting_prompt_is_overtaken_by_a_started_one() -> None:
     """The second prompt waits for blocks on instance 1 that are kept for the third, which would wait for its turn."""
     cluster = Cluster(Setup(num_instances=2, num_blocks=10, max_num_batched_tokens=64))
     plans = {100: [(100, (1,))], 128: [(128, (1,))], 192: [(64, (0,)), (128, (0, 1))]}
@@ -150,7 +150,7 @@ def last_step(cluster: Cluster, request: Request) -> int:
     return next(number for number, part in parts if part.stop >= len(request.prompt))
 
 
-def test_a_long_prompt_begins_on_what_is_free_and_goes_on_with_all() -> None:
+def test_a_long_prompt_begins_on_free_instances_and_grows_to_all() -> None:
     cluster = tetris()
     short, long = cluster.add(range(1000), max_tokens=1), cluster.add([7] * 8000, max_tokens=3)
     cluster.run()
@@ -307,7 +307,7 @@ def test_fixed_groups() -> None:
         ("fixed-sp", {"improvement_rate": "0.1"}, None, "policy fixed-sp has no option 'improvement_rate'"),
     ],
 )
-def test_what_is_refused(name: str, options: dict[str, str], facts: Facts | None, message: str) -> None:
+def test_invalid_values_are_refused(name: str, options: dict[str, str], facts: Facts | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_policy(name, num_instances=4, options=options, facts=facts)
 

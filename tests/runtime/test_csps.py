@@ -113,7 +113,7 @@ def test_decodes_on_several_instances_are_exact(
 
 @pytest.mark.parametrize("mode", ["qkv", "kv"])
 @pytest.mark.parametrize("parallel", ["2", "3", "3xpp2"])
-def test_whoever_computes_it_the_same_is_dropped(tiny: Path, mode: str, parallel: str) -> None:
+def test_duplicate_computation_is_dropped(tiny: Path, mode: str, parallel: str) -> None:
     """Both exchanges rate alike when all queries are in the sample, and members have all readers of a KV head."""
     [prompt] = prompts_of(150)
     logits = []
@@ -150,7 +150,7 @@ def test_sparse_kv_is_found_by_the_same_setting_only(tiny: Path, oracle: Oracle,
 
 
 @pytest.mark.parametrize("parallel", ["4", "4xpp2"])
-def test_bytes_are_those_of_the_formula(parallel: str, tiny: Path) -> None:
+def test_bytes_equal_the_formula(parallel: str, tiny: Path) -> None:
     [prompt] = prompts_of(160)
     with engine(tiny, parallel, csa(drop=0.4)) as llm:
         [output] = llm.generate([prompt], GREEDY, use_tqdm=False)

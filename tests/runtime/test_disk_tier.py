@@ -226,7 +226,7 @@ def test_the_prefix_cache_is_reset_on_disk_too(tiny: Path, oracle: Oracle, tmp_p
         ({"disk_kv_dir": "/dev/null/kv"}, r"disk_kv_dir .*cannot be used .*: give another one"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_arguments_are_refused(
     tiny: Path, tmp_path: Path, given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk with 100 GiB left."""

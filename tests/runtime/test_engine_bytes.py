@@ -97,7 +97,7 @@ def test_memory_for_less_than_a_block_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "gather_kv", "alltoall", "gather_hidden", "chain"])
-def test_bytes_are_those_of_the_formula(llm: LLM, exchange: str) -> None:
+def test_bytes_equal_the_formula(llm: LLM, exchange: str) -> None:
     llm.set_policy("context", {"exchange": exchange, "threshold": "10"})
     before, crossed_before = llm.bytes_exchanged, llm.bytes_between_hosts
     [output] = llm.generate([[5] * TOKENS], SamplingParams(max_tokens=1), use_tqdm=False)

@@ -94,7 +94,7 @@ def test_another_turn_finds_what_the_devices_have_forgotten(engines: Engines, ti
 @pytest.mark.parametrize(
     ("gib", "problem"), [(1e-9, "holds no block of .* bytes: allow more"), (1e6, "needs .* GiB, but .*: allow less")]
 )
-def test_what_does_not_fit_is_refused(tiny: Path, gib: float, problem: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(tiny: Path, gib: float, problem: str) -> None:
     with pytest.raises(ParameterError, match=problem):
         ThreadLLM(str(tiny), skip_tokenizer_init=True, host_kv_gib=gib)
 

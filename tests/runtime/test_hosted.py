@@ -198,7 +198,7 @@ def test_windows_and_softcaps(tmp_path: Path, name: str, spec: dict[str, object]
         assert_all_exact(llm, Oracle(folder), prompts_of(300, 30), GREEDY)
 
 
-def test_turns_go_on_behind_what_the_host_has(
+def test_further_turns_read_the_blocks_on_the_host(
     engines: Engines, tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, submit, ways = engines(tiny, **HOST), WorkerExecutor.submit, set[str]()
@@ -235,7 +235,7 @@ def test_penalties_know_all_of_an_answer(engines: Engines, tiny: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_requests_that_give_way(engines: Engines, tiny: Path, oracle: Oracle) -> None:
+def test_preempted_requests_resume_from_a_small_host(engines: Engines, tiny: Path, oracle: Oracle) -> None:
     """A host with room for one and a half of them."""
     llm = engines(tiny, **(HOST | {"host_kv_gib": 0.0003}))
     prompts = prompts_of(150, 140, 30)

@@ -103,7 +103,7 @@ class Slow(Failing):
         self.leave.wait()
 
 
-def test_what_has_left_is_reported_then() -> None:
+def test_a_send_is_reported_when_it_has_left() -> None:
     """Not when it was begun."""
     transport = Slow()
     moves = moves_of(0, transport)

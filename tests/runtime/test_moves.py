@@ -180,7 +180,7 @@ def test_smollm2() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="nobody counts the peak anew")
 @pytest.mark.parametrize("decode", [pytest.param("1", marks=pytest.mark.full), "tp2"])
-def test_memory_for_what_is_under_way_is_bounded(folders: dict[str, Path], decode: str) -> None:
+def test_memory_for_moves_in_flight_is_bounded(folders: dict[str, Path], decode: str) -> None:
     """Of 400 MiB in a single move little is in messages at a time, also while the target is stopped."""
     num_blocks, slack = 400 * MIB // BLOCK_BYTES, 48 * MIB
     instances = Instances.of("1", decode)
@@ -213,7 +213,7 @@ def peak_bytes(process: psutil.Process, *, anew: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
+def test_many_moves_between_all_instances(folders: dict[str, Path]) -> None:
     """More bytes than the windows hold, from each source to each target, given in any order: nobody waits for ever."""
     num_blocks = 3 * WINDOW_BYTES // BLOCK_BYTES
     with workers(folders["9 on 3"], Instances.of("2", "2"), num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
@@ -242,7 +242,7 @@ def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("stopped", [0, 1], ids=["source", "target"])
-def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str, Path], stopped: int) -> None:
+def test_both_ranks_of_a_late_move_are_named_if_the_cause_is_unknown(folders: dict[str, Path], stopped: int) -> None:
     """The source has begun to send, but nothing leaves before the target takes part."""
     with workers(folders["9 on 3"], Instances.of("1", "1"), step_timeout_s=2.5, launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))

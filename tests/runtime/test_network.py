@@ -60,7 +60,7 @@ def test_devices_of_their_own_sum_by_all_reduces(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_has_left_for_another_stage_is_not_kept(apart: bool, tmp_path: Path) -> None:
+def test_hidden_states_sent_to_another_stage_are_freed(apart: bool, tmp_path: Path) -> None:
     """Else the ranks of a pipeline would grow with each step."""
     ended = run_ranks(partial(stage_member.main, apart), tmp_path / "store", 2)
     assert [rank.returncode for rank in ended] == [0, 0], ended
@@ -76,7 +76,7 @@ def test_what_has_left_for_another_stage_is_not_kept(apart: bool, tmp_path: Path
         (Cluster.of("3xtp2", "1"), 2, 4),
     ],
 )
-def test_memory_is_left_for_what_moves(
+def test_memory_is_left_for_moves(
     cluster: Cluster, backends: int | None, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 2**30, 100 * 2**30))
@@ -146,7 +146,7 @@ def policies_seen(own: int) -> list[int]:
 
 
 @NOT_LINUX
-def test_threads_are_polite_beside_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_threads_leave_the_core_to_a_computing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert policies_seen(os.SCHED_OTHER) == [os.SCHED_BATCH, os.SCHED_OTHER]
     for chosen in (os.SCHED_BATCH, os.SCHED_IDLE):

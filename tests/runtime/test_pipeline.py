@@ -82,7 +82,7 @@ def of_one_rank(odd: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("spec", SPECS[:-1])
-def test_outputs_are_those_of_one_rank(engines: Engines, odd: Path, of_one_rank: list[object], spec: str) -> None:
+def test_outputs_equal_one_rank(engines: Engines, odd: Path, of_one_rank: list[object], spec: str) -> None:
     assert outputs_of(engines(odd, parallel=spec)) == of_one_rank
 
 

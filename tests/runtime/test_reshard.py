@@ -79,7 +79,7 @@ def test_another_spec_in_mid_stream(
         service.close()
 
 
-def test_what_does_not_fit_is_refused(tiny: Path) -> None:
+def test_arguments_that_do_not_fit_are_refused(tiny: Path) -> None:
     service = make_service(tiny, parallel="2", policy="chunked", **HOST)
     try:
         with pytest.raises(ParameterError, match="13xpp5 takes 65 ranks, but a fleet grows to 64 at most: start"):

@@ -103,7 +103,7 @@ def test_one_backend_serves_twelve_in_the_order_of_their_handshakes(
     assert in_turn == list(dict.fromkeys(shaken)) and len(in_turn) == 12
 
 
-def test_who_gives_no_table_of_improvement_rates_is_told(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_table_of_improvement_rates_is_logged(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="longspan"):
         start(tiny, "1", "1").shutdown()
         assert "improvement_rate" not in caplog.text, "it was given"
@@ -112,7 +112,7 @@ def test_who_gives_no_table_of_improvement_rates_is_told(tiny: Path, caplog: pyt
     assert "improvement_rate=auto is 0.3 at every request rate" in caplog.text
 
 
-def test_decode_instances_with_little_room(tiny: Path, oracle: Oracle) -> None:
+def test_decode_instances_with_few_blocks(tiny: Path, oracle: Oracle) -> None:
     """Requests wait for room there, and give way to each other while they decode."""
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
     prompts = prompts_of(100, 90, 60, 80, 40)
@@ -121,7 +121,7 @@ def test_decode_instances_with_little_room(tiny: Path, oracle: Oracle) -> None:
             assert_exact(output, oracle.complete(prompt, 40))
 
 
-def test_penalties_count_what_was_sampled_elsewhere(tiny: Path) -> None:
+def test_penalties_count_tokens_sampled_on_other_instances(tiny: Path) -> None:
     counting = SamplingParams(
         temperature=0, frequency_penalty=0.5, presence_penalty=0.25, max_tokens=20, ignore_eos=True, output_logits=True
     )
@@ -135,7 +135,7 @@ def test_penalties_count_what_was_sampled_elsewhere(tiny: Path) -> None:
                 counts[token] += 1
 
 
-def test_what_is_given_up_in_mid_transfer_leaves_nothing(tiny: Path, oracle: Oracle) -> None:
+def test_an_abort_during_a_transfer_frees_all_blocks(tiny: Path, oracle: Oracle) -> None:
     """Streams that are closed at any moment: all blocks are free again, and others are none the worse."""
     prompts = prompts_of(300, 200, 250)
     with start(tiny, "2", "tp2", 1) as llm:
@@ -180,7 +180,7 @@ def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank:
         ({"decode_parallel": None}, "needs decode_parallel"),
     ],
 )
-def test_what_cannot_be(tiny: Path, arguments: dict[str, object], says: str) -> None:
+def test_impossible_roles_are_refused(tiny: Path, arguments: dict[str, object], says: str) -> None:
     given = {
         "prefill_parallel": "2",
         "decode_parallel": "1",

@@ -169,7 +169,7 @@ def test_a_rank_is_not_idle_before_its_copies_are_made() -> None:
     moves.close()
 
 
-def test_an_error_of_the_lane_is_raised_by_who_computes() -> None:
+def test_an_error_of_the_lane_is_raised_by_the_computing_thread() -> None:
     host = Slow(MemoryError("no page"))
     moves = moves_with(host)
     moves.expect([OUT])

@@ -112,7 +112,7 @@ async def ask(port: int, path: str, body: object = None, **headers: str) -> Repl
     return await asyncio.to_thread(Client(port=port).ask, method, path, body, connection="close", **headers)
 
 
-def test_connections_send_what_they_have_at_once() -> None:
+def test_connections_send_without_delay() -> None:
     with listening_socket("127.0.0.1", 0, 60.0) as listening, socket.create_connection(listening.getsockname()):
         connection, _ = listening.accept()
         with connection:
@@ -253,7 +253,9 @@ def test_a_client_that_leaves_cancels_its_work(events: Path, what: int, stream: 
     assert {event["id"] for event in told(events, "Cancel")} == {1, 2, 3, 4, 5}
 
 
-def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_is_disconnected_and_delays_no_other(
+    events: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: weakref.WeakSet[OutputQueue] = weakref.WeakSet()
     make = OutputQueue.__init__
 
@@ -320,7 +322,7 @@ def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> N
     assert told(events, "Quit")
 
 
-def test_half_a_body_holds_nobody_up_when_the_server_ends(events: Path) -> None:
+def test_half_a_body_does_not_delay_a_shutdown(events: Path) -> None:
     half = post(b" " * 100)[:-50]
 
     async def check() -> None:
@@ -365,7 +367,7 @@ def test_a_second_signal_ends_at_once(events: Path) -> None:
     asyncio.run(check())
 
 
-def test_a_second_signal_ends_at_once_what_does_not_end_politely(events: Path) -> None:
+def test_a_second_signal_ends_the_server_at_once(events: Path) -> None:
     async def check() -> None:
         async with serving(events.with_name(NEVER_QUITS)) as api:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -284,7 +284,7 @@ _TURN, _LOSE, _TOO_LONG = st.just(("turn",)), st.just(("lose",)), st.just(("add"
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(_ADD, _ADD, _CANCEL, _TURN, _TURN, _TURN, _LOSE, _TOO_LONG), max_size=60))
-def test_every_request_ends_and_is_told_its_tokens_once(actions: list[tuple[Any, ...]]) -> None:
+def test_every_request_ends_and_gets_each_token_once(actions: list[tuple[Any, ...]]) -> None:
     server, num_losses = ApiServer(), 0
     for name, *values in actions:
         if name == "add":
@@ -338,7 +338,7 @@ def test_violation_of_the_kv_account_is_logged_once_and_harms_no_request(caplog:
 
 
 @pytest.mark.parametrize("kind", [WorkerLostError, OutOfMemoryError])
-def test_a_request_that_fails_with_workers_is_told_of_a_lack_of_memory(kind: type[WorkerLostError]) -> None:
+def test_a_request_that_fails_with_workers_names_a_lack_of_memory(kind: type[WorkerLostError]) -> None:
     server = ApiServer()
     server.add(60, 12)
     for _ in range(2):
@@ -368,7 +368,7 @@ def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(
     server.check()
 
 
-def test_a_request_whose_tokens_cannot_become_text_fails_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_with_undecodable_tokens_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     server, take = ApiServer(), Choice.take_new_tokens
     bad, good = server.add(8, 12, n=2), server.add(8, 12)
 
@@ -409,7 +409,7 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
     assert num_between, "no request was between two steps"
 
 
-def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_and_a_long_step_send_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     server, heard_s = ApiServer(), list[float]()
     now = server.cluster.clock.now
     monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=now))
@@ -446,7 +446,7 @@ def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch
         ),
     ],
 )
-def test_a_queue_holds_so_many_requests_and_tokens_but_any_prompt_alone(
+def test_a_queue_is_bounded_in_requests_and_tokens_but_takes_any_prompt_alone(
     limits: dict[str, int], lengths: list[int], reason: str
 ) -> None:
     """The first prompt does not wait: both instances begin with it."""
@@ -460,7 +460,7 @@ def test_a_queue_holds_so_many_requests_and_tokens_but_any_prompt_alone(
     server.check()
 
 
-def test_what_was_accepted_before_a_loss_keeps_its_place_in_a_full_queue() -> None:
+def test_requests_accepted_before_a_loss_keep_their_place_in_a_full_queue() -> None:
     server = ApiServer(max_num_queued_reqs=1)
     for _ in range(4):
         server.add(60)
@@ -470,7 +470,7 @@ def test_what_was_accepted_before_a_loss_keeps_its_place_in_a_full_queue() -> No
     server.check()
 
 
-def test_who_is_told_to_quit_waits_for_nothing() -> None:
+def test_quit_ends_the_loop_at_once() -> None:
     server = ApiServer()
     server.tell(Quit())
     server.cluster.executor.are_lost = True  # which would be noticed

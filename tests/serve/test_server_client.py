@@ -124,7 +124,7 @@ def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
     assert not told(events, "Cancel")
 
 
-def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(events: Path) -> None:
+def test_requests_without_output_are_computed_by_the_next_engine_in_order(events: Path) -> None:
     async def check() -> None:
         async with started(events, max_engine_requests=10) as client:
             assert num_tokens(await streamed(await client.submit([engine_request(DIE_ONCE)]))) == 3
@@ -135,7 +135,7 @@ def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(ev
     assert len(told(events, "start")) == 2
 
 
-def test_what_was_not_accepted_yet_must_be_by_the_next_engine(events: Path) -> None:
+def test_requests_not_yet_accepted_are_accepted_by_the_next_engine(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             submitting = asyncio.create_task(client.submit([engine_request(UNACCEPTED), engine_request(SAY)]))
@@ -149,7 +149,7 @@ def test_what_was_not_accepted_yet_must_be_by_the_next_engine(events: Path) -> N
     assert not any(event["is_accepted"] for event in told(events, "Add"))
 
 
-def test_a_stream_that_told_something_fails_but_a_whole_answer_is_made_anew(events: Path) -> None:
+def test_a_started_stream_fails_but_a_whole_answer_is_computed_again(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             stream, whole = await asyncio.gather(
@@ -236,7 +236,7 @@ def test_an_api_server_that_was_stopped_does_not_take_its_engine_for_lost(events
     assert len(told(events, "start")) == 1
 
 
-def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
+def test_requests_that_an_engine_does_not_accept_are_bounded(events: Path) -> None:
     """It hangs, say. What it could run at once (2 requests, 128 tokens) counts beside its queue."""
 
     async def check() -> None:
@@ -278,7 +278,7 @@ def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [SILENT, UNACCEPTED, BEGIN])
-def test_who_leaves_cancels(events: Path, what: int) -> None:
+def test_a_client_that_disconnects_cancels(events: Path, what: int) -> None:
     async def check() -> None:
         async with started(events) as client:
             task = asyncio.create_task(_read(client, what))
@@ -311,7 +311,7 @@ def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
     asyncio.run(check())
 
 
-def test_what_fails_before_acceptance_reaches_who_submits_and_who_reads() -> None:
+def test_a_failure_before_acceptance_reaches_submitter_and_reader() -> None:
     async def check() -> None:
         answer = OutputQueue([engine_request(SAY)], lambda _: None)
         answer.fail(QueueFullError("full"))
@@ -336,7 +336,7 @@ def test_nothing_is_submitted_where_no_engine_will_be(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_an_engine_whose_process_cannot_be_made_is_told_at_once(
+def test_an_engine_process_that_cannot_start_is_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start_child(*_: object, **__: object) -> None:
@@ -354,7 +354,7 @@ def test_an_engine_whose_process_cannot_be_made_is_told_at_once(
     asyncio.run(check())
 
 
-def test_only_what_is_unfinished_and_untold_is_repeated() -> None:
+def test_only_unfinished_choices_without_output_are_repeated() -> None:
     async def check() -> None:
         begun = Delta(id=0, choice=0, text="", token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)
         done = replace(begun, finish_reason="length")

@@ -60,7 +60,7 @@ def operations(client: Client) -> list[Any]:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.timeout(0 if LONG_RUN else 300)
-def test_whatever_is_asked_the_answer_is_as_promised(
+def test_answers_to_random_requests_follow_the_document(
     client: Client, operations: list[Any], mode: GenerationMode
 ) -> None:
     usual = client.good_answer()

@@ -91,7 +91,7 @@ NO_HTTP = {
 }
 
 
-def test_what_is_no_http_gets_an_error_and_is_hung_up_on(client: Client) -> None:
+def test_invalid_http_gets_an_error_and_a_closed_connection(client: Client) -> None:
     for what, data in NO_HTTP.items():
         with Wire(client) as wire:
             answer = wire.send(data).answer()
@@ -250,7 +250,7 @@ def test_paths_that_are_no_route(client: Client, target: bytes) -> None:
 
 
 @pytest.mark.parametrize("host", [b"", b"[", b"a:b:c", b"\xff", b"http://x", b"a/../b?c#d"])
-def test_odd_hosts_matter_to_nobody(client: Client, host: bytes) -> None:
+def test_odd_host_headers_are_accepted(client: Client, host: bytes) -> None:
     assert ask(client, b"GET /live HTTP/1.1\r\nhost: " + host + b"\r\n\r\n").status == 200
 
 

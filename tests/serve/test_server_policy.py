@@ -26,7 +26,7 @@ from longspan.serve.server import Server
 # ---------------------------------------------------------------- the API server
 
 
-def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> None:
+def test_the_policy_is_reported_and_changed(client: TestClient, server: Server) -> None:
     before = {
         "policy": "tetris",
         "options": {"improvement_rate": "auto", "chunking": True, "min_chunk": 256, "sp_sizes": "1,2"},
@@ -57,7 +57,7 @@ def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> N
         ({}, 400, None, "give an option of policy tetris that is to change, and its value: improvement_rate, chunking"),
     ],
 )
-def test_what_the_api_server_refuses_never_reaches_the_engine(
+def test_requests_refused_by_the_api_server_never_reach_the_engine(
     client: TestClient, server: Server, body: Any, status: int, param: str | None, words: str
 ) -> None:
     error = error_of(client.post("/admin/policy", json=body), status)
@@ -67,13 +67,13 @@ def test_what_the_api_server_refuses_never_reaches_the_engine(
     assert not fake_of(server).updates
 
 
-def test_what_the_engine_refuses_is_400_with_its_words(client: TestClient, server: Server) -> None:
+def test_refusals_by_the_engine_are_400_with_its_message(client: TestClient, server: Server) -> None:
     fake_of(server).failure = ValueError("min_chunk must be at least 1, but 0 given")
     error = error_of(client.post("/admin/policy", json={"min_chunk": 0}), 400)
     assert (error["message"], error["param"]) == ("min_chunk must be at least 1, but 0 given", "min_chunk")
 
 
-def test_without_the_key_it_is_neither_told_nor_changed(server: Server) -> None:
+def test_without_the_key_the_policy_is_neither_reported_nor_changed(server: Server) -> None:
     client = client_of(server)
     for method in ("GET", "POST"):
         error_of(client.request(method, "/admin/policy", json={"min_chunk": 1}), 401)
@@ -81,7 +81,7 @@ def test_without_the_key_it_is_neither_told_nor_changed(server: Server) -> None:
 
 
 @pytest.mark.parametrize("root_path", ["", "/api"])
-def test_a_server_without_keys_tells_but_is_not_changed(root_path: str) -> None:
+def test_a_server_without_keys_reports_the_policy_but_does_not_change_it(root_path: str) -> None:
     server = make_server(root_path=root_path)
     client = client_of(server)
     assert client.get("/admin/policy").status_code == 200
@@ -144,7 +144,7 @@ def test_changes_reach_the_engine_and_the_next_one(events: Path) -> None:
     ]
 
 
-def test_a_new_engine_that_refuses_the_changes_is_told_of(events: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_engine_that_refuses_the_changes_is_reported(events: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with started(events) as client:
             await client.update_policy({"rate": "once"})
@@ -156,7 +156,7 @@ def test_a_new_engine_that_refuses_the_changes_is_told_of(events: Path, caplog: 
     asyncio.run(check())
 
 
-def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:
+def test_calls_to_a_lost_engine_end_at_once(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             with pytest.raises(EngineLostError, match="the engine core was lost"):
@@ -210,7 +210,7 @@ def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_se
 
 
 @pytest.mark.parametrize("what", ["worker", pytest.param("engine", marks=pytest.mark.attack)])
-def test_what_was_changed_outlives_lost_processes(tetris_server: ServerProcess, what: str) -> None:
+def test_changes_outlive_lost_processes(tetris_server: ServerProcess, what: str) -> None:
     client = tetris_server.client
     client.ask("POST", "/admin/policy", {"improvement_rate": 0.45})
     num_before = num_losses(tetris_server)

@@ -294,7 +294,7 @@ def test_a_request_that_runs_in_two_losses_fails(pair: ServerProcess) -> None:
     check_same(client.complete(prompt=prompt, max_tokens=20), solo)
 
 
-def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair: ServerProcess) -> None:
+def test_requests_without_output_are_replayed_after_the_engine_process_was_killed(pair: ServerProcess) -> None:
     client, prompts = pair.client, prompts_of(900, 2)
     solo = solo_answers(client, prompts, 300)
     asks = [asking(client, prompts[i % 2], 300, stream=i >= 26) for i in range(30)]

@@ -265,7 +265,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
         assert all(part["delta"].get("content") or part["finish_reason"] for part in of_choice[1:])
 
 
-def test_what_tells_nothing_is_not_sent() -> None:
+def test_empty_chunks_are_not_sent() -> None:
     """A character of several tokens comes when it is whole."""
     request, engine_requests = completion({"prompt": "a", "stream": True})
     output = tokenizer()("😀")["input_ids"]

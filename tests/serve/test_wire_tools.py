@@ -194,7 +194,7 @@ def test_a_template_learns_which_function_has_answered() -> None:
     assert chat_request(asking, served(template)).text == "None,,time,,mine,"
 
 
-def test_what_may_be_called_is_what_the_grammar_is_made_for() -> None:
+def test_the_grammar_allows_exactly_the_callable_tools() -> None:
     assert grammar_kind(request()) == grammar_kind(request(tool_choice="required")) == "tools"
     assert grammar_kind(request(tool_choice="none")) == grammar_kind(request(tools=[])) == "text"
     assert grammar_of(request(tool_choice="none"), served()) == ""

@@ -61,7 +61,7 @@ async def gate() -> AsyncIterator[Gate]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_work_is_done_in_order_by_so_many_threads(num_threads: int) -> None:
+def test_work_is_done_in_order_by_the_given_number_of_threads(num_threads: int) -> None:
     async def check() -> None:
         pool, order = WorkerPool("test", num_threads), []
         async with gate() as closed:
@@ -79,7 +79,7 @@ def test_work_is_done_in_order_by_so_many_threads(num_threads: int) -> None:
     asyncio.run(check())
 
 
-def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None:
+def test_work_cancelled_before_its_start_is_neither_done_nor_kept() -> None:
     class Body:
         pass
 
@@ -109,7 +109,7 @@ def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None
 
 
 @pytest.mark.parametrize(("error", "num_lines"), [(WireError("too long", "prompt"), 0), (ZeroDivisionError(), 1)])
-def test_only_what_is_unexpected_is_logged_of_work_whose_caller_has_left(
+def test_only_unexpected_errors_of_abandoned_work_are_logged(
     error: Exception, num_lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def check() -> None:
@@ -155,7 +155,7 @@ def test_the_refusal_of_a_request_whose_client_has_left_is_not_logged(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_texts_are_tokenized_in_order_and_delay_no_other(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with serving(events) as api, gate() as closed:
             monkeypatch.setattr(app, "tokenized", closed.work)
@@ -215,7 +215,7 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
     asyncio.run(check())
 
 
-def test_a_process_ends_in_the_middle_of_work_after_what_is_to_be_done_at_exit() -> None:
+def test_a_process_with_unfinished_work_ends_after_its_exit_handlers() -> None:
     script = """
 import asyncio, atexit, time
 from longspan.serve.server import WorkerPool, end_process_if_busy

@@ -151,7 +151,7 @@ def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.Cap
         (("--policy", "context"), False),
     ],
 )
-def test_an_improvement_rate_that_goes_by_nothing_is_told(
+def test_an_improvement_rate_without_a_profile_is_reported(
     options: tuple[str, ...], told: bool, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
@@ -230,7 +230,7 @@ def rows_of(page: Path) -> dict[str, str]:
     return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page.read_text()))
 
 
-def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "out.html"
     run_of = ("--rate", "2", "--num-requests", "6", "--report", str(page), "--json")
     cluster = ("--hardware", "a100-sxm-80g", "--hosts", "2", "--link-gbytes-per-s", "25")
@@ -343,7 +343,7 @@ def test_mistakes_are_one_line(
         ),
     ],
 )
-def test_what_is_found_from_times_needs_a_request_that_is_served(
+def test_statistics_of_times_need_a_served_request(
     arguments: tuple[str, ...], words: str, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "3")
@@ -353,7 +353,7 @@ def test_what_is_found_from_times_needs_a_request_that_is_served(
 
 
 @pytest.mark.parametrize("flag", ["--report", "--trace"])
-def test_a_result_that_cannot_be_written_is_told(
+def test_a_result_that_cannot_be_written_is_reported(
     flag: str, profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
@@ -403,7 +403,7 @@ def test_policies_and_costs_have_instances_on_the_same_hosts(flags: dict[str, An
 
 
 @pytest.mark.parametrize(("link", "flows"), [("rdma-400g", 1), ("efa-400g-per-host", 8)])
-def test_rules_are_asked_with_what_instances_compute_and_send(link: str, flows: int) -> None:
+def test_rules_use_the_speeds_and_links_of_instances(link: str, flows: int) -> None:
     """Devices of a host may share its link: then each has an eighth of that for all that it computes."""
     found = make_experiment("llama-3-8b", ClusterSpec(hardware="a100-sxm-80g", hosts=2, parallel="2xtp8", link=link))
     hardware = found.facts.hardware
@@ -440,7 +440,7 @@ def test_the_profiled_model_can_be_a_folder_that_has_moved(
         assert run("simulate", model, *options) == 0, capsys.readouterr().err
 
 
-def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_are_too_long_are_reported(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
     options = (*base, "--rate", "1", "--num-requests", "9")
     assert run("simulate", "smollm2-135m", *options, "--max-model-len", "9000", "--json") == 0
@@ -450,7 +450,7 @@ def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.Captu
     assert f"{found['num_refused']} requests were refused" in shown.err
 
 
-def test_answers_that_are_cut_are_told(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_answers_are_reported(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.json"
     lengths.write_text('{"input_len": {"0": 8000, "1": 8000}, "output_len": {"0": 100000, "1": 100000}}')
     options = ("--profile", str(profile), "--gpus-per-host", "1", "--workload", str(lengths), "--rate", "1")

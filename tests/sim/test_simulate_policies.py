@@ -50,7 +50,7 @@ def test_policies_that_are_compared_do_as_they_do_alone(capsys: pytest.CaptureFi
     assert len({one["ttft_p50_s"] for one in found.values()}) == 3
 
 
-def test_stages_leave_memory_for_what_each_computes_at_once() -> None:
+def test_stages_leave_memory_for_their_own_activations() -> None:
     """A full step is in as many parts as there are stages, so tokens that every part has more take room once."""
     spec = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=4, parallel="pp4")
     rooms = []
@@ -205,7 +205,7 @@ def test_exposed_communication_is_part_of_the_time_of_a_step(policy: str) -> Non
     assert num_shared > 10
 
 
-def test_transfers_are_told_and_part_of_the_time(tmp_path: Path) -> None:
+def test_transfers_are_reported_and_part_of_the_time(tmp_path: Path) -> None:
     """A slow link: KV comes long after the first token, and decodes wait for it."""
     trace = tmp_path / "trace.json"
     roles = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--policy", "tetris", "--link-gbytes-per-s", "0.5")
@@ -224,7 +224,7 @@ def test_transfers_are_told_and_part_of_the_time(tmp_path: Path) -> None:
     assert {one["name"] for one in events if one["ph"] == "C"} == {"waiting", "KV prefill", "KV decode"}
 
 
-def test_kv_that_is_cached_is_told_from_what_is_held() -> None:
+def test_cached_kv_is_reported_apart_from_kv_in_use() -> None:
     seen = Timeline()
     shared = WorkloadSpec(workload="short", num_requests=6, rate=1.0, output_len=2, prefix_len=5000)
     simulate("llama-3-8b", SPEC, shared, timeline=seen)
@@ -290,7 +290,7 @@ def test_policies_are_compared_from_python() -> None:
     assert each_policy(context) == [context]
 
 
-def test_sparse_attention_is_priced_by_what_it_keeps() -> None:
+def test_sparse_attention_is_priced_by_kept_tokens() -> None:
     """Nothing dropped costs about what `alltoall` does, and half dropped less; bytes are those of the formula."""
     cluster = ClusterSpec(hardware="a100-sxm-80g", parallel="8", gpus_per_host=4, hosts=2)
     requests = Workload(arrivals=[Arrival(due_s=0.0, prompt=text(1, 65536), output_len=2)], shares=False)

@@ -7,8 +7,8 @@ import re
 import pytest
 
 REMEDY = re.compile(
-    r"\b(must|can be|is (one of|for|off)|exceeds|use|choose|give|allow|leave|make|run|measure|remove|shorten|set|put|start"
-    r"|needs?|ask|add|wait|keep|train|install|join|call|known are|there (is|are))\b"
+    r"\b(must|can be|is (one of|for|off)|exceeds|there (is|are)|known are|needs?|use|choose|give|allow|leave|make|run"
+    r"|measure|remove|shorten|set|put|start|ask|add|wait|keep|train|install|join|call)\b"
 )
 
 

@@ -72,7 +72,7 @@ def test_a_message_that_only_calls_tools_has_no_text(tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.parametrize(("prompt", "shown"), [(5, "5"), ([1, "a"], "[1, 'a']"), ([1.5], "[1.5]")])
-def test_what_is_no_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, shown: str) -> None:
+def test_values_that_are_no_prompt_are_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, shown: str) -> None:
     processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
     with pytest.raises(ValueError, match=rf"^a prompt is a text or a list of token ids, but {re.escape(shown)} given"):
         processor.process(prompt, SamplingParams())

@@ -118,7 +118,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> N
     assert (detokenizer.stopped_by in stop) == (first is not None)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop=("\n\nX",))
     assert pieces(detokenizer, spell("a\n\nb\n")) == ["a", "", "", "\n\nb", "", "\n"]
     assert detokenizer.stopped_by is None
@@ -166,7 +166,7 @@ def test_a_grammar_needs_a_token_that_ends_an_output() -> None:
     assert grammar_vocabulary(endless, vocab_size=VOCAB, eos_token_ids=(1,)).eos_token == 1
 
 
-def test_a_tokenizer_whose_bytes_cannot_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_without_byte_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("no bytes\nhere")
 

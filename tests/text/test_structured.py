@@ -142,7 +142,7 @@ def _matches(regex: str, output: bytes) -> bool:
 
 @given(st.data())
 @settings(deadline=None, max_examples=40)
-def test_how_tokens_are_told_does_not_matter(data: st.DataObject) -> None:
+def test_the_grouping_of_tokens_does_not_matter(data: st.DataObject) -> None:
     output = ids('{"name": "Ann", "age": 7}')
     pieces, whole = guide(json_object=True), guide(json_object=True)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(output)))))
@@ -174,7 +174,7 @@ def test_bans_count_unless_nothing_else_is_left() -> None:
     assert tokens_in(found.allowed(EOS)) == set(EOS)
 
 
-def test_what_a_grammar_forbids_is_an_error_for_good() -> None:
+def test_a_grammar_error_is_permanent() -> None:
     broken = guide(choice=["yes"])
     broken.add(ids("no"))
     assert broken.allowed() is None and broken.error
@@ -283,7 +283,7 @@ def chained(length: int) -> dict[str, Any]:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_is_refused(form: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(form: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         grammar(**form)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
@@ -297,7 +297,7 @@ def test_what_is_refused(form: dict[str, Any], message: str) -> None:
     ],
     ids=["stack", "time"],
 )
-def test_what_would_bring_a_process_down_is_refused(form: dict[str, Any]) -> None:
+def test_grammars_that_would_crash_a_process_are_refused(form: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="json cannot be used: it takes too much time, memory or stack"):
         grammar(**form)
 
