@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -54,6 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if own is not None:
             fewer = min(own.max_examples, max(_MIN_EXAMPLES, own.max_examples // 8))
             test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all tests and imported modules out of later garbage collections.
+
+    Else Python collects so rarely that the tensors of hundreds of ended engines stay in memory.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
