@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import loaded_kernels
 from oracle import Oracle
+from refusals import refused
 from test_kept import kept_by
 from texts import topic_tokens
 from unseen_slots import with_nan_in_unseen_slots
@@ -245,9 +246,7 @@ def test_missing_requirements_are_named(tiny: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(native, "_processor_flags", lambda: {"avx2"})
     with pytest.raises(native.UnavailableError, match="AVX512_BF16"):
         native.build(tmp_path)
-    with pytest.raises(
-        ValueError, match="attention_backend native is not possible here: the processor has no AVX512_BF16"
-    ):
+    with refused("attention_backend"):
         LLM(str(tiny), skip_tokenizer_init=True, dtype="bfloat16", attention_backend="native")
     monkeypatch.setattr(native, "_processor_flags", lambda: {"avx512_bf16"})
     for compiler, words in (("false", "false failed"), ("/not/there -O1", "cannot be compiled"), ("true", "failed")):
@@ -328,12 +327,12 @@ def test_some_heads_of_a_pool_are_left_to_pytorch_too(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "parameter"),
     [
-        ({"attention_backend": "fast"}, "attention_backend must be auto, native or torch, but 'fast' given"),
-        ({"attention_backend": "native", "dtype": "float32"}, "is for bfloat16 on cpu, not for float32 on cpu"),
+        ({"attention_backend": "fast"}, "attention_backend"),
+        ({"attention_backend": "native", "dtype": "float32"}, "attention_backend"),
     ],
 )
-def test_a_wrong_backend_is_refused(arguments: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_wrong_backend_is_refused(arguments: dict[str, str], parameter: str) -> None:
+    with refused(parameter):
         LLM(**arguments)  # type: ignore[arg-type]

@@ -17,12 +17,12 @@ from fake_llm import run
 from hypothesis import given
 from hypothesis import strategies as st
 from invented_profiles import measure
+from refusals import refused
 
 import longspan
 from longspan.args import EngineArgs
 from longspan.core.cluster import ParallelSpec
 from longspan.core.sampling import SamplingParams
-from longspan.errors import ParameterError
 from longspan.planning import (
     DEFAULT_OUTPUT_TOKENS,
     Candidate,
@@ -82,9 +82,9 @@ def test_the_quickest_of_the_most_capable_candidates_is_chosen() -> None:
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0, num_refused=1)]) is slow
     assert best([Outcome(candidate=quick, problem="no room"), slow]) is slow
     assert best([slow, replace(slow, candidate=quick)]) is slow
-    with pytest.raises(ParameterError, match=r"parallel auto finds nothing that can run: tp2 cannot run: no room"):
+    with refused("parallel"):
         best([Outcome(candidate=quick, problem="no room")])
-    with pytest.raises(ParameterError, match="finds nothing"):
+    with refused("parallel"):
         best([])
 
 
@@ -117,16 +117,16 @@ def test_outputs_are_as_long_as_asked_for_or_as_is_usual() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "parameter"),
     [
-        ({"policy": "context"}, "policy context is not simulated"),
-        ({"policy": "seesaw"}, "host_kv_gib is where KV lies"),
-        ({"instances": 2}, "exclude each other"),
-        ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "exclude each other"),
+        ({"policy": "context"}, "policy"),
+        ({"policy": "seesaw"}, "host_kv_gib"),
+        ({"instances": 2}, "parallel"),
+        ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "parallel"),
     ],
 )
-def test_options_without_any_candidate_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ParameterError, match=words):
+def test_options_without_any_candidate_are_refused(options: dict[str, Any], parameter: str) -> None:
+    with refused(parameter):
         check_options(EngineArgs(parallel="auto", **options))
 
 

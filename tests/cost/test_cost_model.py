@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_part import part_of
+from refusals import refused
 
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
@@ -392,9 +393,9 @@ def test_impossible_questions_are_refused() -> None:
         estimate_prefill(model, 2, RING_KV, 5, 5)
     with pytest.raises(ValueError, match="2 instances share a prompt by an exchange"):
         estimate_prefill(model, 2, LOCAL, 5)
-    with pytest.raises(ValueError, match="one for each of 2 instances, but 3 given"):
+    with refused("fractions"):
         estimate_prefill(model, 2, CHAIN, 5000, fractions=(0.2, 0.3, 0.5))
-    with pytest.raises(ValueError, match="gpus_per_host must be at least 1, but 0 given"):
+    with refused("gpus_per_host"):
         Devices(hardware="a10", gpus_per_host=0)
 
 
@@ -470,11 +471,9 @@ def test_instances_of_a_step_end_after_their_own_work() -> None:
 
 def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
     assert Devices(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="efa-400g-per-host").num_gpus == 16
-    with pytest.raises(
-        ValueError, match=r"nvlink3 is inside a host, but 2 hosts given: .*infiniband-8x200g, rdma-400g"
-    ):
+    with refused("link"):
         Devices(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="nvlink3")
-    with pytest.raises(ValueError, match=r"efa-400g-per-host is between hosts, .*: give 2 hosts or more"):
+    with refused("link"):
         Devices(hardware="a100-sxm-40g", gpus_per_host=8, link="efa-400g-per-host")
 
 

@@ -12,6 +12,7 @@ import pytest
 from chains import LayerCost, chain
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from longspan.core.layouts import shard_span
 from longspan.cost.partition_table import Entry, PartitionTable, parse_fractions
@@ -63,19 +64,19 @@ def test_the_paper_s_fractions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parameter"),
     [
-        ("a,b", "numbers with commas between, such as 0.6,0.4, but 'a,b' given"),
-        ("", "but '' given"),
-        ("0.5,0.4", "0.5,0.4 add up to 0.9"),
-        ("1.5,-0.5", "above 0, but 1.5,-0.5 given: use fewer members"),
-        ("1,0", "above 0"),
-        ("nan,1", "above 0"),
-        ("inf,1", "add up to inf"),
+        ("a,b", "fractions"),
+        ("", "fractions"),
+        ("0.5,0.4", "fractions"),
+        ("1.5,-0.5", "fractions"),
+        ("1,0", "fractions"),
+        ("nan,1", "fractions"),
+        ("inf,1", "fractions"),
     ],
 )
-def test_bad_fractions_are_named(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_fractions_are_named(text: str, parameter: str) -> None:
+    with refused(parameter):
         parse_fractions(text)
 
 

@@ -10,6 +10,7 @@ import pytest
 from cluster import Cluster, Setup
 from engines import ThreadLLM
 from fake_llm import FakeLLM, run
+from refusals import refused
 from workloads import ALONE, assert_lawful
 
 from longspan import SamplingParams
@@ -84,15 +85,15 @@ def test_the_command_line_takes_and_lists_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "parameter"),
     [
-        ({"least": "1"}, "policy last has no option 'least': its options are most"),
-        ({"most": "0"}, r"most must be at least 1, but 0 given \(policy last\)"),
-        ({"most": "all"}, "option most is a whole number, but 'all' given"),
+        ({"least": "1"}, "least"),
+        ({"most": "0"}, "most"),
+        ({"most": "all"}, "most"),
     ],
 )
-def test_its_options_are_checked(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_its_options_are_checked(options: dict[str, str], parameter: str) -> None:
+    with refused(parameter):
         registry.make_policy("last", num_instances=2, options=options)
 
 

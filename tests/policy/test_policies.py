@@ -9,6 +9,7 @@ import pytest
 from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from longspan.core.blocks import coupled_instances
 from longspan.core.cluster import Cluster as Instances
@@ -41,7 +42,7 @@ def test_auto_is_context_with_options_that_only_that_has(options: dict[str, str]
 @pytest.mark.parametrize("option", [{"csa": '{"levels": 2, "drop": 0.3}'}, {"csa": "off"}])
 def test_options_of_sparse_attention_choose_csps(instances: int, option: dict[str, str]) -> None:
     assert make_policy("auto", num_instances=instances, options=option).name == "csps"
-    with pytest.raises(ParameterError, match="csa is for policy csps, but policy context given: leave policy out"):
+    with refused("csa"):
         make_policy("context", num_instances=instances, options=option)
 
 
@@ -82,57 +83,56 @@ def test_auto_names_the_roles_that_rule_an_option_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "instances", "options", "message"),
+    ("name", "instances", "options", "parameter"),
     [
-        ("fast", 1, {}, "policy 'fast' is unknown: choose from auto, chunked, context, runahead, tetris, fixed-sp"),
-        ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none, but context"),
+        ("fast", 1, {}, "policy"),
+        ("chunked", 1, {"threshold": "9"}, "threshold"),
         (
             "auto",
             1,
             {"exchange": "ring_kv"},
-            "option 'exchange' is for prompts .* there is 1 instance: set parallel to 2",
+            "exchange",
         ),
-        ("auto", 1, {"foo": "1"}, "policy auto has no option 'foo': its options are .*target_tbt.*csa"),
-        ("auto", 1, {"target_tbt": "0.5", "layout": "zigzag"}, "option 'layout' is for prompts that instances share"),
-        ("auto", 2, {"target_tbt": "0.5", "threshold": "9"}, "target_tbt and threshold exclude .* policy context"),
-        ("auto", 2, {"target_tbt": "0.5", "csa": "{}"}, "target_tbt and csa exclude each other: csa needs policy csps"),
-        ("auto", 2, {"target_tbt": "0.5", "exchange": "chain"}, "target_tbt and exchange exclude each other"),
-        ("context", 2, {"exchange": None}, "option exchange is a text, but None given"),
-        ("context", 2, {"exchange": "ring"}, "exchange is one of auto, ring_kv, .*, chain, but 'ring' given"),
-        ("runahead", 2, {"exchange": "ring_kv"}, "exchange is one of auto, chain, but 'ring_kv' given"),
+        ("auto", 1, {"foo": "1"}, "foo"),
+        ("auto", 1, {"target_tbt": "0.5", "layout": "zigzag"}, "layout"),
+        ("auto", 2, {"target_tbt": "0.5", "threshold": "9"}, "target_tbt"),
+        ("auto", 2, {"target_tbt": "0.5", "csa": "{}"}, "target_tbt"),
+        ("auto", 2, {"target_tbt": "0.5", "exchange": "chain"}, "target_tbt"),
+        ("context", 2, {"exchange": None}, "exchange"),
+        ("context", 2, {"exchange": "ring"}, "exchange"),
+        ("runahead", 2, {"exchange": "ring_kv"}, "exchange"),
         (
             "auto",
             2,
             {"treshold": "9"},
-            "policy auto has no option 'treshold': its options are exchange, decode, .*, threshold, long_share, .*csa",
+            "treshold",
         ),
-        ("context", 2, {"threshold": "many"}, "option threshold is one of a whole number, auto, but 'many' given"),
-        ("context", 2, {"threshold": "-1"}, "threshold must be at least 0, but -1 given"),
-        ("context", 2, {"threshold": "1.5"}, "policy context: option .*threshold"),
-        ("context", 2, {"long_share": "0"}, "long_share must be above 0 and at most 1, but 0.0 given"),
-        ("context", 2, {"long_share": "1.01"}, "long_share must be above 0 and at most 1, but 1.01 given"),
-        ("context", 2, {"long_share": "nan"}, "long_share must be above 0"),
-        ("context", 2, {"exchange": "ring"}, r"exchange .*\(policy context\)"),
+        ("context", 2, {"threshold": "many"}, "threshold"),
+        ("context", 2, {"threshold": "-1"}, "threshold"),
+        ("context", 2, {"threshold": "1.5"}, "threshold"),
+        ("context", 2, {"long_share": "0"}, "long_share"),
+        ("context", 2, {"long_share": "1.01"}, "long_share"),
+        ("context", 2, {"long_share": "nan"}, "long_share"),
         (
             "context",
             2,
             {"exchange": "chain", "layout": "zigzag"},
-            "exchange chain computes with layout contiguous, but layout zigzag",
+            "exchange",
         ),
-        ("context", 2, {"layout": "striped", "fractions": "0.5,0.5"}, "fractions are for layout contiguous"),
-        ("context", 2, {"dense": "perhaps"}, "option dense is one of true, false, but 'perhaps' given"),
-        ("context", 2, {"long_share": "x"}, "option long_share is a number, but 'x' given"),
-        ("context", 2, {"dense": "true"}, "dense is for exchange gather_kv, but auto given"),
-        ("context", 2, {"exchange": "ring_kv", "home": "computed"}, "home is for exchange chain, but ring_kv given"),
-        ("context", 2, {"weights": "host"}, "weights are for exchange alltoall, but auto given"),
-        ("context", 2, {"exchange": "alltoall", "weights": "disk"}, "option weights is one of auto, host, peers, but"),
-        ("context", 2, {"rotate": "never"}, "option rotate is one of block, token, but 'never' given"),
-        ("context", 2, {"fractions": "0.5,0.6"}, "add up to 1"),
-        ("context", 3, {"fractions": "0.5,0.5"}, "fractions 0.5,0.5 are 2, but there are 3 instances"),
+        ("context", 2, {"layout": "striped", "fractions": "0.5,0.5"}, "fractions"),
+        ("context", 2, {"dense": "perhaps"}, "dense"),
+        ("context", 2, {"long_share": "x"}, "long_share"),
+        ("context", 2, {"dense": "true"}, "dense"),
+        ("context", 2, {"exchange": "ring_kv", "home": "computed"}, "home"),
+        ("context", 2, {"weights": "host"}, "weights"),
+        ("context", 2, {"exchange": "alltoall", "weights": "disk"}, "weights"),
+        ("context", 2, {"rotate": "never"}, "rotate"),
+        ("context", 2, {"fractions": "0.5,0.6"}, "fractions"),
+        ("context", 3, {"fractions": "0.5,0.5"}, "fractions"),
     ],
 )
-def test_options_that_a_policy_refuses(name: str, instances: int, options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_that_a_policy_refuses(name: str, instances: int, options: dict[str, str], parameter: str) -> None:
+    with refused(parameter):
         make_policy(name, num_instances=instances, options=options)
 
 
@@ -154,15 +154,15 @@ def test_options_that_a_policy_refuses(name: str, instances: int, options: dict[
     ],
 )
 def test_the_error_carries_the_option_and_names_the_policy(name: str, options: dict[str, str], parameter: str) -> None:
-    with pytest.raises(ParameterError, match=rf"^{parameter}.* \(policy {name}\)$") as caught:
+    with refused(parameter) as caught:
         make_policy(name, num_instances=2, options=options)
-    assert caught.value.parameter == parameter
+    assert isinstance(caught.value, ParameterError) and str(caught.value).endswith(f"(policy {name})")
 
 
 def test_whole_weights_need_instances_that_are_split() -> None:
     """Which is not known where nobody says how many ranks an instance has."""
     options = {"exchange": "alltoall", "weights": "host"}
-    with pytest.raises(ValueError, match=r"weights\(host\) are for instances split by tensor parallelism, but tp is 1"):
+    with refused("weights"):
         make_policy("context", num_instances=2, options=options, facts=Facts(cluster=Instances.of("2")))
     for cluster in (None, Instances.of("2xtp2")):
         make_policy("context", num_instances=2, options=options, facts=Facts(cluster=cluster))

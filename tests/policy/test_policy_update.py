@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refused
 from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
@@ -53,33 +54,33 @@ def test_auto_reports_its_resolved_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "kind", "words"),
+    ("name", "change", "kind", "parameter"),
     [
-        ("tetris", {"improvement_rate": "1"}, ValueError, "improvement_rate must be at least 0 and below 1, but 1.0"),
-        ("tetris", {"improvement_rate": "nan"}, ValueError, "improvement_rate must be at least 0 and below 1, but nan"),
-        ("tetris", {"improvement_rate": "much"}, ValueError, "is one of a number, auto, but 'much' given"),
-        ("tetris", {"improvement_rate": "0.1", "improvement_rates": "1:0.2"}, ValueError, "leave one out"),
-        ("tetris", {"improvement_rates": "1-0.2"}, ValueError, "look like 0.5:0.1,1:0.3, but '1-0.2' given"),
-        ("tetris", {"chunking": "perhaps"}, ValueError, "is one of true, false, but 'perhaps' given"),
-        ("tetris", {"min_chunk": "0"}, ParameterError, "min_chunk must be at least 1, but 0 given"),
-        ("tetris", {"rate": "1"}, ValueError, "no option 'rate'; its options that may change while it serves: impr"),
-        ("tetris", {"sp_sizes": "1"}, SettledError, "start anew with policy option sp_sizes=VALUE"),
-        ("tetris", {"chunking": "false", "layout": "striped"}, SettledError, "option layout of policy tetris cannot"),
-        ("fixed-sp", {"sp": "4"}, SettledError, "option sp of policy fixed-sp cannot .*: none"),
-        ("context", {"threshold": "1"}, SettledError, "option threshold of policy context cannot"),
-        ("runahead", {"home": "last"}, SettledError, "option home of policy runahead cannot"),
-        ("csps", {"csa": "/some/file"}, ParameterError, "csa is off, auto or settings as JSON, but '/some/file' given"),
-        ("csps", {"csa": "Off"}, ParameterError, "csa is off, auto or settings as JSON, but 'Off' given"),
-        ("csps", {"csa": ""}, ParameterError, "csa is off, auto or settings as JSON, but '' given"),
-        ("chunked", {"improvement_rate": "0.3"}, ValueError, "policy chunked has no option 'improvement_rate'.*: none"),
+        ("tetris", {"improvement_rate": "1"}, ValueError, "improvement_rate"),
+        ("tetris", {"improvement_rate": "nan"}, ValueError, "improvement_rate"),
+        ("tetris", {"improvement_rate": "much"}, ValueError, "improvement_rate"),
+        ("tetris", {"improvement_rate": "0.1", "improvement_rates": "1:0.2"}, ValueError, "improvement_rates"),
+        ("tetris", {"improvement_rates": "1-0.2"}, ValueError, "improvement rates"),
+        ("tetris", {"chunking": "perhaps"}, ValueError, "chunking"),
+        ("tetris", {"min_chunk": "0"}, ParameterError, "min_chunk"),
+        ("tetris", {"rate": "1"}, ValueError, "rate"),
+        ("tetris", {"sp_sizes": "1"}, SettledError, "sp_sizes"),
+        ("tetris", {"chunking": "false", "layout": "striped"}, SettledError, "layout"),
+        ("fixed-sp", {"sp": "4"}, SettledError, "sp"),
+        ("context", {"threshold": "1"}, SettledError, "threshold"),
+        ("runahead", {"home": "last"}, SettledError, "home"),
+        ("csps", {"csa": "/some/file"}, ParameterError, "csa"),
+        ("csps", {"csa": "Off"}, ParameterError, "csa"),
+        ("csps", {"csa": ""}, ParameterError, "csa"),
+        ("chunked", {"improvement_rate": "0.3"}, ValueError, "improvement_rate"),
     ],
 )
 def test_a_refused_change_changes_nothing(
-    name: str, change: dict[str, str], kind: type[ValueError], words: str
+    name: str, change: dict[str, str], kind: type[ValueError], parameter: str
 ) -> None:
     policy = policy_of(name, **({"sp": "2"} if name == "fixed-sp" else {}))
     before = policy.settings
-    with pytest.raises(ValueError, match=words) as caught:
+    with refused(parameter) as caught:
         policy.update(change)
     assert type(caught.value) is kind
     assert policy.settings == before

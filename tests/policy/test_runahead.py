@@ -13,6 +13,7 @@ from cluster import Cluster, Setup
 from engines import ThreadLLM
 from msgspec import structs
 from oracle import Oracle, assert_exact
+from refusals import refused
 from test_profile import SUBJECT, prefill
 from tiny_models import make_tiny
 
@@ -140,16 +141,16 @@ def test_kv_on_its_computing_member_can_rotate_by_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "parameter"),
     [
-        ({"exchange": "ring_kv"}, "exchange is one of auto, chain, but 'ring_kv' given"),
-        ({"dense": "true"}, "no option 'dense': its options are threshold, .*, partition, home, rotate"),
-        ({"partition": "best"}, "option partition is one of auto, even, searched, predicted, but 'best' given"),
-        ({"threshold": "-1"}, "threshold must be at least 0"),
+        ({"exchange": "ring_kv"}, "exchange"),
+        ({"dense": "true"}, "dense"),
+        ({"partition": "best"}, "partition"),
+        ({"threshold": "-1"}, "threshold"),
     ],
 )
-def test_options_that_it_refuses(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_that_it_refuses(options: dict[str, str], parameter: str) -> None:
+    with refused(parameter):
         make_policy("runahead", num_instances=2, options=options)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import ThreadLLM
+from refusals import refused
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
@@ -77,13 +78,13 @@ def test_times_of_each_rank_are_told_if_they_are_recorded(record_times: bool, tm
 
 def test_devices_that_are_not_there_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="cuda was asked for, but PyTorch finds no CUDA device here: use cpu"):
+    with refused("device"):
         ThreadLLM("no/such/model", device="cuda")
 
 
-@pytest.mark.parametrize(("seconds", "problem"), [(0.0, "more than 0"), (-1.0, "more than 0"), (math.nan, "a number")])
-def test_a_step_has_some_time(seconds: float, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"step_timeout_s must be {problem}.*, but {seconds} given"):
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
+def test_a_step_has_some_time(seconds: float) -> None:
+    with refused("step_timeout_s"):
         ThreadLLM("no/such/model", step_timeout_s=seconds)
 
 

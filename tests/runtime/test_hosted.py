@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from engines import Engines, ThreadLLM, num_free_blocks
 from oracle import Oracle
+from refusals import refused
 from test_exact import COUNTING, assert_all_exact, prompts_of
 from tiny_models import make_tiny
 
@@ -64,7 +65,7 @@ def test_other_policies_refuse_it(engines: Engines, tiny: Path) -> None:
     llm = engines(tiny, instances=2, **(HOST | {"policy": "runahead"}))
     with pytest.raises(ContextLengthError, match="maximum context length is 192 tokens"):
         llm.generate(prompts_of(300), GREEDY)
-    with pytest.raises(ValueError, match="or choose a policy that reads KV on hosts, which runahead does not"):
+    with refused("max_model_len"):
         ThreadLLM(str(tiny), instances=2, max_model_len=300, block_size=16, **(HOST | {"policy": "runahead"}))
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cost import LinearCost
 from one_part import part_of
+from refusals import refused
 
 import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
@@ -272,22 +273,22 @@ def test_moments_of_a_long_run_are_few_and_go_on_to_its_end(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "parameter"),
     [
-        ({"slow": {0: 0.0}}, "must be above 0"),
-        ({"slow": {0: float("nan")}}, "must be above 0"),
-        ({"slow": {-1: 2.0}}, "instance -1"),
-        ({"lost_at_s": (-1.0,)}, "-1.0 seconds"),
-        ({"restart_s": float("inf")}, "inf seconds"),
+        ({"slow": {0: 0.0}}, "slow"),
+        ({"slow": {0: float("nan")}}, "slow"),
+        ({"slow": {-1: 2.0}}, "slow"),
+        ({"lost_at_s": (-1.0,)}, "lost_at_s"),
+        ({"restart_s": float("inf")}, "restart_s"),
     ],
 )
-def test_faults_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_faults_that_cannot_be_are_refused(wrong: dict[str, Any], parameter: str) -> None:
+    with refused(parameter):
         Faults(**wrong)
 
 
 def test_an_instance_that_is_not_there_cannot_be_slow() -> None:
-    with pytest.raises(ValueError, match="instance 2 is to be slow, but there are 2"):
+    with refused("slow"):
         run([Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1)], 2, faults=Faults(slow={2: 2.0}))
 
 

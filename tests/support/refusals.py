@@ -7,18 +7,18 @@ import re
 import pytest
 
 REMEDY = re.compile(
-    r"\b(must|can be|is (one of|for|off)|exceeds|there (is|are)|known are|needs?|use|choose|give|allow|leave|make|run"
-    r"|measure|remove|shorten|set|put|start|ask|add|wait|keep|train|install|join|call)\b"
+    r"\b(must|can be|is (one of|an?|for|off)|options are|exceeds|there (is|are)|known are|are|look like|needs?|use"
+    r"|choose|give|allow|leave|make|run|measure|remove|shorten|set|put|start|ask|add|wait|keep|train|install|join|call|do)\b"
 )
 
 
 def refused(*parameters: str) -> pytest.RaisesExc[ValueError]:
-    """Expect an error about one of these parameters, with a remedy. The empty name is for errors about none."""
+    """Expect an error about one of these parameters that states a remedy, which may be the possible values."""
 
     def is_lawful(error: ValueError) -> bool:
-        parameter = getattr(error, "parameter", None) or ""
-        assert parameter in parameters, f"{error} is about {parameter or 'no parameter'}"
-        assert parameter in str(error) and REMEDY.search(str(error)), f"no remedy in: {error}"
+        assert getattr(error, "parameter", None) in {None, *parameters}, f"{error} is about another parameter"
+        assert any(name in str(error) for name in parameters), f"{error} does not name {parameters}"
+        assert REMEDY.search(str(error)), f"no remedy in: {error}"
         return True
 
     return pytest.raises(ValueError, check=is_lawful)

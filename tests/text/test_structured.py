@@ -19,6 +19,7 @@ from draws import cases, changed, logits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cost import LinearCost
+from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.cli.generate import FormOptions
@@ -249,42 +250,42 @@ def chained(length: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("form", "message"),
+    ("form", "parameter"),
     [
-        ({}, "exactly one of json, regex, choice, grammar, json_object, but none given"),
-        ({"regex": "a", "choice": ["b"]}, "exactly one of .*, but regex and choice given"),
-        ({"json_object": 1}, "json_object must be true or false, but 1"),
-        ({"json": 7}, "json must be a text that is not empty, but 7"),
-        ({"json": {"enum": [{1, 2}]}}, "the schema in json cannot be written as JSON: .*set"),
-        ({"json": {"maximum": float("nan")}}, "the schema in json cannot be written as JSON"),
-        ({"regex": ""}, "regex must be a text that is not empty, but ''"),
-        ({"choice": "yes"}, "choice must be a list of texts, but 'yes'"),
-        ({"choice": []}, "choice must have at least one text"),
-        ({"choice": ["a", ""]}, "choice must be texts that are not empty, but ''"),
-        ({"choice": ["a", 7]}, "choice must be texts that are not empty, but 7"),
-        ({"json": "{"}, "json cannot be used: the schema is not JSON"),
-        ({"json": "true"}, "json cannot be used: a schema is an object"),
-        ({"json": "[" * 60_000}, "json cannot be used: the schema is nested too deeply"),
-        ({"json": {"type": "strin"}}, "json cannot be used: .*strin"),
-        ({"json": {"not": {"type": "string"}}}, 'json cannot be used: Unimplemented keys: \\["not"\\]'),
-        ({"json": {"type": "string", "format": "banana"}}, "json cannot be used: .*banana"),
-        ({"json": {"$ref": "http://example.com/x"}}, "json cannot be used: .*http://example.com/x"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json cannot be used: Unsatisfiable schema"),
-        ({"json": {"$ref": "#"}}, "json cannot be used"),
-        ({"regex": r"a[^\s\S]"}, "regex cannot be used: no text has this form"),
-        ({"json": nested(200)}, "json cannot be used: .*recursion limit"),
+        ({}, "structured_outputs"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
+        ({"json_object": 1}, "structured_outputs"),
+        ({"json": 7}, "structured_outputs"),
+        ({"json": {"enum": [{1, 2}]}}, "structured_outputs"),
+        ({"json": {"maximum": float("nan")}}, "structured_outputs"),
+        ({"regex": ""}, "structured_outputs"),
+        ({"choice": "yes"}, "structured_outputs"),
+        ({"choice": []}, "structured_outputs"),
+        ({"choice": ["a", ""]}, "structured_outputs"),
+        ({"choice": ["a", 7]}, "structured_outputs"),
+        ({"json": "{"}, "structured_outputs"),
+        ({"json": "true"}, "structured_outputs"),
+        ({"json": "[" * 60_000}, "structured_outputs"),
+        ({"json": {"type": "strin"}}, "structured_outputs"),
+        ({"json": {"not": {"type": "string"}}}, "structured_outputs"),
+        ({"json": {"type": "string", "format": "banana"}}, "structured_outputs"),
+        ({"json": {"$ref": "http://example.com/x"}}, "structured_outputs"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "structured_outputs"),
+        ({"json": {"$ref": "#"}}, "structured_outputs"),
+        ({"regex": r"a[^\s\S]"}, "structured_outputs"),
+        ({"json": nested(200)}, "structured_outputs"),
         ({"json": {"description": "x" * MAX_CHARS}}, f"json cannot be used: .*at most {MAX_CHARS}"),
-        ({"regex": "(a"}, "regex cannot be used: .*unclosed group"),
-        ({"regex": "(?=a)b"}, "regex cannot be used: .*look-around"),
-        ({"regex": "(" * 3000 + "a" + ")" * 3000}, "regex cannot be used"),
+        ({"regex": "(a"}, "structured_outputs"),
+        ({"regex": "(?=a)b"}, "structured_outputs"),
+        ({"regex": "(" * 3000 + "a" + ")" * 3000}, "structured_outputs"),
         ({"choice": ["x" * 1000] * 66}, f"choice cannot be used: .*at most {MAX_CHARS}"),
-        ({"grammar": "start: foo"}, 'grammar cannot be used: .*unknown name: "foo"'),
-        ({"grammar": "hello"}, "grammar cannot be used"),
+        ({"grammar": "start: foo"}, "structured_outputs"),
+        ({"grammar": "hello"}, "structured_outputs"),
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_invalid_values_are_refused(form: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+def test_invalid_values_are_refused(form: dict[str, Any], parameter: str) -> None:
+    with refused(parameter) as caught:
         grammar(**form)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
@@ -298,7 +299,7 @@ def test_invalid_values_are_refused(form: dict[str, Any], message: str) -> None:
     ids=["stack", "time"],
 )
 def test_grammars_that_would_crash_a_process_are_refused(form: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="json cannot be used: it takes too much time, memory or stack"):
+    with refused("structured_outputs"):
         grammar(**form)
 
 
@@ -330,7 +331,7 @@ def test_json_may_not_go_on_with_blanks_for_ever() -> None:
 def test_without_a_tokenizer_nothing_can_be_structured() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     maker = InputProcessor(tokenizer=None, vocab_size=VOCAB, max_model_len=8192)
-    with pytest.raises(ValueError, match="structured_outputs need a tokenizer, but there is none"):
+    with refused("structured_outputs"):
         maker.process([5], params)
     nothing_ends = AutoTokenizer.from_pretrained(smollm2_folder(), eos_token=None)
     with pytest.raises(ModelError, match="need an end-of-sequence token"):
@@ -350,7 +351,7 @@ def test_params_are_values_and_travel() -> None:
         and msgspec.msgpack.decode(msgspec.msgpack.encode(engine_request), type=EngineRequest) == engine_request
     )
     assert input_processor().checked(None, (5,), SamplingParams()).grammar == ""
-    with pytest.raises(ValueError, match=r"must be StructuredOutputsParams, but \{'regex': 'a'\}"):
+    with refused("structured_outputs"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
@@ -399,10 +400,10 @@ def test_the_command_line_takes_files_and_texts(tmp_path: Path) -> None:
     ]:
         assert options.params() == StructuredOutputsParams(**form)
     assert FormOptions().params() is None
-    with pytest.raises(ValueError, match=r"json_schema 'no.json' is neither a schema .* nor a file"):
+    with refused("json_schema"):
         FormOptions(json_schema="no.json").params()
-    with pytest.raises(ValueError, match=r"exactly one of .* but json and regex given"):
+    with refused("structured_outputs"):
         FormOptions(json_schema=str(file), regex="a").params()
     file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"json_schema: file .* is not UTF-8"):
+    with refused("json_schema"):
         FormOptions(json_schema=str(file)).params()

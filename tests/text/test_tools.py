@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
+from refusals import refused
 from tool_models import TEMPLATES, tool, tool_tokenizer
 
 from longspan.errors import ParameterError
@@ -162,7 +163,7 @@ def test_an_output_without_calls_can_have_a_form_too(form: str) -> None:
 
 
 def test_json_and_calls_that_cannot_be_told_apart_are_refused() -> None:
-    with pytest.raises(ParameterError, match=r"^response_format cannot be combined with tools"):
+    with refused("response_format"):
         grammar("llama3_json", True, content="{}")
     assert grammar("llama3_json", True, content="{}", required=True) == grammar("llama3_json", True, required=True)
 
@@ -191,7 +192,7 @@ def test_a_schema_that_cannot_be_followed_is_named(parameters: dict[str, Any], r
 
 def test_schemas_that_are_too_long_together_are_refused() -> None:
     functions = [Function(f"f{n}", {"description": "x" * 9000}, f"tools[{n}].function.parameters") for n in range(8)]
-    with pytest.raises(ParameterError, match=r"^tools: their grammar cannot be used: it has 7\d+ characters") as caught:
+    with refused("tools") as caught:
         calls_grammar(FORMATS["hermes"], functions, processor("hermes"), required=False, parallel=True)
     assert caught.value.parameter == "tools"
 
@@ -311,7 +312,7 @@ def test_markers_that_are_special_tokens_are_shown_and_others_are_not() -> None:
 
 def test_a_template_that_knows_no_tools_says_so() -> None:
     messages = [{"role": "user", "content": "Go."}]
-    with pytest.raises(ParameterError, match=r"^tools cannot be used: the model's chat template knows no tools"):
+    with refused("tools"):
         processor(None).render_chat(messages, tools=[tool("weather", WEATHER)])
     assert "weather" in processor("hermes").render_chat(messages, tools=[tool("weather", WEATHER)])
     assert processor("hermes").render_chat(messages) == processor("hermes").render_chat(messages, tools=[])
