@@ -76,8 +76,8 @@ class Cluster:
         return tuple(one for one in (transfers.in_progress if transfers else ()) if one.request.id == request_id)
 
     def restart(self, policy: Policy | None = None) -> None:
-        """Lose the workers and start others. Another policy decides from then on, if one is given, on the first cluster
-        of the setup.
+        """Lose the workers and start new ones. With `policy`, use that policy from now on, on the first cluster of the
+        setup.
         """
         before, cluster = self.executor, self.engine.config.cluster if policy is None else self.setup.cluster
         inner = SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(self.setup, cluster=cluster))
@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:
-        """What disks have when nothing runs, the least recently used first."""
+        """The contents of each disk when nothing runs, the least recently used first."""
         pools = [self._pool(number) for number in self.engine.config.cluster.disk_pools]
         blocks = [deepcopy(pool).allocate(pool.num_free)[pool.num_free - pool.num_cached :] for pool in pools]
         return [[(block, pool.content(block)) for block in of] for pool, of in zip(pools, blocks, strict=True)]
@@ -121,7 +121,7 @@ class Cluster:
     def add(
         self, prompt: Sequence[int], params: SamplingParams | None = None, *, cache_salt: str = "", **wishes: int | bool
     ) -> Request:
-        """Queues a request; `wishes` are sampling parameters."""
+        """Queue a request. `wishes` are sampling parameters."""
         chosen = params or SamplingParams(**wishes)  # type: ignore[arg-type]
         request = self.engine.add(tuple(prompt), chosen, cache_salt=cache_salt)
         self.executor.requests[request.id] = request
@@ -166,7 +166,7 @@ class Cluster:
             assert not any(pool.references(block) for block in range(pool.num_blocks))
 
     def expected_output(self, request: Request) -> list[int]:
-        """What the request must put out if nobody aborts it, whatever the other requests do."""
+        """Return the expected output of a request without an abort. It does not depend on other requests."""
         params, eos = request.params, self.setup.eos_token_ids
         room = self.engine.config.max_model_len - len(request.prompt)
         output: list[int] = []

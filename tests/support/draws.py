@@ -1,4 +1,4 @@
-"""Rows to sample, and what their sampling should mean: plain numpy, one dense row at a time, written from the docs."""
+"""Rows to sample, and the expected result in plain numpy: one dense row at a time, written from the docs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def changed(logits: Tensor, case: Case) -> np.ndarray:
 
 
 def probabilities(logits: Tensor, case: Case) -> np.ndarray:
-    """Of one row that is not greedy, float64: 0 for what must not be drawn."""
+    """Return the probabilities of a row that is not greedy, float64. Excluded tokens have 0."""
     wish = case.sampling
     row = changed(logits, case).astype(np.float64)
     weights = np.exp((row - row.max()) / wish.temperature)

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class InOrderLauncher(ThreadLauncher):
-    """Connects workers as NCCL would, see `in_order`: what would hang there fails here, whatever is tested."""
+    """Connects workers with the rules of NCCL, see `in_order`. A call that would hang there fails here."""
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
@@ -102,7 +102,7 @@ class Engines:
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], is_legal: Callable[[Row], bool] = lambda _: True) -> list[Any]:
-    """Gives all legal rows of a product as parameters; those that pairs do not need are marked `full`.
+    """Return all legal rows of a product as parameters. Rows that pairs do not need are marked `full`.
 
     Rows are taken greedily until every pair of values that occurs in any legal row occurs in a taken one.
     """

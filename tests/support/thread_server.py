@@ -187,7 +187,7 @@ class ThreadServer:
 
 @contextmanager
 def thread_server(given: EngineArgs, *, max_worker_restarts: int | None = None) -> Iterator[ThreadServer]:
-    """Start a server with the options of an engine; it is closed at the end.
+    """Start a server with the options of an engine. It is closed at the end.
 
     Raises:
         ValueError: the engine core refuses the options.

@@ -50,7 +50,7 @@ _MARKERS = {"<jupyter_start>": "<tool_call>", "<jupyter_text>": "</tool_call>", 
 
 
 def save_tokenizer(folder: Path, template: str | None, *, with_markers: bool) -> None:
-    """Saves SmolLM2's tokenizer with another template; `with_markers` makes the markers of calls special tokens."""
+    """Save SmolLM2's tokenizer with another template. `with_markers` makes the markers of calls special tokens."""
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2_folder())
     if template is not None:
         tokenizer.chat_template = TEMPLATES.get(template, template)
