@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from interpreted import Run
     from oracle import Oracle
 
-# The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
-# has a deadline: machines that others use, too, stall now and then. `make test` runs an eighth of all examples,
+# The same examples on every run, so that results repeat. LONGSPAN_RANDOM_TESTS=1 draws new ones. None has a deadline,
+# since shared machines stall now and then. `make test` runs an eighth of all examples,
 # `make test-all` runs them with --hypothesis-profile=large.
 _derandomize = "LONGSPAN_RANDOM_TESTS" not in os.environ
 settings.register_profile("large", derandomize=_derandomize, deadline=None)
@@ -43,7 +43,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a server come first: nobody steals them from the process that has it, to start another.
+    """Run tests that share a server first, so that no other process takes some and starts a second server.
 
     In the small profile a test runs an eighth of the examples that its settings name.
     """
@@ -79,7 +79,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """The command line sets what signals do; afterwards they do what they did."""
+    """Restore the handlers of signals that the command line sets."""
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -89,7 +89,7 @@ def signals() -> Iterator[None]:
 
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
-    """The command line starts no engine; see `fake_llm.py`."""
+    """The command line starts no engine, see `fake_llm.py`."""
     import fake_llm
 
     del signals
@@ -111,7 +111,7 @@ def thread_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
 
 @pytest.fixture
 def events(tmp_path: Path) -> Iterator[Path]:
-    """The model to give to engine cores, which are fake: they write here what they are told."""
+    """The model for fake engine cores, which write their events to this file."""
     from fake_engine_install import fake_engine_installed
 
     with fake_engine_installed():
@@ -147,7 +147,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
-    """What Hugging Face says of them; see `Oracle` for longrope."""
+    """Hugging Face as the reference for these models. See `Oracle` for longrope."""
     from oracle import Oracle
 
     return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}
@@ -163,7 +163,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def oracle(tiny: Path) -> Oracle:
-    """What Hugging Face says of it."""
+    """Hugging Face as the reference for this model."""
     from oracle import Oracle
 
     return Oracle(tiny)
@@ -181,7 +181,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def odd_oracle(odd: Path) -> Oracle:
-    """What Hugging Face says of it."""
+    """Hugging Face as the reference for this model."""
     from oracle import Oracle
 
     return Oracle(odd)
@@ -199,7 +199,7 @@ def engines() -> Iterator[Engines]:
 
 @pytest.fixture(scope="session")
 def speaking(speaking_model: Path) -> Iterator[ThreadLLM]:
-    """An engine of a model that can be talked to, which tests share; none may change its policy."""
+    """A shared engine of a model with a tokenizer. Tests must not change its policy."""
     from engines import ThreadLLM
 
     with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
@@ -208,7 +208,7 @@ def speaking(speaking_model: Path) -> Iterator[ThreadLLM]:
 
 @pytest.fixture(scope="session")
 def assert_interpreted() -> Iterator[Run]:
-    """Runs a comparison where Triton interprets; what fails there fails here."""
+    """Run a comparison in a process where Triton interprets. Its failures are raised here."""
     from interpreted import interpreting_process
 
     with interpreting_process() as run:
@@ -217,7 +217,7 @@ def assert_interpreted() -> Iterator[Run]:
 
 @pytest.fixture(scope="session")
 def smollm2_oracle() -> Oracle:
-    """What Hugging Face says of the default model."""
+    """Hugging Face as the reference for the default model."""
     from oracle import Oracle
 
     from longspan.model.source import smollm2_folder

@@ -62,7 +62,7 @@ def test_hosts_are_those_of_the_locations(cluster: Cluster, per_host: int) -> No
 @given(CLUSTERS)
 def test_a_cluster_travels_in_messages(cluster: Cluster) -> None:
     cluster = cluster.with_blocks([7 + instance for instance in cluster.instances])
-    assert cluster.hosts and cluster.at(0)  # what is computed on first use does not travel
+    assert cluster.hosts and cluster.at(0)  # values computed on first use are not sent
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(cluster), type=Cluster) == cluster
 
 

@@ -139,7 +139,7 @@ def test_a_request_may_need_the_memory_of_several() -> None:
     cluster.run()
     assert_lawful(cluster)
     groups = [part.group for part in cluster.parts_of(request) if part.start >= 150]
-    assert groups[0] == (1, 2) and groups[-1] == (1, 2, 3), "two would have no room for all of the output"
+    assert groups[0] == (1, 2) and groups[-1] == (1, 2, 3), "two instances cannot hold all of the output"
 
 
 def test_a_request_that_outgrows_its_instance_decodes_on_more() -> None:
@@ -182,7 +182,7 @@ def test_all_decode_instances_together_bound_a_request() -> None:
 
 
 def test_a_request_preempted_on_decode_instances_is_prefilled_again() -> None:
-    """Its rotary factors change behind 29 tokens, while two instances decode it; hosts have a pool."""
+    """Its rotary factors change after 29 tokens, while two instances decode it. Hosts have a pool."""
     cluster = disaggregated(num_blocks=4, rope_switch_length=29, options={"threshold": "0"}, host_blocks=(20,))
     request = cluster.add(tokens(28), max_tokens=20)
     cluster.run()

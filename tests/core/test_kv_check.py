@@ -27,7 +27,7 @@ SETUP = Setup(
 
 
 def crowded(setup: Setup = SETUP) -> Cluster:
-    """A cluster on which requests run, and others have given up their KV."""
+    """A cluster with running requests and preempted ones."""
     cluster = Cluster(setup)
     for index in range(24):
         cluster.add([index] * (5 + 3 * index % 11), max_tokens=35 + index % 4)
@@ -117,7 +117,7 @@ ALLOWED = {
 @pytest.mark.parametrize("policy", ["chunked", "context", "tetris", "auto"])
 @pytest.mark.parametrize("roles", [None, Roles(num_prefill=1, num_decode=1, backends=2)], ids=["alike", "roles"])
 def test_residencies_follow_each_other(policy: str, roles: Roles | None) -> None:
-    """Between two turns of the loop, in which more may happen than one change; all kinds occur."""
+    """Between two turns of the loop, in which several changes may happen. All kinds occur."""
     if roles is not None and policy in ("chunked", "context"):
         pytest.skip("knows no roles")
     cluster = crowded(replace(SETUP, policy=policy, roles=roles))

@@ -1,4 +1,4 @@
-"""A request whose numbers are NaN or infinite ends with an error and leaves no trace for others."""
+"""A request with NaN or infinite numbers ends with an error and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_poison_ends_its_request_alone_and_no_block_keeps_it(
     work: list[Job],
     poison: set[int],
 ) -> None:
-    """Requests share prefixes before and behind poison, are aborted and preempted; see `CheckedExecutor`."""
+    """Requests share prefixes before and behind poison, are aborted and preempted, see `CheckedExecutor`."""
     setup = data.draw(setups_of(policy, num_instances, options))
     setup = replace(setup, **data.draw(tiers()))
     timeouts = random.Random(data.draw(st.integers(0, 99)))

@@ -1,4 +1,4 @@
-"""What is kept of steps in flight, against a look at all of them."""
+"""The state kept of steps in flight equals a recount over all steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_completions_wait_for_earlier_steps_on_their_instances(data: st.DataObje
     assert [step.number for step in order.clear()] == [step.number for step in sent if step.number not in taken]
     order.send(forward(100, (0, 1, 2, 3, 4)))
     order.complete(Completion(number=100, sampled=(), bytes_sent={}))
-    assert order.has_ready, "nothing is known of what was before"
+    assert order.has_ready, "earlier steps are forgotten"
 
 
 @given(st.data(), st.lists(st.integers(1, 3), min_size=5, max_size=5))

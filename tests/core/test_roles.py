@@ -1,4 +1,4 @@
-"""Instances that prefill and instances that decode: handshakes, transfers, and what is left when things end."""
+"""Instances that prefill and instances that decode: handshakes, transfers, and cleanup after ends."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_groups_that_grow_at_random(seed: int) -> None:
 
 
 def check_sources(cluster: Cluster) -> None:
-    """Who sends is kept with each transfer: those that move from it, that hold what is unsent, that will hold more."""
+    """Each transfer keeps its sources: with moves in flight, with unsent blocks, and with blocks to come."""
     for request in cluster.requests:
         for transfer in cluster.transfers_of(request.id):
             moving, table = set(transfer.moves.values()), request.table
@@ -170,7 +170,7 @@ def test_a_preempted_decode_is_prefilled_again() -> None:
     cluster.run()
     assert_lawful(cluster)
     preempted = [request for request in requests if request.metrics.num_preemptions]
-    assert preempted and requests[0] not in preempted, "who came first gives way to nobody"
+    assert preempted and requests[0] not in preempted, "the first request is not preempted"
     for request in preempted:
         groups = [group for group, _ in groupby(part.group for part in cluster.parts_of(request))]
         assert groups.count((2,)) >= 2 and {0, 1}.issuperset(groups[groups.index((2,)) + 1])
@@ -187,7 +187,7 @@ def started(cluster: Cluster) -> list[int]:
 @pytest.mark.parametrize("num_prefill", [1, 2, 4])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_one_backend_serves_requests_in_the_order_of_their_handshakes(num_prefill: int, steps_in_flight: int) -> None:
-    """12 prompts of mixed lengths and groups: nobody's transfer begins before all of the one before is there."""
+    """12 prompts of mixed lengths and groups: a transfer begins after all blocks of the previous one have arrived."""
     cluster = disaggregated(num_prefill, 1, 1, max_steps_in_flight=steps_in_flight, max_num_batched_tokens=256)
     lengths = [1000, 20, 300, 2000, 40, 40, 700, 1500, 20, 100, 900, 60]
     requests = [cluster.add([number] * length, max_tokens=4) for number, length in enumerate(lengths)]
@@ -201,7 +201,7 @@ def test_one_backend_serves_requests_in_the_order_of_their_handshakes(num_prefil
 
 
 def test_the_first_transfer_has_all_backends_it_needs_and_the_next_the_rest() -> None:
-    """Two on two instances each need two of three backends; a third request needs one."""
+    """Two requests on two instances each need two of three backends. A third request needs one."""
     cluster = disaggregated(4, 1, 3, options={"sp": "2"}, policy="fixed-sp", num_blocks=1000)
     requests = [cluster.add([number] * 900, max_tokens=4) for number in range(3)]
     cluster.step(0.0)
@@ -212,7 +212,7 @@ def test_the_first_transfer_has_all_backends_it_needs_and_the_next_the_rest() ->
 
 
 def test_a_transfer_without_free_blocks_waits_and_is_not_overtaken() -> None:
-    """The second does not fit beside the first, the third would."""
+    """The second request does not fit together with the first. The third would."""
     cluster = disaggregated(1, 1, 4, decode_blocks=10, options={})
     first, second, third = (cluster.add([n] * length, max_tokens=20) for n, length in enumerate((100, 100, 10)))
     cluster.run()
@@ -228,7 +228,7 @@ def test_a_transfer_without_free_blocks_waits_and_is_not_overtaken() -> None:
 
 @pytest.mark.parametrize("batched", [16, 500], ids=["chunks", "whole"])
 def test_a_decode_takes_reserved_blocks_from_a_later_transfer(batched: int) -> None:
-    """The second fits beside the first when it arrives, and no longer when the first has grown: it is sent again."""
+    """The second fits when it arrives, and no longer when the first has grown. It is sent again."""
     cluster = disaggregated(1, 1, 1, decode_blocks=10, options={}, max_num_batched_tokens=batched)
     first, second = cluster.add([0] * 60, max_tokens=95), cluster.add([1] * 90, max_tokens=20)
     reservations = set()
@@ -245,7 +245,7 @@ def test_a_decode_takes_reserved_blocks_from_a_later_transfer(batched: int) -> N
 
 
 def test_blocks_are_taken_back_in_mid_transfer() -> None:
-    """Who needs them goes on when the moves that name them are done."""
+    """The decode that needs blocks continues when the moves that name them are done."""
     cluster = disaggregated(2, 1, 2, decode_blocks=12, options={}, max_num_batched_tokens=32, uneven=5)
     requests = [cluster.add([0] * 60, max_tokens=130), *(cluster.add([n] * 120, max_tokens=9) for n in (1, 2, 3))]
     num_taken = num_moving = 0
@@ -257,12 +257,12 @@ def test_blocks_are_taken_back_in_mid_transfer() -> None:
             num_moving += bool(before.moves)
     cluster.assert_at_rest()
     assert_lawful(cluster)
-    assert num_taken == num_moving == 1, "not again before somebody ends"
+    assert num_taken == num_moving == 1, "not again before a request ends"
     assert not any(request.metrics.num_preemptions for request in requests)
 
 
 def test_a_preempted_request_is_prefilled_before_new_requests() -> None:
-    """Two decode until one gives way to the other; three that came later wait for the prefill instance."""
+    """Two requests decode until one is preempted. Three later requests wait for the prefill instance."""
     cluster = disaggregated(1, 1, 1, decode_blocks=6, options={}, max_model_len=90, max_num_batched_tokens=8)
     first, second = cluster.add([0] * 20, max_tokens=60), cluster.add([1] * 20, max_tokens=60)
     while not second.output:
@@ -365,7 +365,7 @@ def test_a_lost_worker_in_mid_transfer() -> None:
     assert all(request.output == cluster.expected_output(request) for request in requests)
 
 
-# ---------------------------------------------------------------- what the target has already
+# ---------------------------------------------------------------- blocks on the target
 
 
 def test_choices_and_further_turns_move_only_new_blocks() -> None:
@@ -381,7 +381,7 @@ def test_choices_and_further_turns_move_only_new_blocks() -> None:
     assert further.metrics.num_cached_tokens >= 992
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("policy", ["chunked", "context", "runahead", "prefill-first"])
@@ -415,7 +415,7 @@ def test_the_most_recently_admitted_lose_reserved_blocks() -> None:
     assert who_gives_way(1, everyone) == [late]
     assert who_gives_way(0, everyone) == [late, coming], "one is for the first; all of the second's are its own"
     assert who_gives_way(-1, everyone) == [late, coming, second]
-    assert who_gives_way(0, [first]) == [], "nobody gives way to one that came later, or to itself"
+    assert who_gives_way(0, [first]) == [], "no request is preempted for a later one, or for itself"
     assert who_gives_way(0, [second, first._replace(needs_block=False)]) == []
 
 

@@ -15,7 +15,7 @@ STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)
 
 
 def homes_one_by_one(held: tuple[int, ...], num_tokens: int) -> list[tuple[int, int]]:
-    """Who holds each token, and how many that one held before."""
+    """The owner of each token, and the number of its earlier tokens."""
     counts, owners = list(held), []
     for _ in range(num_tokens):
         home = counts.index(min(counts))
@@ -44,7 +44,7 @@ def test_the_fewest_come_first(held: tuple[int, ...], start: int, num_tokens: in
 def test_every_token_has_its_slot(
     held: tuple[int, ...], start: int, num_tokens: int, block_size: int, rotates: bool, data: st.DataObject
 ) -> None:
-    """Of runs that begin and end anywhere; blocks of the table come first, then those that members begin."""
+    """Runs begin and end anywhere. Blocks of the table come first, then new blocks of members."""
     member = st.integers(0, len(held) - 1)
     rotation, stop = (Rotation(start=start, held=held) if rotates else None), start + num_tokens
     num_blocks = -(-(start if rotates else stop) // block_size)

@@ -138,7 +138,7 @@ def test_a_zigzag_of_few_blocks_differs_by_at_most_one_block() -> None:
         most = max(sum(map(len, runs)) for runs in sharded)
         assert most <= 10 * -(-num_blocks // num_members)
         if num_members == 2 and num_blocks % 2:
-            assert most == 5 * num_blocks, "whoever has a block more has the ragged one"
+            assert most == 5 * num_blocks, "the member with one block more has the partial one"
 
 
 @given(st.integers(1, 24), st.integers(0, 400), st.sampled_from([1, 2]))

@@ -1,4 +1,4 @@
-"""What requests may ask of the sampler: defaults, forms, and an error for everything else."""
+"""Sampling parameters: defaults, forms, and errors for all other values."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_logit_bias_takes_any_form(given: Any) -> None:
 
 
 def test_params_are_values() -> None:
-    """They hash, compare, travel, and can be made anew from one another; what they were made of may change after."""
+    """They hash, compare, can be sent, and can be copied with changes. Their sources may change afterwards."""
     bias, stop = {"3": 1.0}, ["x"]
     params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=[4], n=np.int64(2), top_p=np.float32(0.5))
     same = SamplingParams(logit_bias={3: 1}, stop="x", stop_token_ids=(4,), n=2, top_p=0.5)

@@ -1,4 +1,4 @@
-"""What the engine promises on real workers: turns, pressure, sharing of weights, twins of steps."""
+"""The engine on real workers: further turns, few blocks, shared weights, and the same steps as in the simulator."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path, jobs: list[Job]) -> list[Expected]:
-    """Each request served on its own, with all the room it likes."""
+    """Each request served alone, with enough blocks."""
     with ThreadLLM(str(tiny), skip_tokenizer_init=True) as llm:
         outputs = [llm.generate([prompt], params)[0].outputs[0] for prompt, params in jobs]
     return [Expected(token_ids=output.token_ids, logits=output.logits or []) for output in outputs]
@@ -98,7 +98,7 @@ def test_weights_are_in_memory_once() -> None:
 
 
 def _mapped_weights(pid: int) -> dict[str, Any]:
-    """What a process maps from the weight store, by file."""
+    """Return the mappings of a process from the weight store, by file."""
     maps = psutil.Process(pid).memory_maps(grouped=True)
     return {entry.path: entry for entry in maps if entry.path.endswith(".safetensors")}
 
@@ -148,7 +148,7 @@ class _InOrder(_Recorder):
     [("1", 0.0), ("pp2", 0.02), ("2", 0.02), ("2xtp2", 0.02), ("2xpp2", 0.0005)],
 )
 def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str, host_kv_gib: float) -> None:
-    """Completions of copies are taken in the order of steps. The smallest host has no room for all that waits."""
+    """Completions of copies are taken in the order of steps. The smallest host cannot hold all waiting requests."""
     recorder = _InOrder if host_kv_gib else _Recorder
     rng = random.Random(3)
     jobs = [

@@ -22,7 +22,7 @@ from longspan.core.steps import Step
 from longspan.policy.registry import make_policy
 
 SMALL = Setup(num_blocks=6, block_size=4, policy="chunked", max_num_batched_tokens=8, host_blocks=(60,))
-"""Room for 24 tokens on the device, and 240 on the host."""
+"""24 tokens fit on the device, and 240 on the host."""
 TWO_HOSTS = locations_of_ranks(4, "2")
 
 
@@ -67,7 +67,7 @@ GROUPS = ["context", "tetris", "auto"]
 @pytest.mark.parametrize("policy", GROUPS)
 @pytest.mark.parametrize("num_instances", [2, 3])
 def test_a_request_longer_than_all_devices(policy: str, num_instances: int) -> None:
-    """Three times as long. Members share what is on their host."""
+    """Three times as long. Members share the blocks of their host."""
     cluster = Cluster(replace(SMALL, num_instances=num_instances, policy=policy, host_blocks=(100,)))
     most = 24 * num_instances
     request = cluster.add(range(3 * most), max_tokens=30)
@@ -127,7 +127,7 @@ def test_short_requests_run_concurrently_with_a_group(policy: str) -> None:
 
 @pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2), ("auto", 2), ("tetris", 2)])
 def test_blocks_are_loaded_once_devices_have_free_blocks(policy: str, num_instances: int) -> None:
-    """Others have ended that had filled the devices; what comes back is read there."""
+    """Other requests have filled the devices and ended. Loaded blocks are read there."""
     cluster = Cluster(
         replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=40, host_blocks=(200,), max_num_seqs=4)
     )
@@ -161,7 +161,7 @@ def test_workers_are_lost_while_a_step_reads_loaded_blocks() -> None:
 
 @pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2)])
 def test_a_prompt_of_several_steps_is_admitted_during_a_long_decode(policy: str, num_instances: int) -> None:
-    """Spills free all blocks of the first waiting request, one step at a time."""
+    """Moves to the host free all blocks of the first waiting request, one step at a time."""
     cluster = Cluster(replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=16, host_blocks=(120,)))
     long = cluster.add(range(200), max_tokens=120)
     while not long.output:
@@ -182,7 +182,7 @@ def test_tokens_that_rotate_leave_hosts_out(policy: str) -> None:
 
 
 def test_short_requests_run_concurrently_with_a_long_decode() -> None:
-    """It gives them room on the device, and nobody loses KV."""
+    """It leaves them free blocks on the device, and no request loses KV."""
     cluster = Cluster(replace(SMALL, num_blocks=16))
     long = cluster.add(range(100), max_tokens=60)
     while not long.output:
@@ -207,7 +207,7 @@ def test_the_next_turn_reads_host_blocks_without_a_copy() -> None:
 
 
 def test_a_request_with_host_blocks_starts_while_others_run() -> None:
-    """Since it needs little room on the device for what the host has."""
+    """It needs few blocks on the device for its blocks on the host."""
     cluster = Cluster(replace(SMALL, num_blocks=20))
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -232,7 +232,7 @@ def test_a_device_of_one_block() -> None:
 
 
 def test_a_running_request_is_not_preempted_for_offloaded_blocks() -> None:
-    """The first request outgrows the device while the host is full of what those behind it had."""
+    """The first request outgrows the device while the host is full of blocks of later requests."""
     cluster = Cluster(replace(SMALL, num_blocks=12, host_blocks=(8,), max_num_batched_tokens=64))
     first = cluster.add(range(8), max_tokens=60)
     others = [cluster.add([number] * 8, max_tokens=20) for number in range(3)]
@@ -243,7 +243,7 @@ def test_a_running_request_is_not_preempted_for_offloaded_blocks() -> None:
 
 
 def test_short_requests_overtake_a_request_that_waits_for_blocks() -> None:
-    """The device has no room for two of its chunks beside them."""
+    """The device cannot hold two of its chunks next to the short requests."""
     cluster = Cluster(replace(SMALL, num_blocks=5))
     short = cluster.add([1, 2], max_tokens=6)
     long = cluster.add(range(100), max_tokens=2)
@@ -256,7 +256,7 @@ def test_short_requests_overtake_a_request_that_waits_for_blocks() -> None:
 
 
 def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
-    """As far as it leaves room for a step."""
+    """As far as enough blocks are left for a step."""
     cluster = Cluster(replace(SMALL, num_blocks=20))
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -266,7 +266,7 @@ def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
 
 
 def test_offloaded_blocks_are_released_for_a_running_request() -> None:
-    """A crowd that is preempted fills the host; the long request that came first needs the room."""
+    """Many preempted requests fill the host. The long request, which came first, needs these blocks."""
     cluster = Cluster(replace(SMALL, num_blocks=30, host_blocks=(40,), max_num_batched_tokens=64))
     others = [cluster.add([number] * 30, max_tokens=60) for number in range(3)]
     long = cluster.add(range(200), max_tokens=20)
@@ -288,7 +288,7 @@ def test_answers_to_a_long_prompt_share_host_blocks(monkeypatch: pytest.MonkeyPa
         copies = [copy for copy in cluster.engine.kv.swaps.copies if copy.spilled and copy.move is step]
         for copy in copies:
             pool = cluster.engine.kv.pool(0)
-            assert all(pool.references(ref.block) == 1 for ref in copy.held), "what others read stays"
+            assert all(pool.references(ref.block) == 1 for ref in copy.held), "blocks that other requests read stay"
             num_spilled += len(copy.held)
 
     monkeypatch.setattr(cluster.executor, "submit", check)
@@ -306,7 +306,7 @@ def test_workers_lost_while_blocks_lie_on_the_host() -> None:
     cluster.restart()
     cluster.run()
     assert request.output == cluster.expected_output(request)
-    assert request.metrics.num_computed_tokens < 2 * 150 - 40, "what had come to the host is not computed anew"
+    assert request.metrics.num_computed_tokens < 2 * 150 - 40, "blocks on the host are not computed again"
 
 
 POLICIES = [
@@ -362,8 +362,8 @@ def test_workers_are_lost_at_any_time(policy: str, num_instances: int, data: st.
 
 @pytest.mark.full
 def test_random_operations_change_no_answer() -> None:
-    """2,000 answers at least, among losses of workers and re-shards: each is that of a run alone, or its beginning if
-    a smaller cluster had no room for more.
+    """Each of 2,000 answers, with lost workers and re-shards, equals a run alone. It may be cut where a smaller
+    cluster cannot hold more.
     """
     num_answers = num_hosted = num_reshards = seed = 0
     while num_answers < 2000 or num_hosted < 1000 or num_reshards < 50:
@@ -407,7 +407,7 @@ def _random_run(draw: random.Random) -> tuple[Cluster, list[Request]]:
             left, length = left - 1, draw.randint(1, max(1, longest - 1))
             same = draw.choice([0, 0, length // 2, length])
             prompt = shared[:same] + [draw.randrange(99) for _ in range(length - same)]
-            with suppress(ContextLengthError):  # a smaller cluster has no room for it
+            with suppress(ContextLengthError):  # it exceeds the smaller cluster
                 requests.append(cluster.add(prompt, max_tokens=draw.randint(1, 20)))
                 requests += [cluster.follow(requests[-1], 1)] if draw.random() < 0.2 else []
         if not (left or cluster.engine.has_unfinished):

@@ -34,7 +34,7 @@ POLICIES: list[tuple[str, int, dict[str, str]]] = [
 
 
 def swapping(num_instances: int = 1, host_blocks: int = 1000, **changes: object) -> Cluster:
-    """Device KV for 4 of the requests of `crowd` on each instance, and room on the host for all."""
+    """Device KV for 4 of the requests of `crowd` on each instance, and host blocks for all."""
     setup = Setup(
         num_instances=num_instances,
         num_blocks=48,
@@ -105,7 +105,7 @@ def test_requests_go_on_where_their_kv_has_come(policy: str, num_instances: int,
 @pytest.mark.parametrize("num_instances", [1, 2])
 @pytest.mark.parametrize("uneven", [0, 3])
 def test_blocks_of_ended_requests_evict_no_offloaded_blocks(num_instances: int, uneven: int) -> None:
-    """A host that all of them would fill some times, and those that wait would not."""
+    """All requests exceed the host several times. The waiting requests fit."""
     cluster = swapping(num_instances, host_blocks=80 * num_instances, uneven=uneven)
     requests = crowd(cluster, 64)
     cluster.run()
@@ -119,7 +119,7 @@ def test_blocks_of_ended_requests_evict_no_offloaded_blocks(num_instances: int, 
 @settings(RANDOM_RUNS, max_examples=30)
 @given(st.data())
 def test_full_hosts(policy: str, num_instances: int, options: dict[str, str], data: st.DataObject) -> None:
-    """What finds no room is computed anew; all ends, with every block free, whoever aborts and if workers are lost."""
+    """KV without free blocks is computed again. Every block is free at the end, also after aborts and lost workers."""
     host_blocks, disk_blocks = data.draw(st.integers(1, 24)), data.draw(st.sampled_from([(), (1,), (30,)]))
     uneven, num_blocks = data.draw(st.integers(0, 3)), data.draw(st.integers(24, 60))
     changes = {"policy": policy, "options": options, "uneven": uneven, "num_blocks": num_blocks}
@@ -175,7 +175,7 @@ def test_hosts_change_no_output(policy: str, num_instances: int, options: dict[s
 
 
 def test_roles() -> None:
-    """Who gives way where it decodes is fetched to where it prefills."""
+    """A request that is preempted on a decode instance is loaded on a prefill instance."""
     cluster = swapping(
         3, policy="tetris", options={"improvement_rate": "0.1"}, roles=Roles(num_prefill=2, num_decode=1, backends=2)
     )
@@ -187,7 +187,7 @@ def test_roles() -> None:
 
 @pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"max_num_batched_tokens": 16}])
 def test_the_number_of_lookups_does_not_grow_with_the_queue(changes: dict[str, int]) -> None:
-    """While there is more room than seats or tokens in a step."""
+    """The pool is larger than the request slots and the tokens of a step."""
 
     def num_looked_up(length: int) -> int:
         cluster = swapping(2, num_blocks=10_000, **changes)
@@ -201,7 +201,7 @@ def test_the_number_of_lookups_does_not_grow_with_the_queue(changes: dict[str, i
 
 @pytest.mark.parametrize("seed", range(3))
 def test_hits_equal_moved_tokens(seed: int) -> None:
-    """Of a group, the member on the host that has it may have no room, though the others have."""
+    """The member on the host with the blocks may have no free blocks, although other members have."""
     locations = tuple(Location(host=instance, device=instance) for instance in range(2))
     changes = {"policy": "context", "options": {"threshold": "20"}, "num_blocks": 20, "uneven": seed}
     cluster = Cluster(replace(swapping(2, **changes).setup, host_blocks=(500, 500), locations=locations))
@@ -259,7 +259,7 @@ def test_a_turn_leaves_no_second_copy_of_its_last_block() -> None:
 
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_workers_lost_in_mid_copy(way: str) -> None:
-    """What had been copied before is there; all go on."""
+    """Earlier copies are kept, and all requests continue."""
     cluster = swapping()
     requests = crowd(cluster)
     while not any(moving.move.way == way for moving in cluster.executor.moving.values()):
@@ -341,7 +341,7 @@ def saved_and_forgotten(**changes: object) -> tuple[Cluster, Request, Cluster]:
 
 
 def test_a_later_run_hits_blocks_on_the_disk() -> None:
-    """Whatever its layout; and two that ask for it at once load it once."""
+    """The layout does not matter. Two requests at once load a block once."""
     before, first, after = saved_and_forgotten()
     assert [move.way for move in before.swaps] == ["out", "save"]
     again = [after.add([*first.prompt, *first.output, 6, number], max_tokens=3) for number in range(2)]
@@ -354,7 +354,7 @@ def test_a_later_run_hits_blocks_on_the_disk() -> None:
 
 
 def test_unreadable_disk_blocks_are_computed_and_saved_again() -> None:
-    """Up to there it is used; the last block had fewer tokens."""
+    """Blocks before it are used. The last block had fewer tokens."""
     _, first, after = saved_and_forgotten()
     after.executor.damaged = lambda move: (4,) if move.way == "load" else ()
     again = after.add([*first.prompt, *first.output, 6], max_tokens=3)

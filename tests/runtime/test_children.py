@@ -175,7 +175,7 @@ def start_forkserver(_: Path) -> None:
 
 
 def check_grammar(_: Path) -> None:
-    grammar_check.check('{"grammars": [{"lark_grammar": "start: /anywhere/"}]}')  # nobody has tried it before
+    grammar_check.check('{"grammars": [{"lark_grammar": "start: /anywhere/"}]}')  # not checked before
 
 
 @pytest.mark.parametrize("start", [start_engine, pytest.param(start_forkserver, marks=pytest.mark.full), check_grammar])

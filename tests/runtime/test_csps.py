@@ -1,4 +1,4 @@
-"""Policy `csps`: nothing dropped says what Hugging Face says, and no exact request reads what was computed sparsely."""
+"""Policy `csps`: without drops, outputs equal Hugging Face. No exact request reads KV that was computed sparsely."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def engine(
 def test_nothing_dropped_is_exact(
     tiny: Path, oracle: Oracle, parallel: str, exchange: str, step_tokens: int | None, pieces: object
 ) -> None:
-    """Whole prompts, and chunks of them behind others; a prompt that begins like one before; short ones beside."""
+    """Whole prompts, chunks behind other requests, a prompt with a cached beginning, and short prompts."""
     first, second, short = prompts_of(150, 90, 20)
     settings = csa(micro_partitions=pieces)
     with engine(tiny, parallel, settings, exchange=exchange, max_num_batched_tokens=step_tokens) as llm:
@@ -85,7 +85,7 @@ def test_groups_by_length_are_exact(
 def test_decodes_on_several_instances_are_exact(
     tiny: Path, oracle: Oracle, prefill: str, decode: str, backends: int | None, settings: str
 ) -> None:
-    """Long requests are decoded by all decode instances, short ones beside them; then another turn."""
+    """Long requests are decoded by all decode instances, together with short ones. Then another turn."""
     prompts = prompts_of(190, 20, 150, 7, 28, 90)
     with ThreadLLM(
         str(tiny),
@@ -230,7 +230,7 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
 def test_requests_that_give_way_go_on(tiny: Path, oracle: Oracle, host_kv_gib: float) -> None:
-    """Pools have room for two of these prompts, so that some wait, and outputs make others give up their KV."""
+    """Pools hold two of these prompts, so that some wait, and outputs preempt requests."""
     prompts = prompts_of(150, 120, 100, 140)
     with engine(tiny, "3", csa(), num_gpu_blocks_override=6, host_kv_gib=host_kv_gib) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):

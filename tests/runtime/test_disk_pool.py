@@ -36,7 +36,7 @@ def opened(folder: Path, num_blocks: int = NUM_BLOCKS) -> DiskPool:
 
 
 def content(number: int) -> Content:
-    """What block `number` holds."""
+    """Return the content of block `number`."""
     return Content(b"parent", (number, 1, 2))
 
 
@@ -63,7 +63,7 @@ def test_a_smaller_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be as it should be, unlike one that is damaged."""
+    """It may be correct, unlike a damaged file."""
 
     def failing(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -103,7 +103,7 @@ def test_loads_come_before_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lane_that_closes_ends_behind_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is whole, and the rest has failed."""
+    """Written files are complete, and the remaining blocks have failed."""
     pool, reports = opened(tmp_path), list[Stored]()
     lane, open_file, shutdown = DiskLane({DISK: pool}, reports.append), Path.open, ThreadPoolExecutor.shutdown
     begins, closes = Event(), Event()

@@ -1,4 +1,4 @@
-"""A prefix that one run has cached is found by the next: whole engines, and what becomes of files that are damaged."""
+"""The next run hits a prefix that an earlier run cached. Whole engines, and damaged files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {"block_size": 16, "host_kv_gib": 0.02, "disk_kv_gib": 0.02}
 
 @contextmanager
 def running(folder: Path, disk: Path, **given: Any) -> Iterator[ThreadLLM]:
-    """Blocks of 16 tokens; the disk has room for all."""
+    """Blocks of 16 tokens. All fit on the disk."""
     with ThreadLLM(str(folder), skip_tokenizer_init=True, disk_kv_dir=str(disk), **SIZES | given) as llm:
         yield llm
 
@@ -57,7 +57,7 @@ def test_another_layout_finds_it(tiny: Path, oracle: Oracle, tmp_path: Path, bef
 
 
 def test_each_tier_finds_the_kv_of_the_same_cache_salt_only(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """On the device in one run, on the disk in the next one; the answer does not depend on the salt."""
+    """On the device in one run, on the disk in the next one. The answer does not depend on the salt."""
 
     def cached(llm: ThreadLLM, **salt: str) -> list[int]:
         prompt: Any = {"prompt_token_ids": PROMPTS[0], **salt}
@@ -103,14 +103,14 @@ def lengthen(path: Path) -> None:
 def test_a_damaged_file_is_ignored_with_one_line(
     tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
-    """What comes before it in the prompt is used."""
+    """Earlier blocks of the prompt are used."""
     answered(tiny, tmp_path, oracle)
     damaged = files(tmp_path)[2]
     damage(damaged)
     assert num_cached(answered(tiny, tmp_path, oracle)) == [32, 41]
     [line] = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert damaged.name in line
-    assert num_cached(answered(tiny, tmp_path, oracle)) == [107, 41], "it has been saved anew"
+    assert num_cached(answered(tiny, tmp_path, oracle)) == [107, 41], "it was saved again"
 
 
 @pytest.mark.parametrize("position", [0, 20, 33, 40, 80, 200])
@@ -124,7 +124,7 @@ def test_any_byte_counts(tiny: Path, oracle: Oracle, tmp_path: Path, position: i
 def test_another_models_files_are_ignored(
     tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beside the model's own, and even in their place."""
+    """In addition to the model's own, and even in their place."""
     other = make_tiny("llama", tmp_path / "other", seed=5)
     disk = tmp_path / "disk"
     answered(other, disk, Oracle(other))

@@ -1,4 +1,4 @@
-"""What real workers count as sent, against the formulas of docs/exchanges.md, to the byte."""
+"""Bytes sent by real workers equal the formulas of docs/exchanges.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
-    """Bytes of one layer when each member computes so many of a prompt's tokens."""
+    """Return the bytes of one layer, given the tokens of a prompt that each member computes."""
     spec, shape = llm.info.specs[0], llm.facts.shape
     assert shape is not None
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -105,7 +105,7 @@ def test_bytes_equal_the_formula(llm: LLM, exchange: str) -> None:
     sent = llm.bytes_exchanged[exchange] - before.get(exchange, 0)
     layout = "contiguous" if exchange == "chain" else "zigzag"
     tokens = [sum(map(len, runs)) for runs in shard_span(layout, 0, TOKENS, MEMBERS, align=BLOCK)]
-    if exchange != "chain":  # members take turns from another one on for each request
+    if exchange != "chain":  # the first member rotates with the request
         first = (output.request_id + output.request_id // MEMBERS) % MEMBERS
         tokens = [tokens[(member - first) % MEMBERS] for member in range(MEMBERS)]
     assert sent == formula(llm, exchange, tokens) * llm.info.num_layers

@@ -1,4 +1,4 @@
-"""Requests that give up their KV find it again in the memory of their host: whole engines, on threads and processes."""
+"""Preempted requests find their KV in the memory of their host: whole engines, on threads and processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from longspan.service import Service
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
 LENGTHS = tuple(5 + 7 * number % 20 for number in range(32))
-"""With 40 tokens of output each takes up to four blocks, and has room for one on the devices."""
+"""With 40 tokens of output each takes up to four blocks. Devices have one block per request."""
 BLOCKS_OF_8 = 8 * 4
 HOST = {"host_kv_gib": 0.02, "max_num_seqs": 32}
 
 
 @pytest.mark.parametrize("spec", ["1", "2", "pp2", "tp2", "2xpp2"])
 def test_no_token_is_computed_twice(tiny: Path, oracle: Oracle, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 requests on devices with room for 8. Every copy pays: else a few tokens could be quicker to compute."""
+    """32 requests on devices with blocks for 8. Without a price every load pays off."""
     monkeypatch.setattr("longspan.resolve.swap_price", lambda *_: None)
     num_blocks = BLOCKS_OF_8 // (int(spec[0]) if spec[0].isdigit() else 1)
     given = {"block_size": 16, "num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 48, **HOST}

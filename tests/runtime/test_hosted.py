@@ -79,7 +79,7 @@ GROUPS = ["context", "auto", "tetris"]
 def test_prompts_three_times_as_large_as_all_devices(
     engines: Engines, tiny: Path, oracle: Oracle, policy: str, spec: str
 ) -> None:
-    """With a short one beside. Members share the pool of their host."""
+    """Together with a short prompt. Members share the pool of their host."""
     assert_reads_hosts(engines(tiny, parallel=spec, **(HOST | {"policy": policy})), oracle)
 
 
@@ -146,7 +146,7 @@ def test_turns_and_choices_share_what_a_group_has_on_hosts(
 
 @pytest.mark.parametrize("policy", GROUPS)
 def test_a_group_gives_way(engines: Engines, tiny: Path, oracle: Oracle, policy: str) -> None:
-    """A host with room for one and a half of them."""
+    """The host holds one and a half of them."""
     llm = engines(tiny, parallel="2", **(HOST | {"policy": policy, "host_kv_gib": 0.0003}))
     prompts = prompts_of(270, 260, 30)
     assert max(map(len, prompts)) + NUM_TOKENS > 192
@@ -237,7 +237,7 @@ def test_penalties_know_all_of_an_answer(engines: Engines, tiny: Path) -> None:
 
 
 def test_preempted_requests_resume_from_a_small_host(engines: Engines, tiny: Path, oracle: Oracle) -> None:
-    """A host with room for one and a half of them."""
+    """The host holds one and a half of them."""
     llm = engines(tiny, **(HOST | {"host_kv_gib": 0.0003}))
     prompts = prompts_of(150, 140, 30)
     assert llm.max_model_len < sum(len(prompt) + NUM_TOKENS for prompt in prompts)

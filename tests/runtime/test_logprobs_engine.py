@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 
 
 def assert_like(reported: LogprobsOfToken, token: int, num_top: int, expected: npt.NDArray[np.float32]) -> None:
-    """What is reported of `token` agrees with all `expected` log-probabilities `[vocab]`."""
+    """Check the reported log-probabilities of `token` against `expected`: [vocab]."""
     assert next(iter(reported)) == token
     for candidate, found in reported.items():
         assert abs(found.logprob - expected[candidate]) <= TOLERANCE

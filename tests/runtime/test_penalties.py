@@ -1,4 +1,4 @@
-"""Bias, ban and penalties against transformers and dense numpy; histories count what they are told."""
+"""Bias, ban and penalties against transformers and dense numpy. Histories count all given tokens."""
 
 from __future__ import annotations
 

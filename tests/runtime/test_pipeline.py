@@ -1,4 +1,4 @@
-"""Pipeline stages compute what one rank does, on ranks that are threads, and fill up with steps."""
+"""Pipeline stages equal one rank, on ranks that are threads, and fill up with steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS = ("pp2", "pp3", "pp5", "tp2pp2", "2xpp2", "3xtp2")
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str) -> None:
-    """Prompts of several chunks beside short ones, and then another turn."""
+    """Prompts of several chunks together with short ones, and then another turn."""
     llm = engines(odd, parallel=spec)
     prompts = prompts_of(1, 17, 40, 300, 90, 200, 33)
     outputs = assert_all_exact(llm, odd_oracle, prompts)
@@ -37,7 +37,7 @@ def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str
 def test_steps_of_prompts_or_of_decodes(
     engines: Engines, odd: Path, odd_oracle: Oracle, spec: str, policy: str
 ) -> None:
-    """There is little KV, so that requests give way, and come back from the host."""
+    """There are few blocks, so that requests are preempted and loaded from the host."""
     llm = engines(odd, parallel=spec, num_gpu_blocks_override=14, max_model_len=220, host_kv_gib=0.02)
     llm.set_policy(policy, {})
     num_host_hits = llm.engine.kv.counts.num_hits
@@ -129,7 +129,7 @@ def test_bytes_between_stages(engines: Engines, odd: Path) -> None:
 
 
 def test_stages_are_kept_busy(engines: Engines, odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes take turns, and prompts are cut; each request is in two steps of decodes at most."""
+    """Decodes alternate, and prompts are chunked. Each request is in at most two decode steps."""
     llm = engines(odd, parallel="pp3")
     executor = llm.service.executor
     flying: dict[int, Forward] = {}
@@ -157,7 +157,7 @@ def test_stages_are_kept_busy(engines: Engines, odd: Path, monkeypatch: pytest.M
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     llm.generate([[3 + number] * 5 for number in range(9)], params, use_tqdm=False)
     assert max(most) == 4, "one for each stage, and one ahead"
-    assert sizes.count(3) > len(sizes) / 2, "nine requests take turns on three stages"
+    assert sizes.count(3) > len(sizes) / 2, "nine requests alternate on three stages"
 
 
 def test_more_stages_than_layers_are_refused(engines: Engines, odd: Path) -> None:

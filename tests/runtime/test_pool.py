@@ -1,4 +1,4 @@
-"""The KV pool keeps what is written, wherever its blocks lie, and reads it in place."""
+"""The KV pool keeps written values, wherever its blocks lie, and reads them in place."""
 
 from __future__ import annotations
 

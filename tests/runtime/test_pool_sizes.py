@@ -1,4 +1,4 @@
-"""Pools of CPUs fit into the memory that the process may use; a pool that does not is a mistake of the user."""
+"""Pools of CPUs fit into the memory that the process may use. A larger pool is an error about a parameter."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_many_prompts_and_another_turn(
 def test_one_backend_serves_twelve_in_the_order_of_their_handshakes(
     tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On real workers: transfers are sent in that order, request after request, and nobody waits for ever."""
+    """On real workers: transfers are sent in that order, request after request, and all end."""
     prompts = prompts_of(300, 20, 100, 250, 40, 17, 200, 150, 1, 90, 280, 60)
     shaken: list[int] = []
     moves: list[MoveKV] = []
@@ -113,7 +113,7 @@ def test_a_missing_table_of_improvement_rates_is_logged(tiny: Path, caplog: pyte
 
 
 def test_decode_instances_with_few_blocks(tiny: Path, oracle: Oracle) -> None:
-    """Requests wait for room there, and give way to each other while they decode."""
+    """Requests wait for blocks there, and are preempted while they decode."""
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
     prompts = prompts_of(100, 90, 60, 80, 40)
     with start(tiny, "2", "1", 1, num_gpu_blocks_override=12, max_model_len=150) as llm:
@@ -136,7 +136,7 @@ def test_penalties_count_tokens_sampled_on_other_instances(tiny: Path) -> None:
 
 
 def test_an_abort_during_a_transfer_frees_all_blocks(tiny: Path, oracle: Oracle) -> None:
-    """Streams that are closed at any moment: all blocks are free again, and others are none the worse."""
+    """Streams are closed at any moment. All blocks are free afterwards, and other requests are not affected."""
     prompts = prompts_of(300, 200, 250)
     with start(tiny, "2", "tp2", 1) as llm:
         for num_steps in range(1, 12, 2):

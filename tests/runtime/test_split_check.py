@@ -91,7 +91,7 @@ REFUSED = {
     ("olmo2", "gather_hidden"),
     *(("opt-350m", split) for split in ("tp2", "tp3", "tp2pp2", "gather_hidden", "unsharded")),  # other projections
 }
-"""Splits of these models that are not built. All others must work."""
+"""Unsupported splits of these models. All other splits must work."""
 REPAIRED = {
     *((name, "tp2") for name in ("afmoe", "beam", "bitnet", "gemma4", "olmo2")),
     *((name, "pp2") for name in ("gemma3n", "gemma4", "gemma4-own-kv", "opt-350m")),
@@ -113,7 +113,7 @@ def start(folder: Path, **split: Any) -> ThreadLLM:
 
 
 def cases() -> list[Any]:
-    """Returns all models with all splits; those that were never wrong and lost no worker are marked `full`."""
+    """Return all models with all splits. Pairs that never failed are marked `full`."""
     rows = []
     for name, split in itertools.product(MODELS, SPLITS):
         if split == "pp4" and "num_hidden_layers" not in MODELS[name][1]:

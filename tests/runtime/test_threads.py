@@ -355,7 +355,7 @@ def test_an_engine_that_is_collected_leaves_no_thread(tiny: Path) -> None:
     llm.generate([[5, 6]], greedy(2), use_tqdm=False)
     stream = llm.stream([7, 8], ENDLESS)
     next(stream)
-    assert len(numbers() - before) == 2, "a worker, and what drives it"
+    assert len(numbers() - before) == 2, "a worker, and its driver"
     del llm, stream
     gc.collect()
     wait_for(lambda: numbers() <= before)

@@ -1,4 +1,4 @@
-"""The API server over an engine that computes nothing: clients that leave, stall or wait; deadlines; how it stops."""
+"""The API server over an engine that computes nothing: clients that leave, stall or wait, deadlines, and shutdown."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def serve_fake(events: Path, port: int = 0, **settings: Any) -> int:
 
 
 async def heard_port() -> int:
-    """What a server that starts in this process says in its log."""
+    """Return the log of a server that starts in this process."""
     heard: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     handler = logging.Handler()
     handler.emit = lambda record: heard.set_result(record.args[2]) if record.msg.startswith("serving") else None
@@ -107,7 +107,7 @@ async def heard_port() -> int:
 
 
 async def ask(port: int, path: str, body: object = None, **headers: str) -> Reply:
-    """In a thread, since the server runs in this event loop; the connection is closed after the answer."""
+    """In a thread, since the server runs in this event loop. The connection is closed after the answer."""
     method = "GET" if body is None else "POST"
     return await asyncio.to_thread(Client(port=port).ask, method, path, body, connection="close", **headers)
 
@@ -178,7 +178,7 @@ def test_lines_that_anybody_can_cause_are_logged_once_a_minute(monkeypatch: pyte
 
 
 async def received(connection: socket.socket, words: bytes) -> bytes:
-    """What comes on a connection until these words."""
+    """Return the bytes of a connection until these words."""
     data = b""
     while words not in data:
         connection.settimeout(60)
@@ -441,7 +441,7 @@ def test_a_server_whose_engine_does_not_start_ends_with_its_reason(
         with pytest.raises(error):
             await serve_fake(events.with_name(name), port := free_port())
         with closing(socket.create_server(("127.0.0.1", port))):
-            pass  # nobody has it
+            pass  # it is free
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
     asyncio.run(check())

@@ -1,4 +1,4 @@
-"""What a server's engine core does with any mix of requests, cancellations and lost workers; simulated ones."""
+"""An engine core under any mix of requests, cancellations and lost workers, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _CAPACITY = 2 * _BLOCKS * _BLOCK_SIZE
 
 
 class Workers:
-    """Simulated ones that can be lost; who has lost them must not use them any more."""
+    """Simulated workers that can be lost. The engine must not use lost workers."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
         self.loss = WorkerLostError(0, "it was killed")
         self.stuck: set[int] = set()  # requests of the engine whose next token cannot be sampled
-        self.non_finite: set[int] = set()  # those for which the model computes NaN from now on
+        self.non_finite: set[int] = set()  # requests with NaN from now on
         self.wakeup: Any = None
 
     def submit(self, step: Step) -> None:
@@ -142,7 +142,7 @@ class Asked:
 
 
 class ApiServer:
-    """Stands for the socket, too: what it sends is read by the loop, and what the loop sends it checks."""
+    """Also replaces the socket: the loop reads its messages, and it checks the messages of the loop."""
 
     def __init__(self, num_instances: int = 2, **limits: int) -> None:
         self.cluster = Cluster(num_instances)
@@ -217,7 +217,7 @@ class ApiServer:
                 self._end(number, "full")
             case Failed(int(number), reason, param):
                 is_refused = "refused" in reason or "maximum context length" in reason
-                assert is_refused == (param == "prompt"), "its sender is told what to mend"
+                assert is_refused == (param == "prompt"), "the error names the field to change"
                 self.reasons.append(reason)
                 self._end(number, "refused" if is_refused else "failed" if param is None else param)
             case StepOutputs() as step:
@@ -247,7 +247,7 @@ class ApiServer:
         asked.end = asked.end or end
 
     def check(self) -> None:
-        """Every request has ended, and was told the right tokens, each once; nothing is held any more."""
+        """Every request has ended and got the right tokens, each once. No block is in use."""
         num_choices = 0
         for number, asked in self.asked.items():
             assert asked.end is not None, number
@@ -385,7 +385,7 @@ def test_a_request_with_undecodable_tokens_fails_alone(monkeypatch: pytest.Monke
 
 
 def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
-    """It holds KV, but no step names it: to end it is to tell workers, and those that knew it are gone."""
+    """It holds KV, but no step names it. Its end is sent to workers, and its workers are gone."""
     num_between = 0
     for num_turns in range(12):
         server = ApiServer()
@@ -498,7 +498,7 @@ def test_workers_that_do_not_start_are_tried_again_but_not_for_ever(
 
 
 def lose(server: ApiServer, *failures: Exception) -> None:
-    """Loses the workers; then so many starts of the smaller fleet fail."""
+    """Lose the workers. Then starts of the smaller fleet fail with `failures`."""
     server.cluster.executor.are_lost = True
     server.cluster.failures.extend(failures)
     server.turn()
@@ -517,7 +517,7 @@ def lose(server: ApiServer, *failures: Exception) -> None:
 def test_a_smaller_fleet_that_does_not_start_is_followed_by_another_attempt(
     monkeypatch: pytest.MonkeyPatch, failures: list[Exception], num_left: int
 ) -> None:
-    """An instance whose worker does not start is left out, too; without processes the same is tried again."""
+    """An instance whose worker does not start is left out, too. Without processes the same start is tried again."""
     monkeypatch.setattr(engine_loop, "_PAUSE_S", 0.0)
     server = ApiServer(4, max_worker_restarts=0)
     for length in (8, 30, 9):

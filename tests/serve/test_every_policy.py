@@ -188,7 +188,7 @@ def spec_of(server: Server) -> str:
 
 
 def check_options(server: Server, case: Case) -> None:
-    """Options are read; changeable ones change and are taken back; all others are refused."""
+    """Options are read. Changeable options change and are changed back. All others are refused."""
     before = settings_of(server)
     assert before["policy"] == (case.policy or case.name)
     check_given(server, case)

@@ -1,4 +1,4 @@
-"""Who may ask what: keys, request ids, sizes and times of bodies, and what an error tells."""
+"""Access: keys, request ids, sizes and times of bodies, and the contents of errors."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_headers_above_the_limit_are_431() -> None:
 
 
 def ask(server: Any, messages: list[Message], *, end: str = "wait") -> list[Message]:
-    """What the app sends to a client whose body comes in these messages, after which it waits or leaves."""
+    """Return the response to a client whose body has these messages, after which it waits or leaves."""
     sent: list[Message] = []
     scope = {
         "type": "http",
@@ -303,7 +303,7 @@ def test_the_bodies_of_open_requests_are_bounded_together() -> None:
             await limit(scope, receive, send)
             assert sent[0]["status"] == 503
             assert b"(--max-total-body-bytes)" in sent[1]["body"]
-            first.cancel()  # and what it held, the next may have
+            first.cancel()  # its bytes are free for the next one
             await asyncio.wait({first})
             sent.clear()
             reached.clear()
@@ -344,7 +344,7 @@ def test_large_uploads_that_do_not_end_do_not_block_small_bodies(
             for _ in range(number)
         ]
         await asyncio.wait(uploads, timeout=0.1)
-        assert statuses == [503] * (number // 8), "of the uploads that found no room"
+        assert statuses == [503] * (number // 8), "of the uploads over the limit"
         await limit(small, body_of(128 * 1024, ends=True), send)
         assert statuses[number // 8 :] == [200]
         for upload in uploads:

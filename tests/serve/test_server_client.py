@@ -45,7 +45,7 @@ def engine_request(what: int, max_tokens: int = 3) -> EngineRequest:
 async def started(
     events: Path, max_engine_requests: int = 1024, most_tokens: int = 2**20, engine_timeout_s: float = 60.0
 ) -> AsyncIterator[EngineClient]:
-    """A client whose engine runs; it must leave nothing behind."""
+    """A client whose engine runs. It must leave nothing behind."""
     client = EngineClient(
         EngineSetup(
             engine=EngineArgs(str(events)),
@@ -237,7 +237,7 @@ def test_an_api_server_that_was_stopped_does_not_take_its_engine_for_lost(events
 
 
 def test_requests_that_an_engine_does_not_accept_are_bounded(events: Path) -> None:
-    """It hangs, say. What it could run at once (2 requests, 128 tokens) counts beside its queue."""
+    """Requests that it could run at once (2 requests, 128 tokens) count in addition to its queue."""
 
     async def check() -> None:
         async with started(events, max_engine_requests=3, most_tokens=30) as client:
@@ -259,7 +259,7 @@ def test_requests_that_an_engine_does_not_accept_are_bounded(events: Path) -> No
 
 
 def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
-    """A send on the socket must not swallow the wake-up of a message that came in meanwhile."""
+    """A send on the socket must not swallow the wake-up of a message that arrived meanwhile."""
 
     async def ask(client: EngineClient) -> int:
         total = 0

@@ -1,4 +1,4 @@
-"""The OpenAPI document promises what the server has, and no more."""
+"""The OpenAPI document describes exactly the routes of the server."""
 
 from __future__ import annotations
 

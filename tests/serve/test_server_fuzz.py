@@ -1,6 +1,6 @@
 """schemathesis over the server's own OpenAPI document, with requests that follow it and requests that do not.
 
-Every answer must be one that the document promises, never a 5xx; after every one, a good request is served as before.
+Every answer must follow the document and is never a 5xx. After each answer, a good request is served as before.
 `make fuzz` draws many more.
 """
 
@@ -26,7 +26,7 @@ from longspan.serve.schemas import CompletionResponse
 
 LONG_RUN = "LONGSPAN_FUZZ_EXAMPLES" in os.environ
 NUM_EXAMPLES = int(os.environ.get("LONGSPAN_FUZZ_EXAMPLES", "3"))
-"""Per route and mode; the same ones in every short run."""
+"""Per route and mode. Short runs use the same examples."""
 
 CHUNKS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionResponse,

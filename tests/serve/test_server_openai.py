@@ -1,4 +1,4 @@
-"""The official `openai` client against a real server: what clients send is served, and errors have its classes."""
+"""The official `openai` client against a real server: its requests are served, and errors have its classes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: OpenAI) -> None:
-    """What evaluation harnesses ask for."""
+    """Requests of evaluation harnesses."""
     answer = client.completions.create(**GREEDY, prompt=PROMPT, echo=True, logprobs=2, max_tokens=0)
     [choice] = answer.choices
     assert choice.text == PROMPT
@@ -214,7 +214,7 @@ def test_tenants_with_a_cache_salt_share_no_kv(client: OpenAI) -> None:
     assert cached(cache_salt="tenant 1") == 0
     assert cached(cache_salt="tenant 2") == 0
     assert cached(cache_salt="tenant 1") > 80
-    assert cached() < 20, "others may have begun alike"
+    assert cached() < 20, "earlier prompts may share a beginning"
     with pytest.raises(openai.BadRequestError, match="cache_salt"):
         cached(cache_salt="")
 

@@ -1,4 +1,4 @@
-"""GET and POST /admin/parallel: who may, what is refused and how, and that requests go on meanwhile."""
+"""GET and POST /admin/parallel: access, refusals, and requests during a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET and POST /admin/policy: who may, what is refused and how, and that changes outlive an engine core."""
+"""GET and POST /admin/policy: access, refusals, and changes that outlive an engine core."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_nothing_is_changed_while_nothing_is_served(
     response = client.post("/admin/policy", json={"min_chunk": 1})
     error_of(response, 503)
     assert response.headers["retry-after"] == "5"
-    assert client.get("/admin/policy").status_code == 200, "what it is, is known"
+    assert client.get("/admin/policy").status_code == 200, "the policy is known"
 
 
 def test_the_document_has_the_options_that_may_change(client: TestClient) -> None:
@@ -173,7 +173,7 @@ def test_calls_to_a_lost_engine_end_at_once(events: Path) -> None:
 
 
 def num_losses(server: ServerProcess) -> int:
-    """What the API server has noticed; nobody is served until what was lost is replaced."""
+    """The loss that the API server has noticed. No request is served until the processes are replaced."""
     return len(re.findall("new workers are being started|the others go on|starting another engine core", server.text()))
 
 

@@ -262,7 +262,7 @@ def test_max_tokens_beyond_the_context_of_any_prompt_is_refused() -> None:
         return [engine_request.params.max_tokens for engine_request in engine_requests]
 
     assert ask(max_tokens=12) == [12, 12]
-    assert ask() == [16, 16], "what was not asked for is cut by the engine"
+    assert ask() == [16, 16], "the engine cuts a default length"
     assert ask(max_tokens=0, echo=True) == [1, 1]
     with pytest.raises(WireError, match="prompt of 500 tokens there is room for 12") as caught:
         ask(max_tokens=13)
@@ -305,7 +305,7 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: objec
 
 @pytest.mark.parametrize("size", [4, 9])
 def test_a_conversation_that_cannot_fit_is_refused_without_being_tokenized(size: int) -> None:
-    """By what it is rendered to, or before that, by its contents."""
+    """By its rendered text, or before that by its contents."""
     untouched = InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8)
     served = ServedModel(input_processor=untouched, names=("tiny",))
     parts = [{"type": "text", "text": "x" * size}] * 3

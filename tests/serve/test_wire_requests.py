@@ -1,4 +1,4 @@
-"""Bodies to requests: the OpenAPI schema says exactly what is accepted, and what is wrong is named in one line."""
+"""Bodies to requests: the OpenAPI schema describes exactly the accepted bodies, and errors name a field in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS |= (
     st.lists(st.integers(-1, 9), max_size=4) | TOKEN_LISTS | st.sampled_from([None, 5, True, {}, ["a", 1], [1, "a"]])
 )
 ODD = st.sampled_from([None, "", "1", True, [], {}, -1, 0, 0.5, [0], ["a", None], 2**31, "a" * 5])
-"""What may be wrong for any field."""
+"""Wrong values for any field."""
 
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "model": st.text(max_size=3),
@@ -140,7 +140,7 @@ def bodies(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrat
 
 
 def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
-    """Whether a request is served, or refused for what no schema can say."""
+    """Return whether a request is served, or refused for a reason outside the schema."""
     served = world(**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__})
     try:
         request = read(model, body, LIMITS)

@@ -1,4 +1,4 @@
-"""Requests with tools: what the prompt says of them, what is refused, and calls in answers, streamed or not."""
+"""Requests with tools: their text in the prompt, refusals, and calls in answers, streamed or not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def without_ids(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[tuple[str, str]], str | None]:
-    """What a client has of a choice when its stream has ended."""
+    """Return the content of a choice at the end of its stream."""
     text, calls, reason = "", list[dict[str, Any]](), None
     for part in (part for chunk in chunks for part in chunk["choices"] if part["index"] == index):
         assert reason is None, "the reason comes last"

@@ -1,4 +1,4 @@
-"""Worker pools: order, bounds, what is given up; they hold up neither each other nor the end of a process."""
+"""Worker pools: order, bounds, cancelled work. They delay neither each other nor the end of a process."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_only_unexpected_errors_of_abandoned_work_are_logged(
             await until(lambda: closed.num_begun == 1)
             task.cancel()
             await asyncio.wait([task])
-        await pool.run(int)  # it has its turn after the other
+        await pool.run(int)  # it runs after the other
 
     asyncio.run(check())
     assert [record.name for record in caplog.records] == ["longspan"] * num_lines
@@ -175,7 +175,7 @@ def test_large_texts_are_tokenized_in_order_and_delay_no_other(events: Path, mon
             await asyncio.sleep(0.2)
             closed.open()
             assert {reply.status for reply in await asyncio.gather(*waiting)} == {200}
-        assert (closed.num_begun, closed.most_running) == (5, 1), "who has left, or whose time is up, is not served"
+        assert (closed.num_begun, closed.most_running) == (5, 1), "abandoned and late work does not run"
 
     asyncio.run(check())
 
@@ -210,7 +210,7 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
             for connection in waiting:
                 connection.close()
             await until(lambda: not servers[0].grammars.num_waiting)
-        assert (closed.num_begun, closed.most_running) == (2, 2), "the others have left before it was their turn"
+        assert (closed.num_begun, closed.most_running) == (2, 2), "abandoned work never starts"
 
     asyncio.run(check())
 
