@@ -59,7 +59,7 @@ def test_samples_on_two_sides_of_a_line_are_separated(alpha: float, beta: float,
 
 
 def test_samples_that_no_line_separates_are_named() -> None:
-    """The rule follows the samples that matter and names the others."""
+    """The rule follows the relevant samples and names the remaining ones."""
     truth = AppendixD(alpha=1.0, beta=0.5, gamma=-5.0)
     samples = [sample(new, cached, truth.score(new, cached)) for new, cached in GRID]
     noise = RingSample(new_tokens=16384, cached_tokens=0, ring_kv_s=1.0, ring_q_s=0.999)

@@ -1,4 +1,4 @@
-"""The comparison of the default policy with fixed ones: what it requires, and a small part of it."""
+"""The comparison of the default policy with fixed ones: its requirements, and a small part of it."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_remaining_prompt_tokens_follow_from_computed_tokens() -> None:
     assert gpu_8b.affordable(known, 64000, seconds(20000) + 1e-3) == 20000
     assert gpu_8b.affordable(known, 64000, 0.0) == 1000
     assert gpu_8b.affordable(known[:1], 2000, 2 * known[0][1]) == 2000
-    assert gpu_8b.affordable([], 64000, 0.0) == 64000, "somebody must be first"
+    assert gpu_8b.affordable([], 64000, 0.0) == 64000, "the first one always runs"
 
 
 def test_a_forced_kernel_reaches_the_workers(tiny: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_check_that_takes_too_long_says_where_it_was_and_later_checks_have_the
             signal.signal(one, handler)
     first, second, third = report_in(tmp_path)["checks"]
     assert [one["status"] for one in (first, second, third)] == ["timed out", "timed out", "passed"]
-    assert first["limit_s"] == 3.0 and second["limit_s"] == 1.5, "what is left beyond the others' seconds, or the most"
+    assert first["limit_s"] == 3.0 and second["limit_s"] == 1.5, "the remaining seconds, or the limit"
     assert "KeyboardInterrupt" in first["tail"][-1], "Python says where it was"
     assert "at work" in " ".join(second["tail"])
 
@@ -277,7 +277,7 @@ def test_number(number):
     [("assert number != 4", "failed", 5), ("pytest.skip('no device')", "failed", 0), ("assert True", "passed", 6)],
 )
 def test_results_of_tests_are_in_the_report(tmp_path: Path, body: str, status: str, passed: int) -> None:
-    """By pytest with the plugins that the check names, and no others."""
+    """By pytest with exactly the plugins that the check names."""
     (tmp_path / "test_some.py").write_text(TESTS.format(body=body))
     kernels = "tests/gpu/test_gpu_kernels.py"
     script = (

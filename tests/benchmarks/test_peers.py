@@ -1,4 +1,4 @@
-"""The comparison with peers: what is required, who takes part in which column, and what is read from answers."""
+"""The comparison with peers: requirements, the peers of each column, and the reading of answers."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ serve(lambda options: Started(
 
 
 def echo(folder: Path, name: str, more: int = 1) -> Entry:
-    """Makes a contestant whose every token takes a second; with another `more` it answers wrongly."""
+    """Return a contestant that takes a second per token. With another `more` it answers wrongly."""
     python = folder / name
     python.write_text(f"#!{sys.executable}\n{ECHO.format(benchmarks=str(BENCHMARKS), more=more)}")
     python.chmod(0o755)
@@ -182,7 +182,7 @@ def test_a_contest_runs_able_peers_and_continues_after_failures(tmp_path: Path) 
 
 
 class Probe:
-    """Answers with a rate of its own; a broken one does not."""
+    """Answers with a rate of its own. A broken one does not answer."""
 
     def __init__(self, *, is_broken: bool) -> None:
         self._is_broken = is_broken

@@ -164,7 +164,7 @@ def test_tables_follow_the_controller() -> None:
 
 
 def test_the_sampling_rank_sends_a_token_to_the_computing_ranks() -> None:
-    """Row numbers only where the token is computed; members that do neither hear nothing of it."""
+    """Row numbers only where the token is computed. Members without either part get nothing."""
     runs = (Run(3, 4),)
     part = replace(
         part_of(7, (2, 0, 1)),
@@ -184,7 +184,7 @@ def test_the_sampling_rank_sends_a_token_to_the_computing_ranks() -> None:
 
 
 def test_the_target_of_a_prompt_token_may_lie_elsewhere() -> None:
-    """Every member reports the tokens that follow its own, on whichever member those are; none after the prompt."""
+    """Every member reports the tokens after its own, on any member, but none after the prompt."""
     part = replace(
         part_of(7, (0, 1)),
         stop=4,

@@ -1,4 +1,4 @@
-"""`longspan batch` on a real engine: answers are what OpenAI's types say and what `generate` says."""
+"""`longspan batch` on a real engine: answers fit OpenAI's types and equal `generate`."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ TINY = ["--skip-tokenizer-init", "--block-size", "16", "--num-gpu-blocks-overrid
 
 @pytest.mark.usefixtures("thread_llm")
 def test_stats_of_a_run_with_phases(tiny: Path, tmp_path: Path) -> None:
-    """Also when a request could not be served; the engine has as many as the host can hold, not a fixed number."""
+    """Also when a request could not be served. The host limits the number of requests."""
     lengths = [8 + 5 * index for index in range(24)]
     write_requests(tmp_path / "in.jsonl", [[5 + length] * length for length in (*lengths, 3000)], 12)
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]

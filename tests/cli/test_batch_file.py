@@ -36,7 +36,7 @@ LINES = [request(name) for name in "abcdef"]
 
 
 class Scripted:
-    """Answers in the order of pairs swapped (b, a, d, c, ...), some requests ahead; stops when told to."""
+    """Answers in the order of swapped pairs (b, a, d, c, ...), some requests ahead. Can be stopped."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.asked: list[str] = []
@@ -63,7 +63,7 @@ class Scripted:
 
 @pytest.fixture
 def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Scripted]]:
-    """Runs the verb on these lines; returns the exit code and who answered."""
+    """Run the verb on these lines. Return the exit code and the names of the answers."""
 
     def run_batch(*lines: str, stop_after: int | None = None) -> tuple[int, Scripted]:
         (tmp_path / "in.jsonl").write_text("\n".join(lines))

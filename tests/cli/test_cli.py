@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code, with the engine replaced by a scripted one."""
+"""The command line: its output and exit codes, with a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longspan eval`: its prompts, scores, comparisons and mistakes; at the end with real engines."""
+"""`longspan eval`: its prompts, scores, comparisons and errors. The last tests use real engines."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_needles_lie_at_their_depth_in_prompts_of_the_length() -> None:
         assert KEY.search("".join(chr(token) for token in one.prompt[start:] if token < 10**6)), "it is in one piece"
         assert one.found_in(f" {one.key}.") and not one.found_in(f" Not {one.key}")
     alone = needles(text, ordinals, 500, depths=(0.25,), num_samples=3, seed=1)
-    assert alone == [one for one in found if one.depth == 0.25], "whatever others there are"
+    assert alone == [one for one in found if one.depth == 0.25], "independent of other needles"
     others = needles(text, ordinals, 500, depths=depths, num_samples=3, seed=2)
     assert not {one.key for one in others} & {one.key for one in found}
 

@@ -1,4 +1,4 @@
-"""Numbers that are NaN, infinite or huge: every such option is refused by name, and all others survive the wire."""
+"""Numbers that are NaN, infinite or huge: each such option is refused by name, and other numbers survive the wire."""
 
 from __future__ import annotations
 

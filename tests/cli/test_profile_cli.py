@@ -1,4 +1,4 @@
-"""`longspan profile`: what it asks of the engine, keeps, goes on with and prints; at the end with a real engine."""
+"""`longspan profile`: its requests, results, resumption and output. The last tests use a real engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, he
 LENGTHS = ("--lengths", "8,100")
 STEP = 40
 BLOCK_SIZE = 8
-NUM_PROMPTS = 6  # 8, 100; behind 8: 1, 2; behind 100: 3, 25
+NUM_PROMPTS = 6  # 8, 100. Behind 8: 1, 2. Behind 100: 3, 25.
 
 
 class Machine(FakeLLM):
@@ -79,7 +79,7 @@ class Machine(FakeLLM):
         if isinstance(params, list):
             return self._decode(prompts, params)
         assert params.max_tokens == 1
-        assert len(prompts) in (1, self.num_instances // self.num_sharing), "one for everybody, or all for one"
+        assert len(prompts) in (1, self.num_instances // self.num_sharing), "one prompt, or one per group"
         return [self._prefill(prompt) for prompt in prompts]
 
     def _prefill(self, prompt: list[int]) -> object:
@@ -98,10 +98,10 @@ class Machine(FakeLLM):
         return SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))
 
     def _decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
-        """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense. 20 ms more for a group
+        """5 ms, and for each request 1 ms and 10 us per token. Arbitrary until all have started. 20 ms more for a group
         whose members have requests of half a block of their own.
 
-        Meanwhile each other instance computes a prompt of a full step, as far as prompts may be so long.
+        Meanwhile each other instance computes a prompt of a full step, if prompts may have that length.
         """
         num_others = self.num_instances // self.num_sharing - 1
         batch = len(prompts) - num_others
@@ -166,7 +166,7 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("profile", "m", "--parallel", "3", "--repeats", "2", "--threads-per-rank", "1", "--json", *LENGTHS) == 0
-    assert [one.arguments["parallel"] for one in Machine.started] == ["3", "2"], "what one does is timed while all do"
+    assert [one.arguments["parallel"] for one in Machine.started] == ["3", "2"], "one instance is timed while all run"
     assert {one.arguments["threads_per_rank"] for one in Machine.started} == {1}
     assert all(one.closed for one in Machine.started)
     profile = stored()
@@ -263,7 +263,7 @@ def test_partitions_are_searched_kept_and_not_searched_again(
 
 
 def test_pieces_that_are_larger_than_a_step_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine fails for those; the best has three quarters of the prompt in the first piece."""
+    """Machine fails for other cuts. The best cut has three quarters of the prompt in its first piece."""
     monkeypatch.setattr(Machine, "chain_step", 100)
     command = ("profile", "m", "--parallel", "2", "--repeats", "1", "--lengths", "96,160,320", "--partitions")
     assert run(*command) == 0
@@ -310,7 +310,7 @@ def test_prompts_are_doubled_up_to_the_longest_by_default(capsys: pytest.Capture
 
 
 def test_times_on_a_gpu_are_kept_by_its_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the names that the system and the driver tell; CUDA tells what the driver does not."""
+    """By the names of the system and the driver. CUDA has the missing ones."""
     cpu, gpu = tmp_path / "proc/cpuinfo", tmp_path / "proc/driver/nvidia/gpus/0/information"
     files = ModelFiles(name="m", config_dir=tmp_path, weights=tmp_path, tokenizer_dir=None, dtype="bfloat16")
     monkeypatch.setattr(store, "Path", lambda text: tmp_path / text.removeprefix("/"))

@@ -76,7 +76,7 @@ class Run:
         )
 
     def ended_by(self, number: signal.Signals) -> tuple[int, str]:
-        """Sends a signal; returns the exit code and stderr once no process is left."""
+        """Send a signal. Return the exit code and stderr once no process is left."""
         family: list[int] = []
         with suppress(psutil.NoSuchProcess):
             family = [one.pid for one in psutil.Process(self.process.pid).children(recursive=True)]
@@ -135,7 +135,7 @@ def test_a_signal_in_an_import_ends_the_command(module: str, number: signal.Sign
     ],
 )
 def test_a_signal_ends_a_verb_at_any_moment(verb: str, number: signal.Signals, delay_s: float, folder: Path) -> None:
-    """A verb that takes less time has ended by itself; a server that has answered all ends with 0."""
+    """A verb that takes less time has ended by itself. A server without open requests ends with 0."""
     run = Run("-m", "longspan", *commands(folder)[verb])
     time.sleep(delay_s)
     code, err = run.ended_by(number)

@@ -1,4 +1,4 @@
-"""Laws of the closed form of offline throughput: Table 3 by hand, and what the simulator says of the same work."""
+"""Laws of the closed form of offline throughput: Table 3 by hand, and the simulator on the same work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def static(spec: str, work: OfflineWork, max_num_batched_tokens: int) -> float:
 
 
 def test_terms_are_those_of_table_3() -> None:
-    """Operations and bytes of Llama 2 70B, over what an A10 reaches of 125 TFLOP/s and 600 GB/s."""
+    """Operations and bytes of Llama 2 70B, over the speeds that an A10 reaches of 125 TFLOP/s and 600 GB/s."""
     weights = 2 * 8192 * (64 + 8) * 128 + 3 * 8192 * 28672
     prompts, s, kv_token = 4, 3000, 2 * 8 * 128 * 2
     prefill = layer_terms(line_of("pp8"), Pass(prompts * s, s / 2, 0, 0))

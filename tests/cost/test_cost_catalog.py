@@ -1,4 +1,4 @@
-"""Data sheets and model sizes: the names that must be there, what they say, and what is refused."""
+"""Data sheets and model sizes: required names, their values, and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TINY = {
 
 
 def test_heads_that_are_tied_by_default_are_counted_once() -> None:
-    """Configs leave out what is the default of their class."""
+    """Configs omit the defaults of their class."""
     gemma, llama = (from_config(TINY | {"model_type": kind}, name=kind) for kind in ("gemma", "llama"))
     assert (gemma.tied, llama.tied) == (True, False)
     assert from_config(TINY | {"model_type": "gemma", "tie_word_embeddings": False}, name="gemma").tied is False

@@ -132,7 +132,7 @@ def test_stages_share_a_prompt_and_pass_it_on() -> None:
 
 
 def test_a_token_passes_through_all_stages_and_a_batch_keeps_them_busy() -> None:
-    """Alone it is no quicker; eight take turns, and each turn reads the weights again."""
+    """Alone it is no quicker. Eight stages alternate, and each batch reads the weights again."""
     one, of_one = (estimate_decode(model_on(pp=pp), 1, LOCAL, 4096).seconds for pp in (1, 2))
     assert one < of_one < 1.1 * one
     eight, of_eight = (estimate_decode(model_on(pp=pp), 1, LOCAL, 4096, 8).seconds for pp in (1, 2))
@@ -443,7 +443,7 @@ def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> N
     prompt = part(20, 0, 8192, (0, 1), RING_KV)
     both = seconds(prompt, *(part(request, 1000, 1001, (0,), LOCAL) for request in range(16)))
     assert max(seconds(prompt)[0], many) < both[0] < seconds(prompt)[0] + many
-    assert seconds(prompt)[1] < both[1] <= both[0], "who decodes nothing waits for who does"
+    assert seconds(prompt)[1] < both[1] <= both[0], "instances without decodes wait for those with decodes"
 
 
 def test_groups_that_share_members_wait_for_each_other() -> None:
@@ -466,7 +466,7 @@ def test_instances_of_a_step_end_after_their_own_work() -> None:
     passed = replace(part(0, 10, 11, (0,), LOCAL), unknown_on=3)
     assert step_cost(4).seconds(Forward(number=0, parts=(passed,)))[3] == 0
     beside = part(1, 0, 1000, (1,), LOCAL)
-    assert step_cost(4).seconds(Forward(number=0, parts=(passed, beside)))[3] == 0, "also beside a prompt"
+    assert step_cost(4).seconds(Forward(number=0, parts=(passed, beside)))[3] == 0, "also together with a prompt"
 
 
 def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
@@ -507,7 +507,7 @@ def test_earlier_queries_change_no_time(steps: list[list[Part]]) -> None:
 def test_instances_take_the_times_of_their_channels(
     drawn: list[tuple[tuple[int, ...], int, int]], kernels: Kernels, tokens: dict[int, int]
 ) -> None:
-    """Also if others are alike in all but one thing."""
+    """Also if other steps differ in one value only."""
     model = model_on(instances=8, kernels=kernels)
     tokens = dict.fromkeys(range(8), 0) | tokens
     channels = [decode_channel(RING_Q if len(group) > 1 else LOCAL, group, *sizes) for group, *sizes in drawn]

@@ -65,7 +65,7 @@ UNIT = Rates(inside=LinkSpeed(1.0), between=LinkSpeed(1.0), pairs_per_s=1.0, qkv
     [((0, 0, 1, 1), 4096, 3), ((0,) * 5, 1001, 4), ((0, 0, 0, 1, 1, 1), 3000, 3), ((0,) * 5, 81, 2)],
 )
 def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, levels) -> None:
-    """The sums are those of `work_of_layer`, which tests compare with what is sent."""
+    """The sums are those of `work_of_layer`, which tests compare with sent bytes."""
     group = replace(GROUP, hosts=hosts, mode=mode)
     setting, works = works_of(group, num_tokens, levels, 0.22)
     starts = [min(num_tokens, member * setting.partition) for member in range(len(hosts) + 1)]

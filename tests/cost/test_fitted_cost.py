@@ -132,7 +132,7 @@ def test_decodes_of_two_groups_send_the_messages_of_both() -> None:
     found = seconds(part(0, 300, 301, 0, 1, exchange=RING_Q), part(1, 300, 301, 0, 2, exchange=RING_Q))
     alone, messages = decode_s(2, 300), DECODE[2][0] - DECODE[1][0]
     both = alone + messages + DECODE[2][1] + DECODE[2][2] * 300
-    assert found == dict.fromkeys((0, 1, 2), pytest.approx(both, rel=1e-3)), "who shares a group with 0 waits for it"
+    assert found == dict.fromkeys((0, 1, 2), pytest.approx(both, rel=1e-3)), "members of a group with 0 wait for it"
 
 
 def test_members_that_compute_tokens_of_others_wait_for_each_other() -> None:

@@ -1,4 +1,4 @@
-"""What transfers of KV cost: bytes by heads over links, the busiest device says how long."""
+"""Costs of KV transfers: bytes by heads over links. The busiest device sets the time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def move(*pairs: tuple[int, int], blocks: int = 100) -> MoveKV:
 def test_each_source_sends_over_its_own_link_at_the_same_time() -> None:
     found = cost()
     one, four = alone_s(found.flows(move((0, 16)))), alone_s(found.flows(move((0, 16), (1, 16), (2, 16), (3, 16))))
-    assert four == pytest.approx(one), "8 devices receive what 4 send"
+    assert four == pytest.approx(one), "8 devices receive the bytes of 4"
     between = found.lines[0].topology.between
     assert one == pytest.approx(between.latency_s + 100 * BLOCK * TOKEN_BYTES / between.bytes_per_s)
     assert not between.shared
@@ -68,7 +68,7 @@ def test_moves_of_different_sources_run_concurrently() -> None:
 
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_all_ranks_of_an_instance_copy_to_and_from_its_host_at_once(way: MoveWay) -> None:
-    """Beside what comes the other way, and to other instances."""
+    """Concurrently with moves in the other direction, and to other instances."""
     found, bus = cost(), catalog.link(catalog.device(HOSTS.hardware).bus)
     pairs = [(BlockRef(16, block), BlockRef(20, block)) for block in range(100)]
     copies = tuple(pairs if way == "out" else [pair[::-1] for pair in pairs])

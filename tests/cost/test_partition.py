@@ -162,7 +162,7 @@ def test_many_members_are_searched_in_a_bearable_time(members: int) -> None:
     asked = Counter[Partition]()
 
     def ttft(partition: Partition) -> float:
-        """Each member computes its tokens and sees all keys before: the slowest counts, and a little of all others."""
+        """Each member computes its tokens and sees earlier keys. The slowest counts, and a little of all members."""
         asked[partition] += 1
         ends = list(itertools.accumulate(partition))
         times = [size + size * end / 10_000 for size, end in zip(partition, ends, strict=True)]
@@ -199,7 +199,7 @@ def test_a_seed_near_the_bottom_saves_evaluations() -> None:
 
 @given(st.integers(2, 4), st.integers(4, 100), st.integers(0, 2**32))
 def test_noise_does_not_break_the_search(members: int, blocks: int, seed: int) -> None:
-    """Whatever the times are, the result is the one that measured best, and the same times give the same result."""
+    """The result has the best measured time, and the same times give the same result."""
 
     def measured() -> tuple[Partition, dict[Partition, float]]:
         noise, times = random.Random(seed), {}
@@ -216,7 +216,7 @@ def test_noise_does_not_break_the_search(members: int, blocks: int, seed: int) -
 
 
 def test_a_noisy_search_asks_the_best_again() -> None:
-    """The first time an uneven cut is measured it is lucky; measured once more it is not."""
+    """The first measurement of an uneven cut is too good. The second is not."""
     asked: Counter[Partition] = Counter()
 
     def ttft(partition: Partition) -> float:

@@ -94,7 +94,7 @@ def test_errors_are_those_of_the_samples() -> None:
 
 @pytest.mark.parametrize("cpu", ["Nehalem", "Haswell", "SkylakeX"])
 def test_a_fit_is_the_same_on_every_cpu(cpu: str) -> None:
-    """OpenBLAS sums in another order for each of them; others' processors ignore the variable."""
+    """OpenBLAS sums in another order for each of them. Other processors ignore the variable."""
     code = f"from longspan.cost.profile import fit_times; [print(fit_times(s).square_s) for s in {_uneven_samples()!r}]"
     environment = os.environ | {"OPENBLAS_CORETYPE": cpu, "OPENBLAS_NUM_THREADS": "1"}
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -241,7 +241,7 @@ def test_hardware_as_it_showed() -> None:
     assert hardware.bytes_per_s == pytest.approx(1e8)
 
 
-# ---------------------------------------------------------------- what to measure
+# ---------------------------------------------------------------- measurements to make
 
 
 @given(st.integers(2, 200_000))

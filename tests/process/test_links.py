@@ -54,7 +54,7 @@ def test_transfers_of_every_kind_are_timed(
 
 @pytest.fixture
 def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder; whoever imports anything from it ends and says nothing."""
+    """Modules in the current folder that exit when they are imported."""
     for name in ("random", "resource", "selectors", "msgspec", "threading"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)

@@ -42,7 +42,7 @@ FIELDS = {
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """A machine that takes 10 ms and 50 us per token, shared evenly; 12 ms between tokens."""
+    """A machine that takes 10 ms and 50 us per token, shared evenly, and 12 ms between tokens."""
     found = Profile(profile_key=structs.replace(SUBJECT, model="/models/smollm2-135m"))
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
@@ -484,7 +484,7 @@ def test_cuts_of_chains_are_searched_by_the_model(
         sizes = ("--workload", str(lengths), "--num-requests", "3", "--max-num-batched-tokens", "8192")
         assert run("simulate", name, *where, "--gpus-per-host", "2", *sizes, *options, "--json") == 0
         ttfts[partition] = json.loads(capsys.readouterr().out)["ttft_p50_s"]
-    assert measured or ttfts[kind] < ttfts["even"], "what was measured of chains was measured of even pieces"
+    assert measured or ttfts[kind] < ttfts["even"], "chains were measured with even pieces"
 
 
 def test_a_run_that_serves_nothing_fails(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -554,7 +554,7 @@ def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixtu
     assert "swap_bytes" not in stays
     assert found["num_host_hits"] >= found["num_prompt_tokens"] > 0 == found["num_disk_hits"]
     token_bytes = 2 * 2 * 3 * 64 * 30  # keys and values in bfloat16, 3 heads of 64, 30 layers
-    assert found["swap_bytes"] >= 2 * found["num_prompt_tokens"] * token_bytes, "all of it leaves, and comes back"
+    assert found["swap_bytes"] >= 2 * found["num_prompt_tokens"] * token_bytes, "all of it is offloaded and loaded"
     assert found["phase_s"].keys() == {"prefill", "decode", "transition"}
     assert sum(found["phase_s"].values()) == pytest.approx(found["makespan_s"])
     assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0

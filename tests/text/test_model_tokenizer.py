@@ -1,4 +1,4 @@
-"""Incremental text equals the text of the whole; stop strings end it exactly."""
+"""Incremental text equals the whole text. Stop strings end it exactly."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PRINTABLE_FIRST = PRINTABLE + [byte for byte in range(256) if byte not in PRINTA
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerBase:
-    """Every byte is a token, some letters too; ids 0 and 1 are special."""
+    """Every byte and some letters are tokens. Ids 0 and 1 are special."""
     words = ["<eos>", "<pad>", *_stand_ins(), "ab", "abc", "Ġab", "Ġthe", "ðŁĺ"]
     model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[])
     core = Tokenizer(model)
@@ -109,7 +109,7 @@ def test_a_space_between_prompt_and_output_is_kept() -> None:
 def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop=tuple(stop))
     out = pieces(detokenizer, spell(text))
-    # One token at a time, the stop string that is complete first ends the text; of two, the one that begins first.
+    # One token at a time, the first complete stop string ends the text. Of two, the one that begins first counts.
     first = min(
         ((text.find(each) + len(each), text.find(each)) for each in stop if each in text),
         default=None,

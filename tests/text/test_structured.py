@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows, against plain string arithmetic; what is refused; where the grammar travels."""
+"""Allowed tokens of a grammar against plain string arithmetic, errors, and messages with grammars."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_after_the_end_there_are_only_ends() -> None:
         for _ in range(3):
             assert tokens_in(ended.allowed()) == set(EOS)
             ended.add([EOS[1]])
-        ended.add(ids("no"))  # sampled while nobody knew of the end
+        ended.add(ids("no"))  # sampled before the end was known
         assert tokens_in(ended.allowed()) == set(EOS) and not ended.error
 
 
@@ -200,7 +200,7 @@ def test_tokens_without_a_logit_are_never_allowed() -> None:
 @given(st.integers(0, 10**6), st.lists(st.none() | st.sets(st.integers(0, 15)), min_size=1, max_size=5), st.data())
 @settings(deadline=None)
 def test_forbidden_logits_equal_dense_numpy(seed: int, sets: list[set[int] | None], data: st.DataObject) -> None:
-    """Beside bias, bans and penalties, and for rows without a grammar, too; bits beyond the vocabulary mean nothing."""
+    """Together with bias, bans and penalties, and rows without a grammar. Bits beyond the vocabulary are ignored."""
     asked, logits = [data.draw(cases) for _ in sets], logits_of(seed, len(sets))
     before, draws = logits.clone(), []
     for one, allowed in zip(asked, sets, strict=True):

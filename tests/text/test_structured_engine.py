@@ -135,7 +135,7 @@ def only(llm: LLM, prompt: str = "The sky is", **wishes: Any) -> CompletionOutpu
 
 
 def test_the_form_counts_before_min_tokens(llm: LLM) -> None:
-    """An output that can go on does, one that cannot ends."""
+    """An output that can continue does, and ends otherwise."""
     short = only(llm, structured_outputs=form(choice=["red"]), min_tokens=9, max_tokens=20)
     assert (short.text, short.finish_reason) == ("red", "stop")
     long = only(llm, structured_outputs=form(regex="(red )+"), min_tokens=9, max_tokens=12)

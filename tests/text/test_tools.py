@@ -89,7 +89,7 @@ def read(
         for delta in deltas:
             assert (delta.id is None) == (delta.index < len(calls)), "a call has its id when it begins, and only then"
             if delta.id is not None:
-                assert len(delta.id) == 9 and delta.id.isalnum(), "Mistral's templates accept no others"
+                assert len(delta.id) == 9 and delta.id.isalnum(), "Mistral's templates require it"
                 calls.append([delta.name, ""])
             calls[delta.index][1] += delta.arguments
     return text, [(name, arguments) for name, arguments in calls], reader.has_called
@@ -245,7 +245,7 @@ def test_calls_are_read_whatever_the_pieces(form: str, calls: list[Any], text: s
 def test_an_output_that_is_cut_anywhere_shows_no_part_of_the_form_of_calls(
     form: str, text: str, end: tuple[Any, str | None], name: str
 ) -> None:
-    """Text comes before the first call; of calls come those whose arguments have begun, as far as these go."""
+    """Text comes before the first call. Calls are sent once their arguments have begun, up to the last token."""
     text = "" if form == "llama3_json" else text
     first, second = {"city": 'Ro"}]<{'}, {"days": [1]}
     calls = [(name, first), ("time", second)][: 1 if form == "llama3_json" else 2]
