@@ -18,6 +18,8 @@ from oracle import Oracle
 from refusals import refused
 from test_kept import kept_by
 from texts import topic_tokens
+from tiny_models import BASE, write_checkpoint
+from transformers import LlamaConfig
 from unseen_slots import with_nan_in_unseen_slots
 
 from longspan import LLM, SamplingParams, native
@@ -199,9 +201,13 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_a_model_is_as_exact_with_it_as_without(smollm2_oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [list(topic_tokens()[start : start + 100]) for start in range(0, 6000, 1000)]
-    expected = [smollm2_oracle.complete(prompt, 2) for prompt in prompts]
+def test_a_model_is_as_exact_with_it_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On layers of the shape of SmolLM2."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "head_dim": 64}
+    folder = write_checkpoint(LlamaConfig(**BASE | sizes | {"num_hidden_layers": 2}), tmp_path)
+    prompts = [[token % 199 for token in topic_tokens()[start : start + 100]] for start in range(0, 6000, 1000)]
+    oracle = Oracle(folder)
+    expected = [oracle.complete(prompt, 2) for prompt in prompts]
     whole = [prompt + one.token_ids[:1] for prompt, one in zip(prompts, expected, strict=True)]
     params = SamplingParams(temperature=0, max_tokens=1, output_logits=True)
 
@@ -209,7 +215,9 @@ def test_a_model_is_as_exact_with_it_as_without(smollm2_oracle: Oracle, monkeypa
         monkeypatch.setattr(native, "_library", None)  # an engine whose workers are threads loads it here
         shares = options.get("instances", 1) > 1
         with ThreadLLM(
+            str(folder),
             dtype="bfloat16",
+            skip_tokenizer_init=True,
             attention_backend=backend,
             block_size=16,
             threads_per_rank=1,
