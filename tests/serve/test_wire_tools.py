@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -39,6 +40,13 @@ def served(template: str | None = "hermes", **settings: Any) -> ServedModel:
     tokenizer = tool_tokenizer(template, with_markers=True)
     used = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
     return ServedModel(input_processor=used, names=("tiny",), **settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freed() -> Iterator[None]:
+    """Free the vocabularies, of 30 MB each."""
+    yield
+    served.cache_clear()
 
 
 def request(**fields: Any) -> ChatCompletionRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from copy import copy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,8 +71,8 @@ def _tokenizer(with_markers: bool) -> PreTrainedTokenizerBase:
 
 @cache
 def tool_tokenizer(template: str | None, *, with_markers: bool = False) -> PreTrainedTokenizerBase:
-    """Returns such a tokenizer."""
-    tokenizer: Any = deepcopy(_tokenizer(with_markers))
+    """Return a tokenizer with another template. All share one vocabulary, which takes 30 MB."""
+    tokenizer: Any = copy(_tokenizer(with_markers))
     if template is not None:
         tokenizer.chat_template = TEMPLATES.get(template, template)
     return tokenizer

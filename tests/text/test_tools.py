@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,14 @@ def processor(template: str | None, *, with_markers: bool = False) -> InputProce
     return InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=4096)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _freed() -> Iterator[None]:
+    """Free the vocabularies, of 30 MB each."""
+    yield
+    for made in (processor, vocabulary):
+        made.cache_clear()
+
+
 def written(form: str, *calls: tuple[str, dict[str, Any]]) -> str:
     """These calls as a model of the family writes them."""
     key = FORMATS[form].key
@@ -65,15 +74,16 @@ def grammar(form: str, with_markers: bool, required: bool = False, parallel: boo
 def follows(text: str, form: str, with_markers: bool, **options: Any) -> bool:
     """Whether the grammar lets a model write this text, token by token, and end there."""
     used = processor(form, with_markers=with_markers)
-    matcher = LLMatcher(vocabulary(used), grammar(form, with_markers, **options), log_level=0, limits=LIMITS)
+    matcher = LLMatcher(vocabulary(with_markers), grammar(form, with_markers, **options), log_level=0, limits=LIMITS)
     token_ids = used.tokenize(text, add_special_tokens=False)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
 @cache
-def vocabulary(used: InputProcessor) -> LLTokenizer:
-    assert used.tokenizer is not None
-    return grammar_vocabulary(used.tokenizer, vocab_size=used.vocab_size)
+def vocabulary(with_markers: bool) -> LLTokenizer:
+    """Return the vocabulary of all templates."""
+    tokenizer = tool_tokenizer(None, with_markers=with_markers)
+    return grammar_vocabulary(tokenizer, vocab_size=len(tokenizer))
 
 
 def read(
@@ -215,7 +225,7 @@ def test_arguments_are_an_object_and_none_are_made_up(parameters: dict[str, Any]
     made = calls_grammar(FORMATS["hermes"], functions, used, required=True, parallel=True)
     cases: list[tuple[Any, bool]] = [({"q": 1}, True), ({"q": "a"}, False), ({}, False), ([1], False)]
     for arguments, fits in (*cases, ({"q": 1, "r": 2}, fits_more)):
-        matcher = LLMatcher(vocabulary(used), made, log_level=0)
+        matcher = LLMatcher(vocabulary(True), made, log_level=0)
         token_ids = used.tokenize(written("hermes", ("f", arguments)), add_special_tokens=False)
         assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) == fits, arguments
 
