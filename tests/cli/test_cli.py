@@ -188,10 +188,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("generate", "--prompt", "x"), ("chat",)])
 def test_verbs_read_variables_and_a_file(
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    type_in: Callable[[str], None],
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_in: Callable[[str], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("engine.yaml").write_text(
@@ -432,11 +429,7 @@ runpy.run_module("longspan", run_name="__main__")
 
 @pytest.mark.parametrize(
     ("number", "module"),
-    [
-        (signal.SIGINT, "longspan.cli.app"),
-        (signal.SIGTERM, "cyclopts"),
-        (signal.SIGHUP, "longspan.cli.serve"),
-    ],
+    [(signal.SIGINT, "longspan.cli.app"), (signal.SIGTERM, "cyclopts"), (signal.SIGHUP, "longspan.cli.serve")],
 )
 def test_a_signal_while_it_starts_ends_it_quietly(number: signal.Signals, module: str) -> None:
     command = [sys.executable, "-c", _EARLY, module, str(int(number))]

@@ -114,10 +114,7 @@ def test_pools_that_no_machine_has_are_refused(flag: str, value: str, capsys: py
 @settings(max_examples=50, deadline=None)
 def test_the_setup_of_an_engine_core_survives_the_wire(options: dict[str, float], timeout_s: float) -> None:
     setup = EngineSetup(
-        engine=EngineArgs("m", **options),
-        max_num_queued_reqs=1,
-        max_num_queued_tokens=1,
-        engine_timeout_s=timeout_s,
+        engine=EngineArgs("m", **options), max_num_queued_reqs=1, max_num_queued_tokens=1, engine_timeout_s=timeout_s
     )
     assert msgspec.json.decode(msgspec.json.encode(setup), type=EngineSetup) == setup
 
@@ -135,10 +132,7 @@ def test_specs_are_texts(name: str) -> None:
 
 
 def test_an_engine_of_python_refuses_a_number_as_its_next_spec(tiny: Path) -> None:
-    with (
-        ThreadLLM(str(tiny), skip_tokenizer_init=True, block_size=16) as llm,
-        refused("parallel"),
-    ):
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, block_size=16) as llm, refused("parallel"):
         llm.reshard(2)  # type: ignore[arg-type]
 
 

@@ -26,13 +26,7 @@ from longspan.policy.facts import Facts
 from longspan.profiling import links, store
 from longspan.profiling.plan import SHARED, kinds_of_links
 from longspan.profiling.run import _timed_decode, measure
-from longspan.profiling.store import (
-    load_partitions,
-    load_profile,
-    profile_file,
-    profile_key_of,
-    save_profile,
-)
+from longspan.profiling.store import load_partitions, load_profile, profile_file, profile_key_of, save_profile
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 LENGTHS = ("--lengths", "8,100")

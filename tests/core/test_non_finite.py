@@ -36,12 +36,7 @@ def tiers(draw: st.DrawFn) -> dict[str, tuple[int, ...]]:
 @settings(RANDOM_RUNS, max_examples=60)
 @given(st.data(), st.lists(jobs(), min_size=1, max_size=10), POISON)
 def test_poison_ends_its_request_alone_and_no_block_keeps_it(
-    policy: str,
-    num_instances: int,
-    options: dict[str, str],
-    data: st.DataObject,
-    work: list[Job],
-    poison: set[int],
+    policy: str, num_instances: int, options: dict[str, str], data: st.DataObject, work: list[Job], poison: set[int]
 ) -> None:
     """Requests share prefixes before and behind poison, are aborted and preempted, see `CheckedExecutor`."""
     setup = data.draw(setups_of(policy, num_instances, options))

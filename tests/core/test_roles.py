@@ -399,12 +399,7 @@ def test_auto_is_tetris_with_roles() -> None:
 
 def test_groups_are_of_instances_that_prefill() -> None:
     with refused("sp"):
-        make_policy(
-            *("fixed-sp",),
-            num_instances=5,
-            options={"sp": "2"},
-            facts=Facts(cluster=Instances.of("3", "2")),
-        )
+        make_policy(*("fixed-sp",), num_instances=5, options={"sp": "2"}, facts=Facts(cluster=Instances.of("3", "2")))
 
 
 def test_the_most_recently_admitted_lose_reserved_blocks() -> None:

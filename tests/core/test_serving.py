@@ -144,8 +144,7 @@ class _InOrder(_Recorder):
 
 
 @pytest.mark.parametrize(
-    ("spec", "host_kv_gib"),
-    [("1", 0.0), ("pp2", 0.02), ("2", 0.02), ("2xtp2", 0.02), ("2xpp2", 0.0005)],
+    ("spec", "host_kv_gib"), [("1", 0.0), ("pp2", 0.02), ("2", 0.02), ("2xtp2", 0.02), ("2xpp2", 0.0005)]
 )
 def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str, host_kv_gib: float) -> None:
     """Completions of copies are taken in the order of steps. The smallest host cannot hold all waiting requests."""

@@ -27,13 +27,7 @@ from longspan.cost.profile import (
     profiled_prompts,
 )
 from longspan.cost.profile_key import ProfileKey
-from longspan.profiling.plan import (
-    SHARED,
-    KvRoom,
-    all_missing,
-    default_lengths,
-    kinds_of_links,
-)
+from longspan.profiling.plan import SHARED, KvRoom, all_missing, default_lengths, kinds_of_links
 
 SUBJECT = ProfileKey(
     model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"

@@ -85,12 +85,7 @@ def test_the_command_line_takes_and_lists_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "parameter"),
-    [
-        ({"least": "1"}, "least"),
-        ({"most": "0"}, "most"),
-        ({"most": "all"}, "most"),
-    ],
+    ("options", "parameter"), [({"least": "1"}, "least"), ({"most": "0"}, "most"), ({"most": "all"}, "most")]
 )
 def test_its_options_are_checked(options: dict[str, str], parameter: str) -> None:
     with refused(parameter):

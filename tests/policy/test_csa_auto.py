@@ -24,10 +24,7 @@ from longspan.policy.facts import Facts, known_facts
 from longspan.policy.registry import make_policy
 
 TUNED = invented_tuned()
-FACTS = Facts(
-    shape=TINY_SHAPE,
-    cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")),
-)
+FACTS = Facts(shape=TINY_SHAPE, cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")))
 HOSTS = (0, 0, 1, 1)
 CHOOSER = CsaChooser(TUNED, FACTS, HOSTS, ())
 

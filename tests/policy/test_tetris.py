@@ -42,7 +42,7 @@ GROUPS: list[dict[str, str]] = [
 def machine(*sizes: int, start_s: float = 0.01) -> Facts:
     """0.5 ms a token on one instance, as simulated ones take, even shares, and a start for each member."""
     profile = Profile(
-        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
+        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m")
     )
     for size, new in itertools.product(sizes, (100, 1000)):
         times = Prefill(

@@ -33,11 +33,7 @@ def started(num_ranks: int, _: Path) -> list[Transfer]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "timed"),
-    [
-        (3, forked),
-        pytest.param(1, started, marks=pytest.mark.full),
-        pytest.param(3, started, marks=pytest.mark.full),
-    ],
+    [(3, forked), pytest.param(1, started, marks=pytest.mark.full), pytest.param(3, started, marks=pytest.mark.full)],
 )
 def test_transfers_of_every_kind_are_timed(
     num_ranks: int, timed: Callable[[int, Path], list[Transfer]], tmp_path: Path

@@ -165,9 +165,7 @@ def test_after_shutdown_there_is_a_clear_error(tiny: Path) -> None:
         llm.generate([[1, 2, 3]], LONG)
 
 
-def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not whenever it is collected: the error refers to it, and it to its sockets."""
 
     def refuse(*_: object) -> NoReturn:

@@ -63,11 +63,7 @@ def run_batch(group: MemoryGroup, model: str, tmp_path: Path, *flags: str) -> su
     source.write_text("".join(json.dumps(request) + "\n" for request in requests))
     command = [sys.executable, "-m", "longspan", "batch", model, "-i", str(source), "-o", str(target), *FIXED, *flags]
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     group.add(process.pid)
     out, err = process.communicate(timeout=800)
@@ -75,9 +71,7 @@ def run_batch(group: MemoryGroup, model: str, tmp_path: Path, *flags: str) -> su
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [(), ("--parallel", "2"), ("--parallel", "tp2"), ("--host-kv-gib", "0.5")],
-    ids=" ".join,
+    "flags", [(), ("--parallel", "2"), ("--parallel", "tp2"), ("--host-kv-gib", "0.5")], ids=" ".join
 )
 def test_prompts_with_more_kv_than_memory_lose_no_worker(
     flags: tuple[str, ...], group: MemoryGroup, model: str, tmp_path: Path

@@ -275,10 +275,7 @@ def test_what_is_asked_for_is_not_measured(tiny: Path, measuring: Callable[..., 
 
 @pytest.mark.usefixtures("signals")
 def test_a_device_that_is_full_is_a_mistake_of_the_user(
-    tiny: Path,
-    measuring: Callable[..., type[LLM]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny: Path, measuring: Callable[..., type[LLM]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not a lost worker."""
     with measuring([FakeMemory(ROOM)])(**options(tiny)):

@@ -162,10 +162,7 @@ def test_block_sizes_have_folders_of_their_own(tiny: Path, oracle: Oracle, tmp_p
 
 def test_a_folder_has_one_server(tiny: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        with (
-            running(tiny, tmp_path),
-            refused("disk_kv_dir"),
-        ):
+        with running(tiny, tmp_path), refused("disk_kv_dir"):
             running(tiny, tmp_path).__enter__()
 
 

@@ -47,10 +47,7 @@ def test_instances_without_common_requests_step_on_their_own() -> None:
 def long_and_short(max_num_batched_tokens: int) -> Iterator[tuple[Cluster, Request, list[Request]]]:
     for late in (False, True):
         setup = Setup(
-            num_instances=2,
-            options={"threshold": "100"},
-            num_blocks=400,
-            max_num_batched_tokens=max_num_batched_tokens,
+            num_instances=2, options={"threshold": "100"}, num_blocks=400, max_num_batched_tokens=max_num_batched_tokens
         )
         cluster = Cluster(setup)
         if late:

@@ -181,13 +181,7 @@ def test_systems_that_allow_nothing_are_left_as_they_are(monkeypatch: pytest.Mon
 @NOT_LINUX
 @pytest.mark.parametrize(
     ("kind", "threads", "num_ranks", "kept"),
-    [
-        ("cpu", 1, 3, [{2}, {5}, {9}]),
-        ("cpu", 1, 2, []),
-        ("cpu", 1, 4, []),
-        ("cpu", 2, 3, []),
-        ("cuda", 1, 3, []),
-    ],
+    [("cpu", 1, 3, [{2}, {5}, {9}]), ("cpu", 1, 2, []), ("cpu", 1, 4, []), ("cpu", 2, 3, []), ("cuda", 1, 3, [])],
     ids=["a core each", "cores to spare", "too few cores", "more threads", "devices"],
 )
 def test_ranks_that_fill_the_machine_keep_to_a_core(

@@ -10,16 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from draws import (
-    CHI_SQUARE_999,
-    VOCAB,
-    Case,
-    case,
-    cases,
-    expected_token,
-    logits_of,
-    probabilities,
-)
+from draws import CHI_SQUARE_999, VOCAB, Case, case, cases, expected_token, logits_of, probabilities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -133,10 +133,7 @@ def test_another_run_begins_where_the_last_has_ended(engines: Engines, odd: Path
 @pytest.mark.parametrize(
     ("given", "parameter"),
     [
-        (
-            {"parallel": "pp2", "prefill_parallel": None, "decode_parallel": None},
-            "prefill_parallel",
-        ),
+        ({"parallel": "pp2", "prefill_parallel": None, "decode_parallel": None}, "prefill_parallel"),
         ({"decode_parallel": "pp2"}, "decode_parallel"),
         ({"host_kv_gib": 0.0}, "host_kv_gib"),
     ],

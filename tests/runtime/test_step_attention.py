@@ -296,13 +296,9 @@ def test_an_inner_category_stops_the_clock_of_the_outer_one(clock: Ticking) -> N
     clock.work(64.0)
     watch.switch("controller")
     clock.idle(128.0)
-    assert watch.seconds() == {
-        "attention": 48.0,
-        "linear": 0.0,
-        "other": 80.0,
-        "messages": 519.0,
-        "controller": 0.5,
-    }, "and no time of calls in flight"
+    assert watch.seconds() == {"attention": 48.0, "linear": 0.0, "other": 80.0, "messages": 519.0, "controller": 0.5}, (
+        "and no time of calls in flight"
+    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -70,10 +70,7 @@ def test_answers_to_random_requests_follow_the_document(
             continue  # there is nothing in such a request that could be wrong
 
         @settings(
-            max_examples=NUM_EXAMPLES,
-            deadline=None,
-            derandomize=not LONG_RUN,
-            suppress_health_check=list(HealthCheck),
+            max_examples=NUM_EXAMPLES, deadline=None, derandomize=not LONG_RUN, suppress_health_check=list(HealthCheck)
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: Case) -> None:

@@ -102,12 +102,7 @@ def test_unsampled_traces_are_not_sent(server: Server, spans: InMemorySpanExport
     ],
 )
 def test_failures_are_errors(
-    server: Server,
-    spans: InMemorySpanExporter,
-    failure: Exception,
-    num_sent: int,
-    stream: bool,
-    status: int,
+    server: Server, spans: InMemorySpanExporter, failure: Exception, num_sent: int, stream: bool, status: int
 ) -> None:
     fake_of(server).failure, fake_of(server).num_sent = failure, num_sent
     assert post(server, BODY | {"stream": stream}).status_code == status

@@ -234,12 +234,7 @@ def test_fields_that_would_change_the_answer_are_refused_unless_neutral(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("stop_regex", "a+"),
-        ("custom_logit_processor", "x"),
-        ("return_hidden_states", True),
-        ("lora_path", "x"),
-    ],
+    [("stop_regex", "a+"), ("custom_logit_processor", "x"), ("return_hidden_states", True), ("lora_path", "x")],
 )
 def test_unsupported_fields_of_other_servers_are_refused(name: str, value: object) -> None:
     with pytest.raises(WireError, match="not supported") as caught:

@@ -20,11 +20,7 @@ COST = LinearCost(base_s=1.0, per_token_s=0.5)
 
 
 def forward(
-    number: int,
-    *instances: int,
-    num_tokens: int = 2,
-    sample: Sample | None = None,
-    banned: tuple[int, ...] = (),
+    number: int, *instances: int, num_tokens: int = 2, sample: Sample | None = None, banned: tuple[int, ...] = ()
 ) -> Forward:
     runs = ((Run(0, num_tokens),),) + ((),) * (len(instances) - 1)
     part = Part(

@@ -276,10 +276,7 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
             "--gpus-per-host(2) * hosts(1) = 2 devices, but instances(3) * tp(1) = 3 given",
         ),
-        (
-            ("--profile", "P", "--parallel", "2", "--hosts", "3"),
-            "2 ranks lie on 1 to 2 hosts, but 3 given",
-        ),
+        (("--profile", "P", "--parallel", "2", "--hosts", "3"), "2 ranks lie on 1 to 2 hosts, but 3 given"),
         (
             ("--hardware", "l4", "--parallel", "6", "--hosts", "5"),
             "--hosts(5) are more than the 3 that 6 devices, 2 each, take",

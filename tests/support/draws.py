@@ -15,9 +15,7 @@ from longspan.runtime.sampling import Draw, TokenCounts, uniforms
 
 VOCAB = 16
 
-CHI_SQUARE_999 = dict(
-    enumerate((10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32, 26.12, 27.88, 29.59, 31.26), start=1),
-)
+CHI_SQUARE_999 = dict(enumerate((10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32, 26.12, 27.88, 29.59, 31.26), start=1))
 """Exceeded once in 1,000 times, by degrees of freedom."""
 
 

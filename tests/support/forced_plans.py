@@ -82,11 +82,7 @@ def forced(
 
 
 def planned(
-    planner: ChunkPlanner,
-    options: SharingOptions | None = None,
-    *,
-    decode: Sequence[int] = (),
-    balance: bool = True,
+    planner: ChunkPlanner, options: SharingOptions | None = None, *, decode: Sequence[int] = (), balance: bool = True
 ) -> Policy:
     """Prompts as a planner wishes, on instances that also decode, or with separate decode instances."""
     instances, options = tuple(range(planner.largest)), options or SharingOptions()

@@ -112,8 +112,7 @@ class Fabric:
             try:
                 self._look_for_circle(call)
                 is_over = self._changed.wait_for(
-                    lambda: call.is_over or self._failure or self._gone & {call.rank, *call.peers},
-                    self.timeout_s,
+                    lambda: call.is_over or self._failure or self._gone & {call.rank, *call.peers}, self.timeout_s
                 )
             finally:
                 del self._waiting[thread]

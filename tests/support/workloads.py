@@ -45,7 +45,7 @@ class Job:
 def machine(num_instances: int) -> Profile:
     """Short prompts are quicker on one instance, longer ones on two, three or four. Each exchange is best for some."""
     profile = Profile(
-        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
+        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m")
     )
     terms = {"local": (0, 2, 0, 0.0), "ring_kv": (60, 2, 1e-2, 0.0), "ring_q": (60, 2.4, 0, 0.0)}
     terms |= {"alltoall": (80, 1.6, 5e-3, 0.0), "gather_kv": (60, 1.8, 2e-2, 1e-2), "chain": (60, 2, 0, 0.0)}

@@ -110,10 +110,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> N
     detokenizer = Detokenizer(BYTE_LEVEL, stop=tuple(stop))
     out = pieces(detokenizer, spell(text))
     # One token at a time, the first complete stop string ends the text. Of two, the one that begins first counts.
-    first = min(
-        ((text.find(each) + len(each), text.find(each)) for each in stop if each in text),
-        default=None,
-    )
+    first = min(((text.find(each) + len(each), text.find(each)) for each in stop if each in text), default=None)
     assert "".join(out) == detokenizer.text == (text if first is None else text[: first[1]])
     assert (detokenizer.stopped_by in stop) == (first is not None)
 

@@ -169,10 +169,7 @@ def test_more_bad_traces(tmp_path: Path, trace: Write) -> None:
         read_trace(cut)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[1]", '{"input_len": {"0": 1, "1": 2}}'],
-)
+@pytest.mark.parametrize("text", ["{", "[1]", '{"input_len": {"0": 1, "1": 2}}'])
 def test_bad_quantiles(text: str, trace: Write) -> None:
     path = trace("lengths.json", text)
     with refused("workload"):
