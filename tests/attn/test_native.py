@@ -332,15 +332,3 @@ def test_some_heads_of_a_pool_are_left_to_pytorch_too(monkeypatch: pytest.Monkey
     wanted, wanted_lse = reference(q, [10**6], k[:, 5:40], v[:, 5:40], range(35), spec)
     torch.testing.assert_close(out.double(), wanted, atol=1e-2, rtol=0)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-2, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parameter"),
-    [
-        ({"attention_backend": "fast"}, "attention_backend"),
-        ({"attention_backend": "native", "dtype": "float32"}, "attention_backend"),
-    ],
-)
-def test_a_wrong_backend_is_refused(arguments: dict[str, str], parameter: str) -> None:
-    with refused(parameter):
-        LLM(**arguments)  # type: ignore[arg-type]

@@ -125,12 +125,6 @@ def test_faults_name_the_number_that_is_wrong(slow: dict[int, float], named: str
         Faults(slow=slow)
 
 
-@pytest.mark.parametrize("name", ["parallel", "prefill_parallel", "decode_parallel"])
-def test_specs_are_texts(name: str) -> None:
-    with refused(name):
-        EngineArgs(**{name: 2}).resolve()  # type: ignore[arg-type]
-
-
 def test_an_engine_of_python_refuses_a_number_as_its_next_spec(tiny: Path) -> None:
     with ThreadLLM(str(tiny), skip_tokenizer_init=True, block_size=16) as llm, refused("parallel"):
         llm.reshard(2)  # type: ignore[arg-type]

@@ -66,14 +66,6 @@ def test_a_cluster_travels_in_messages(cluster: Cluster) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(cluster), type=Cluster) == cluster
 
 
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    spec = ParallelSpec(instances=2, tp=2)
-    with refused("transfer_backends"):
-        Cluster(spec=spec, decode_spec=spec, transfer_backends=0)
-    with refused("transfer_backends"):
-        Cluster(spec=spec, transfer_backends=2)
-
-
 @given(st.integers(1, 12), st.integers(0, 30), st.floats(0, 20))
 def test_layers_are_split_so_that_the_slowest_stage_is_quickest(pp: int, more: int, head: float) -> None:
     """Every other split is tried."""

@@ -86,12 +86,6 @@ def test_a_longer_context_than_the_models_or_the_pools_is_refused() -> None:
         longest(65, 100)
 
 
-@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])
-def test_limits_below_one_are_refused(name: str) -> None:
-    with refused(name):
-        SchedulingArgs(**{name: 0})
-
-
 def test_an_abort_in_flight_frees_blocks_when_the_step_is_done() -> None:
     cluster = Cluster(Setup(max_num_batched_tokens=32))
     request = cluster.add(range(100), max_tokens=5)

@@ -102,34 +102,6 @@ def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("named", "says"),
-    [
-        ({"prefill_parallel": "2"}, "prefill_parallel '2' needs decode_parallel, too"),
-        ({"decode_parallel": "tp2"}, "decode_parallel 'tp2' needs prefill_parallel, too"),
-        ({"prefill_parallel": "2", "decode_parallel": "1", "parallel": "3"}, "exclude each other: give one of them"),
-        ({"prefill_parallel": "2", "decode_parallel": "1", "tp": 2}, "exclude each other: give one of them"),
-    ],
-)
-def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        EngineArgs(**named).resolve()
-
-
-@pytest.mark.parametrize(
-    ("named", "parameter"),
-    [
-        ({"device": "tpu"}, "device"),
-        ({"dtype": "float16"}, "dtype"),
-        ({"load_format": "gguf"}, "load_format"),
-        ({"attention_backend": "fast"}, "attention_backend"),
-    ],
-)
-def test_choices_that_there_are_not(named: dict[str, Any], parameter: str) -> None:
-    with refused(parameter):
-        EngineArgs(**named).resolve()
-
-
-@pytest.mark.parametrize(
     ("given", "parameter"),
     [
         ({"parallel": "500"}, "parallel"),
@@ -154,15 +126,11 @@ def test_more_ranks_or_threads_than_cores_can_serve_are_refused_by_name(
 def test_roles() -> None:
     uniform = EngineArgs(parallel="2xtp2").resolve()
     assert (uniform.cluster.num_ranks, uniform.cluster.has_roles, uniform.cluster.backends) == (4, False, 2)
-    with refused("transfer_backends"):
-        EngineArgs(parallel="2xtp2", transfer_backends=3).resolve()
     split = partial(EngineArgs, prefill_parallel="3", decode_parallel="2xtp2")
     cluster = split().resolve().cluster
     assert (list(cluster.ranks(3)), cluster.at(6)) == ([3, 4], (4, 0, 1))
     assert ([*cluster.prefill], [*cluster.decode], cluster.backends) == ([0, 1, 2], [3, 4], 3)
     assert split(transfer_backends=1).resolve().cluster.backends == 1
-    with refused("transfer_backends"):
-        split(transfer_backends=0).resolve()
 
 
 def test_the_signature_shows_every_argument() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from engines import ThreadLLM
-from refusals import refused
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
@@ -74,18 +71,6 @@ def test_times_of_each_rank_are_told_if_they_are_recorded(record_times: bool, tm
         assert set(times) == ({"attention", "linear", "other", "messages", "controller"} if record_times else set())
         assert all(seconds > 0 for seconds in times.values())
         assert sum(times.values()) < time.perf_counter() - begin_s
-
-
-def test_devices_that_are_not_there_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused("device"):
-        ThreadLLM("no/such/model", device="cuda")
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
-def test_a_step_has_some_time(seconds: float) -> None:
-    with refused("step_timeout_s"):
-        ThreadLLM("no/such/model", step_timeout_s=seconds)
 
 
 def test_memory_for_less_than_a_block_is_refused(tmp_path: Path) -> None:

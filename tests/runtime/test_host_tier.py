@@ -92,12 +92,6 @@ def test_another_turn_finds_what_the_devices_have_forgotten(engines: Engines, ti
     assert output.metrics.num_cached_tokens >= 120
 
 
-@pytest.mark.parametrize(("gib", "parameter"), [(1e-9, "host_kv_gib"), (1e6, "host_kv_gib")])
-def test_arguments_that_do_not_fit_are_refused(tiny: Path, gib: float, parameter: str) -> None:
-    with refused(parameter):
-        ThreadLLM(str(tiny), skip_tokenizer_init=True, host_kv_gib=gib)
-
-
 def test_instances_lie_on_one_host_each(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSPAN_HOSTS", "2")
     with refused("host_kv_gib"):
@@ -106,8 +100,3 @@ def test_instances_lie_on_one_host_each(tiny: Path, monkeypatch: pytest.MonkeyPa
         assert len(llm.engine.config.cluster.host_blocks) == 2
         [output] = llm.generate([[3, 4, 5]], LONG)
     assert len(output.outputs[0].token_ids) == 40
-
-
-def test_without_prefix_caching_a_host_has_nothing_to_keep(tiny: Path) -> None:
-    with refused("host_kv_gib"):
-        ThreadLLM(str(tiny), skip_tokenizer_init=True, host_kv_gib=0.02, enable_prefix_caching=False)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from engines import Engines, ThreadLLM, num_free_blocks
 from oracle import Oracle, assert_exact
-from refusals import refused
 from test_exact import GREEDY, assert_all_exact, prompts_of
 from texts import topic_tokens
 
@@ -158,11 +157,6 @@ def test_stages_are_kept_busy(engines: Engines, odd: Path, monkeypatch: pytest.M
     llm.generate([[3 + number] * 5 for number in range(9)], params, use_tqdm=False)
     assert max(most) == 4, "one for each stage, and one ahead"
     assert sizes.count(3) > len(sizes) / 2, "nine requests alternate on three stages"
-
-
-def test_more_stages_than_layers_are_refused(engines: Engines, odd: Path) -> None:
-    with refused("pp"):
-        engines(odd, parallel="pp6")
 
 
 def test_steps_of_a_lone_prompt(engines: Engines, odd: Path, odd_oracle: Oracle) -> None:
