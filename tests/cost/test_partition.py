@@ -63,20 +63,9 @@ def test_the_paper_s_fractions() -> None:
     assert cut((0.333,) * 3, 9, 1) == (3, 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "parameter"),
-    [
-        ("a,b", "fractions"),
-        ("", "fractions"),
-        ("0.5,0.4", "fractions"),
-        ("1.5,-0.5", "fractions"),
-        ("1,0", "fractions"),
-        ("nan,1", "fractions"),
-        ("inf,1", "fractions"),
-    ],
-)
-def test_bad_fractions_are_named(text: str, parameter: str) -> None:
-    with refused(parameter):
+@pytest.mark.parametrize("text", ["a,b", "", "0.5,0.4", "1.5,-0.5", "1,0", "nan,1", "inf,1"])
+def test_bad_fractions_are_named(text: str) -> None:
+    with refused("fractions"):
         parse_fractions(text)
 
 

@@ -55,12 +55,6 @@ def test_most_of_a_context_lies_on_the_host(
     assert_all_exact(llm, oracle, prompts, GREEDY)
 
 
-def test_without_a_host_it_is_refused(engines: Engines, tiny: Path) -> None:
-    llm = engines(tiny, num_gpu_blocks_override=6, policy="chunked")
-    with pytest.raises(ContextLengthError, match="maximum context length is 96 tokens"):
-        llm.generate(prompts_of(300), GREEDY)
-
-
 def test_other_policies_refuse_it(engines: Engines, tiny: Path) -> None:
     llm = engines(tiny, instances=2, **(HOST | {"policy": "runahead"}))
     with pytest.raises(ContextLengthError, match="maximum context length is 192 tokens"):
