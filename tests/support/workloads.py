@@ -155,7 +155,7 @@ def add(cluster: Cluster, job: Job) -> Request:
         before = cluster.requests[job.after]
         prompt = [*before.prompt, *before.output]
     prompt += [(len(cluster.requests) * 11 + position) % VOCAB for position in range(job.num_own)]
-    prompt = (prompt or [1])[: cluster.engine.config.longest(cluster.policy) - 1]
+    prompt = (prompt or [1])[: cluster.engine.config.longest(cluster.engine._policy) - 1]
     params = SamplingParams(min_tokens=job.min_tokens, max_tokens=job.max_tokens, ignore_eos=job.ignore_eos)
     return cluster.add(prompt, params, cache_salt=job.cache_salt)
 
