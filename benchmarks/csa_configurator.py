@@ -28,15 +28,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
+from longspan.core.cluster import Cluster
+from longspan.core.exchange import ALLTOALL
+from longspan.core.locations import locations_of_ranks
 from longspan.core.sparse import DropMode
-from longspan.cost.csa_models import LossModel
-from longspan.cost.csa_search import Choice, Configuration, Grid, Group, least_loss, least_ttft
-from longspan.cost.csa_tuned import Tuned, loss_samples, split
-from longspan.policy.csa_auto import CsaChooser, Objective
+from longspan.core.splits import ParallelSpec
+from longspan.policy.csps.chooser import CsaChooser
+from longspan.policy.csps.models import LossModel
+from longspan.policy.csps.objective import Objective
+from longspan.policy.csps.search import Choice, Configuration, Grid, Group, least_loss, least_ttft
+from longspan.policy.csps.tuned import Tuned, loss_samples, split
 from longspan.policy.facts import Facts
 
-SHIPPED = Path(__file__).parents[1] / "src" / "longspan" / "cost" / "data" / "csa" / "smollm2-135m.json"
+SHIPPED = Path(__file__).parents[1] / "src" / "longspan" / "policy" / "csps" / "data" / "smollm2-135m.json"
 FINE = Grid(
     drops=tuple(round(0.02 * number, 2) for number in range(25)),
     near_pieces=(1, 2, 4, 8, 12, 16),
@@ -137,7 +141,9 @@ def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float
         return num_tokens, bytes_per_s, Objective(max_loss=rng.choice((0.0, rng.uniform(1, 20))))
     group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates, block_size=1).with_link(bytes_per_s)
     modes = [replace(group, mode=mode) for mode in tuned.modes()]
-    least_s = min(FINE.quickest(one, num_tokens, n, FINE.drops[-1])[0] for one in modes for n in one.levels())
+    least_s = min(
+        FINE.quickest(one, num_tokens, Configuration(n, FINE.drops[-1]))[0] for one in modes for n in one.levels()
+    )
     exact_s = group.ttft_s(num_tokens, Configuration(1))
     return num_tokens, bytes_per_s, Objective(target_s=rng.uniform(least_s, exact_s))
 
@@ -149,7 +155,8 @@ def compared(tuned: Tuned, referee: LossModel, num_tokens: int, bytes_per_s: flo
     cluster = Cluster(
         spec=ParallelSpec.parse(str(len(tuned.hosts))), locations=locations_of_ranks(len(tuned.hosts), "2")
     )
-    chooser = CsaChooser(here, Facts(shape=tuned.shape, cluster=cluster), tuned.hosts, (len(tuned.hosts),))
+    instances, facts = cluster.instances, Facts(shape=tuned.shape, cluster=cluster)
+    chooser = CsaChooser(here, facts, instances, ALLTOALL.kind, sizes=(len(instances),))
     begin = time.perf_counter()
     chosen = chooser.choose(num_tokens, len(tuned.hosts), objective)
     choosing_s = time.perf_counter() - begin
@@ -158,9 +165,9 @@ def compared(tuned: Tuned, referee: LossModel, num_tokens: int, bytes_per_s: flo
     for mode in tuned.modes():
         of_mode, loss = replace(group, mode=mode), tuned.loss_in(tuned.hosts, mode)
         if objective.target_s is None:
-            one = least_ttft(of_mode, num_tokens, loss, objective.most_lost, FINE)
+            one = least_ttft(FINE.choices(of_mode, num_tokens, loss), objective.loss_bound)
         else:
-            one = least_loss(of_mode, num_tokens, loss, objective.target_s, FINE)
+            one = least_loss(FINE.choices(of_mode, num_tokens, loss), objective.target_s)
         if one is not None:
             found.append((one, mode))
     of_chosen = replace(group, mode=chosen.mode)
@@ -170,8 +177,8 @@ def compared(tuned: Tuned, referee: LossModel, num_tokens: int, bytes_per_s: flo
     if objective.target_s is None:
         best, mode = min(found, key=lambda one: one[0].ttft_s)
         time_ratio = ttft_s / best.ttft_s
-        is_met = lost <= objective.most_lost
-        is_met_by_all = referee.predict(num_tokens, mean_drop, chosen.mode) <= objective.most_lost
+        is_met = lost <= objective.loss_bound
+        is_met_by_all = referee.predict(num_tokens, mean_drop, chosen.mode) <= objective.loss_bound
     elif found:
         best, mode = min(found, key=lambda one: (one[0].loss, one[0].ttft_s))
         is_met = ttft_s <= objective.target_s

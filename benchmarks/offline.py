@@ -146,7 +146,7 @@ def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> 
 
 def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> tuple[float | None, int | None]:
     """Serves the same requests on the simulated cluster, as it was then; None without the profiles that it takes."""
-    facts, clusters = llm.facts, config.turns or (config.cluster,)
+    facts, clusters = llm.facts, config.phases or (config.cluster,)
     profiles = {cluster.spec.tp: _profile(llm, cluster.spec.tp) for cluster in clusters}
     if facts.shape is None or not all(profiles.values()):
         return None, None

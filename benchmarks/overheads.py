@@ -35,7 +35,8 @@ from rich.table import Table
 from longspan import LLM, SamplingParams
 from longspan.core.policy import Policy
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import GroupParts, SharingOptions
+from longspan.policy.group_parts import GroupParts
+from longspan.policy.sharing import SharingOptions
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
 

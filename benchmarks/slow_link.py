@@ -34,7 +34,7 @@ from traced_rank import Slice
 from longspan import LLM, SamplingParams, evals
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import LinkSpeed, Rates, member_works
-from longspan.cost.csa_search import Configuration, Group
+from longspan.policy.csps.search import Configuration, Group
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.service import Service

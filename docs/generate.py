@@ -29,7 +29,7 @@ _CLAIMS = Path(__file__).parents[1] / "benchmarks" / "papers" / "claims.json"
 _MODELS = Path(__file__).parents[1] / "tools" / "models.json"
 _VERDICTS = ("holds", "fails", "not modelled")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
-_LIMITS = "Limits of what one request may ask for."
+_LIMITS = "Limits of a request"
 Row = tuple[str, ...]
 
 

@@ -16,18 +16,18 @@ EXCHANGES = (attn.ring_kv, attn.ring_q, attn.alltoall, attn.gather_kv, attn.chai
 
 
 def main() -> None:
-    """Prints the largest difference for every exchange."""
+    """Print the largest difference for every exchange."""
     dist.init_process_group("gloo")
-    generator = torch.Generator().manual_seed(0)  # every process draws all of it, so that it can compare
+    generator = torch.Generator().manual_seed(0)  # every process draws the whole sequence, to compare
     q = torch.randn(HEADS, NUM_TOKENS, HEAD_DIM, generator=generator)
     k, v = torch.randn(2, KV_HEADS, NUM_TOKENS, HEAD_DIM, generator=generator)
-    wanted = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+    expected = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
     with attn.join() as group:
         for exchange in EXCHANGES:
             runs = attn.shard_span("contiguous" if exchange is attn.chain else "zigzag", 0, NUM_TOKENS, group.size)
             mine = attn.positions(runs[group.rank])
             out = exchange(group, q[:, mine], k[:, mine], v[:, mine], [runs])
-            difference = (out - wanted[:, mine]).abs().max()
+            difference = (out - expected[:, mine]).abs().max()
             dist.all_reduce(difference, dist.ReduceOp.MAX)
             if group.rank == 0:
                 print(f"{exchange.__name__:10} largest difference {difference:.1e}")

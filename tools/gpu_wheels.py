@@ -39,7 +39,8 @@ def main() -> int:
     parser.add_argument("--there", type=Path, default=ROOT / "tools" / "gpu_machine.txt", metavar="FILE")
     asked = parser.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = closure([*project["dependencies"], *_OF_TESTS], asked.python, packages_there(asked.there))
+    required = [*project["dependencies"], *project["optional-dependencies"]["gguf"], *_OF_TESTS]
+    names = closure(required, asked.python, packages_there(asked.there))
     wheels = [f"{name}=={distribution(name).version}" for name in sorted(names)]
     glibcs = range(_OLDEST_GLIBC, _NEWEST_GLIBC + 1)
     platforms = [f"--platform=manylinux_2_{minor}_{asked.machine}" for minor in glibcs]

@@ -57,7 +57,7 @@ def _generate(llm: LLM, submissions: Sequence[Submission]) -> list[Timeline]:
                 yield None
             yield index, [request]
 
-    finished = llm.finish_each(groups(), most=len(requests), stepped=stepped)
+    finished = llm.finish_each(groups(), max_groups=len(requests), stepped=stepped)
     metrics = {index: state.output().metrics for index, [state] in finished}
     return [_timeline(metrics[index]) for index in range(len(requests))]
 

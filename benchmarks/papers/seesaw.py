@@ -22,12 +22,12 @@ from pathlib import Path
 
 import seesaw_serving
 from cells import Cell, Setting, report
+from closed_form import OfflineWork, layer_terms, max_batch, stage_s, static_throughput
 from rich.console import Console
 from rich.table import Table
 from seesaw_serving import INPUT_LEN, OUTPUT_LENS, Machine, Point
 from verdicts import Check, Claim, bound, choice, numbers, order, report_claims
 
-from longspan.cost.closed_form import OfflineWork, layer_terms, max_batch, stage_s, static_throughput
 from longspan.cost.estimate import Estimate
 from longspan.cost.memory import USED_MEMORY
 

@@ -29,14 +29,15 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import closed_form
 import msgspec
 import numpy as np
+from closed_form import OfflineWork
 from tqdm import tqdm
 
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
-from longspan.cost import closed_form
-from longspan.cost.closed_form import OfflineWork
+from longspan.core.splits import ParallelSpec
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
@@ -119,7 +120,7 @@ class Machine:
         )
         experiment = make_experiment(self.model, cluster, scheduling)
         if self.faster != 1:
-            for one in experiment.facts.turns or (experiment.cluster,):
+            for one in experiment.facts.phases or (experiment.cluster,):
                 cost = experiment.cost.resharded(one)
                 assert isinstance(cost, RooflineCost)
                 cost.lines = tuple(_with_faster_sums(line, self.faster) for line in cost.lines)

@@ -37,10 +37,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.core.options import SchedulingArgs
+from longspan.extras.timeline import Timeline
 from longspan.sim.experiment import Experiment, near_light_load
 from longspan.sim.run import Result
 from longspan.sim.spec import ClusterSpec
-from longspan.sim.timeline import Timeline
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Workload
 from longspan.workload.requests import make_workload
@@ -246,7 +246,7 @@ def _times(one: Point, other: Point) -> tuple[float, float]:
 
 def _point(experiment: Experiment, requests: Workload) -> Point:
     timeline = Timeline()
-    result = experiment.run(requests, timeline)
+    result = experiment.run(requests, timeline.observers(experiment.cost))
     numbers = result.summary()
     decodes = any(one.output_len > 1 for one in requests.arrivals)
     return Point(

@@ -1,13 +1,13 @@
 """Serves long prompts with open-weight decoder-only language models on several devices.
 
-The names below load on first use, so that ``import longspan`` is quick and needs no torch. ``attn`` is the attention
-library, which needs none of the rest.
+The names below load on first use, so that ``import longspan`` is quick and needs no torch. The attention library
+``attn`` works without the engine.
 """
 
 from longspan.core import extensions as _extensions
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # without importing typing: the command line handles signals before it imports more than this
+if TYPE_CHECKING:  # without importing typing: the command line installs signal handlers before it imports more
     from collections.abc import Mapping
 
     from longspan import attn
@@ -51,7 +51,7 @@ _OWNERS = {
 
 
 def _find(group: str) -> "Mapping[str, _extensions.Extension]":
-    from longspan.plugins import find  # noqa: PLC0415 - reading metadata takes as long as other imports together
+    from longspan.plugins import find  # noqa: PLC0415 - reading metadata is slow
 
     return find(group)
 

@@ -1,4 +1,4 @@
-"""The options of an engine, and their meaning on this machine as far as it does not depend on the model."""
+"""The options of an engine, and the values that follow from them on this machine without the model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from longspan import limits
 from longspan.core.checks import check_text
-from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster
+from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
+from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
-from longspan.policy.registry import check_sparse, turns_of
+from longspan.policy.registry import check_sparse, phases_of
 
 AUTO = "auto"
-"""Stands in place of a parallel spec for the best one, where `longspan.planning` looks for it first."""
+"""The parallel spec for which `longspan.planning` searches the best spec."""
 MAX_THREADS_PER_CORE = 16
-"""Threads of all ranks per CPU core that this process may use. Above one per core they wait for each other; tests and
-demonstrations do with some more. Ranks on other devices need cores, too: each is a process that launches kernels."""
+"""Limit of threads of all ranks per CPU core that this process may use. Above 1, threads wait for each other, which is
+acceptable for tests and demonstrations. Ranks on other devices count, too, since their processes launch kernels."""
 _HOSTS = "LONGSPAN_HOSTS"
 _devices = partial(Option, group="Devices and weights", configures=True)
 _memory = partial(Option, group="Scheduling and memory", configures=True)
@@ -32,12 +34,12 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceArgs(ParallelArgs):
-    """The devices that a model runs on, and its form there."""
+    """The devices that a model runs on, and its precision and kernels there."""
 
     instances: Annotated[int | None, instance_option("Copies of the model; 1 if not given.")] = None
     tp: Annotated[int | None, instance_option("Tensor-parallel ranks per instance.")] = None
     pp: Annotated[int | None, instance_option("Pipeline stages per instance.")] = None
-    threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank; an equal share if not given.")] = None
+    threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank; by default an equal share.")] = None
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
@@ -45,13 +47,13 @@ class DeviceArgs(ParallelArgs):
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "native", "torch"],
-        _devices("native: kernels of our own, for bfloat16 on CPUs with AVX512_BF16."),
+        _devices("native: longspan's own kernels, for bfloat16 on CPUs with AVX512_BF16."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4"] | None, _devices("Weights in fewer bits, for kernels of our own; none if not given.")
+        Literal["int8", "int4"] | None, _devices("Quantize weights, for longspan's own kernels; none if not given.")
     ] = None
     enforce_eager: Annotated[
-        bool, _devices("Compute decode steps layer by layer: without CUDA graphs, or whole steps on CPUs.")
+        bool, _devices("Compute decode steps layer by layer, without CUDA graphs or whole-step calls on CPUs.")
     ] = False
     load_format: Annotated[Literal["auto", "dummy"], _devices("dummy: random weights from the config.")] = "auto"
     skip_tokenizer_init: Annotated[bool, _devices("Token ids in, token ids out.")] = False
@@ -59,7 +61,7 @@ class DeviceArgs(ParallelArgs):
 
     @property
     def required_dtype(self) -> Literal["auto", "float32", "bfloat16"]:
-        """Return bfloat16 instead of auto if the options require kernels of our own, which support no other dtype.
+        """bfloat16 instead of auto if the options require longspan's own kernels, which support no other dtype.
 
         `model.source.prepare` resolves auto to the precision of the checkpoint.
         """
@@ -69,12 +71,12 @@ class DeviceArgs(ParallelArgs):
 
 @dataclass(frozen=True)
 class EngineArgs(SchedulingArgs, DeviceArgs):
-    """The only list of an engine's options: `LLM`, the command line, the server, a file and the environment read it.
+    """Options of an engine, for `LLM`, the command line, the server, configuration files and the environment.
 
     Attributes:
         model: the alias `smollm2-135m`, a local folder, or a hub id.
-        seed: seeds the random numbers of requests that bring no seed, and dummy weights.
-        record_times: measure where workers spend their time, see `LLM.worker_times`; costs a little.
+        seed: seed of requests without a seed, and of dummy weights.
+        record_times: measure the time of workers by kind of work, see `LLM.worker_times`, at a small cost.
     """
 
     model: str = "smollm2-135m"
@@ -85,19 +87,13 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     ] = None
     step_timeout_s: Annotated[
         float,
-        _memory(
-            "Seconds without a step done after which a busy rank is taken for lost.", name="step-timeout", minimum=0.001
-        ),
+        _memory("Seconds after which a busy rank without a finished step is lost.", name="step-timeout", minimum=0.001),
     ] = 300.0
     seed: int = 0
     record_times: bool = False
 
     def resolve(self) -> ResolvedArgs:
-        """Checks the options as far as that needs no model.
-
-        Raises:
-            ValueError: for an option that is out of range, or options that exclude each other.
-        """
+        """Resolve the options without the model. Raise ValueError for invalid options."""
         at_least_one(threads_per_rank=self.threads_per_rank)
         for name, (_, kind) in options_of(DeviceArgs).items():
             value, choices = getattr(self, name), get_args(kind)
@@ -124,53 +120,51 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
 
             check_sparse(self.policy, options)
             options["csa"] = csa_settings(options["csa"], self.model)
-        turns = turns_of(self.policy, cluster)
-        for one in turns or (cluster,):
-            self.check_ranks(one.num_ranks)
-        cluster, *others = (replace(one, locations=locations(one.num_ranks)) for one in turns or (cluster,))
+        clusters = phases_of(self.policy, cluster) or (cluster,)
+        for phase in clusters:
+            self.check_ranks(phase.num_ranks)
+        clusters = tuple(replace(phase, locations=locations(phase.num_ranks)) for phase in clusters)
+        cluster = clusters[0]
         return ResolvedArgs(
             cluster=cluster,
-            turns=(cluster, *others) if others else (),
+            phases=clusters if len(clusters) > 1 else (),
             threads=self.threads_per_rank or max(1, limits.cores() // cluster.num_ranks),
             policy_options=options,
         )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ParameterError for more ranks, or more threads of them, than `MAX_THREADS_PER_CORE` allows."""
-        num_cores = limits.cores()
-        most, cores = MAX_THREADS_PER_CORE * num_cores, f"{num_cores} CPU core{'s' * (num_cores > 1)}"
-        if num_ranks > most:
+        """Raise ParameterError for more ranks, or more threads of them, than `MAX_THREADS_PER_CORE` allows."""
+        num_cores, num_threads = limits.cores(), num_ranks * (self.threads_per_rank or 1)
+        limit, cores = MAX_THREADS_PER_CORE * num_cores, f"{num_cores} CPU core{'s' * (num_cores > 1)}"
+        if num_ranks > limit:
             names = ("parallel", "prefill_parallel", "instances", "tp", "pp")
             name = next((name for name in names if getattr(self, name) is not None), "parallel")
-            problem = f"takes {num_ranks} ranks, a process each, but {cores} are here for at most {most}: use fewer"
+            problem = f"takes {num_ranks} ranks, a process each, but {cores} allow at most {limit}: use fewer"
             raise ParameterError(name, problem, getattr(self, name))
-        if num_ranks * (self.threads_per_rank or 1) > most:
-            problem = (
-                f"{self.threads_per_rank} makes {num_ranks * (self.threads_per_rank or 1)} threads, but {cores} are "
-                f"here for at most {most}: use fewer"
-            )
-            raise ParameterError("threads_per_rank", problem, self.threads_per_rank)
+        if num_threads > limit:
+            problem = f"{self.threads_per_rank} makes {num_threads} threads, but {cores} allow at most {limit}"
+            raise ParameterError("threads_per_rank", f"{problem}: use fewer", self.threads_per_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedArgs:
-    """The meaning of `EngineArgs` on this machine.
+    """Values of `EngineArgs` on this machine.
 
     Attributes:
-        cluster: its KV pools have no sizes yet, since these depend on the model.
-        turns: the clusters that take turns on the same devices, this one first; empty when it stays.
+        cluster: the cluster, without sizes of KV pools, which depend on the model.
+        phases: the clusters of all phases on the same devices, `cluster` first. Empty without phases.
         threads: CPU threads of each rank.
-        policy_options: all options of the policy, also those that are options of their own.
+        policy_options: all options of the policy, including options with fields of their own.
     """
 
     cluster: Cluster
-    turns: tuple[Cluster, ...]
+    phases: tuple[Cluster, ...]
     threads: int
     policy_options: dict[str, str]
 
 
 def locations(num_ranks: int) -> tuple[Location, ...]:
-    """Locates every rank on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`."""
+    """Return the location of every rank: this host, or the hosts that LONGSPAN_HOSTS imitates."""
     try:
         return locations_of_ranks(num_ranks, os.environ.get(_HOSTS) or "1")
     except ValueError as error:
@@ -180,21 +174,21 @@ def locations(num_ranks: int) -> tuple[Location, ...]:
 def unpacked(
     kind: Callable[ParametersT, ValueT],
 ) -> Callable[[Callable[[SelfT, ValueT], None]], Callable[Concatenate[SelfT, ParametersT], None]]:
-    """Decorates a method that takes a `kind`, so that it takes the arguments of its constructor."""
+    """Decorate a method that takes a `kind` to take the arguments of the constructor of `kind`."""
     signature = inspect.signature(kind)
 
     def unpack(method: Callable[[SelfT, ValueT], None]) -> Callable[Concatenate[SelfT, ParametersT], None]:
         @wraps(method)
-        def taking_all(self: SelfT, /, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> None:
+        def call(self: SelfT, /, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> None:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{type(self).__name__}() {error}") from None  # and not of `kind`, which nobody called
+                raise TypeError(f"{type(self).__name__}() {error}") from None  # the user has not called `kind`
             method(self, kind(*args, **kwargs))
 
-        itself = next(iter(inspect.signature(method).parameters.values()))
-        shown = signature.replace(parameters=[itself, *signature.parameters.values()], return_annotation=None)
-        taking_all.__signature__ = shown  # type: ignore[attr-defined]  # read by inspect
-        return taking_all
+        first = next(iter(inspect.signature(method).parameters.values()))
+        expanded = signature.replace(parameters=[first, *signature.parameters.values()], return_annotation=None)
+        call.__signature__ = expanded  # type: ignore[attr-defined]  # for inspect.signature and help()
+        return call
 
     return unpack

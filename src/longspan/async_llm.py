@@ -1,4 +1,4 @@
-"""`AsyncLLM`, the Python API for asyncio: requests of all tasks run together."""
+"""`AsyncLLM`, the Python API for asyncio: requests of all tasks share steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from longspan.text.input_processor import EngineRequest, Prompt
 from longspan.text.output_processor import RequestState
 
 _LONG_PROMPT = 1024
-"""Characters or token ids from which another thread processes a prompt, so that the event loop is free meanwhile.
-Below, the hand-over of about 0.1 ms would take longer than it spares."""
+"""Characters or token ids from which another thread processes a prompt, to keep the event loop free. For shorter
+prompts, the switch to the thread of about 0.1 ms takes longer than the processing."""
 
 
 class AsyncLLM(LocalEngine):
-    """Generates for the tasks of any event loop; names are vLLM's. The arguments are the fields of `EngineArgs`.
+    """Generates for the tasks of any event loop, with vLLM's names. The arguments are the fields of `EngineArgs`.
 
-    Every method but `generate` and `abort` blocks, and so does loading the model: call them by `asyncio.to_thread`.
-
-    Raises:
-        ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
-        WorkerLostError: when a worker does not start.
+    Loading the model and every method other than `generate` and `abort` blocks: call them by `asyncio.to_thread`. For
+    errors see `LLM`.
     """
 
     @unpacked(EngineArgs)
@@ -41,13 +38,13 @@ class AsyncLLM(LocalEngine):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Completes one prompt and yields its cumulative output whenever a token has come.
+        """Complete one prompt and yield its cumulative output after each token.
 
         The request also ends by `abort`, or when the generator is closed or its task cancelled.
 
         Raises:
-            ValueError: when the prompt is empty, too long, or not of a known form, or the id is in use.
-            WorkerLostError: when a worker dies or raises.
+            ValueError: the prompt is empty, too long, or of no known form, or the id is in use.
+            WorkerLostError: a worker dies or raises.
         """
         self._driver.check()
         updates, loop = asyncio.Queue[Update | BaseException](), asyncio.get_running_loop()
@@ -55,12 +52,12 @@ class AsyncLLM(LocalEngine):
         def put(update: Update | BaseException) -> None:
             try:
                 loop.call_soon_threadsafe(updates.put_nowait, update)
-            except RuntimeError:  # the loop was closed, so no task waits
+            except RuntimeError:  # the event loop was closed, so no task waits
                 self._driver.leave(call)
 
         call, is_running = Call(put=put, each_token=True), True
         if self._calls.setdefault(request_id, call) is not call:
-            raise ValueError(f"request_id {request_id!r} is that of a request under way: choose another one")
+            raise ValueError(f"request_id {request_id!r} is the id of an unfinished request: choose another one")
         try:
             engine_request = await self._processed(prompt, sampling_params)
             state = RequestState(engine_request, self.input_processor.tokenizer, request_id=request_id)
@@ -78,9 +75,9 @@ class AsyncLLM(LocalEngine):
                 self._driver.leave(call)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests by their ids: each yields a last output, finished by `abort`. Unknown ids are ignored."""
-        for one in (request_id,) if isinstance(request_id, str) else request_id:
-            if (call := self._calls.get(one)) is not None:
+        """End requests by their ids. Each yields a last output, finished by `abort`. Unknown ids are ignored."""
+        for known_id in (request_id,) if isinstance(request_id, str) else request_id:
+            if (call := self._calls.get(known_id)) is not None:
                 self._driver.abort(call)
 
     async def _processed(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:

@@ -1,4 +1,4 @@
-"""Files of settings of sparse attention: YAML for users, JSON for the policy; and tuned files, which are JSON."""
+"""Settings of sparse attention: YAML files of users and tuned JSON files, converted to JSON for the policy."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import yaml
 
 from longspan.core.sparse import is_tuned
 from longspan.errors import ParameterError
-from longspan.limits import read_bytes
+from longspan.limits import read_text
 
 AUTO = "auto"
-"""Stands for the tuned file of the model that comes with the package."""
+"""The setting that selects the tuned file of the model in this package."""
 _FORMS = "is off, auto, or a file of settings"
 
 
 def csa_settings(name: str, model: str) -> str:
-    """Returns what a file says as JSON; `off`, and JSON itself, as they are. Of a tuned file points are left out.
+    """Return the settings of a file as JSON. `off` and JSON are returned unchanged. A tuned file loses its points.
 
     Raises:
-        ParameterError: when it cannot be read, or is neither YAML with names and values nor a tuned file; for `auto`
-            when none comes with the package.
+        ParameterError: the file cannot be read, or is neither a YAML mapping nor a tuned file, or the package has no
+            tuned file for `auto`.
     """
     if name == "off" or name.lstrip().startswith("{"):
         return name
     content = _tuned_for(model) if name == AUTO else _content(name)
     if is_tuned(content):
-        from longspan.cost.csa_tuned import Tuned  # noqa: PLC0415 - numpy, which the command line needs only here
+        from longspan.policy.csps.tuned import Tuned  # noqa: PLC0415 - numpy, which the command line needs only here
 
         try:
             return Tuned.from_json(content).brief.to_json(indent=0)
@@ -44,26 +44,23 @@ def csa_settings(name: str, model: str) -> str:
     try:
         return json.dumps(settings)
     except (TypeError, ValueError) as error:  # YAML has dates, and values that contain themselves
-        problem = f"{_FORMS}, but {name} has values that are none of settings: {error}"
+        problem = f"{_FORMS}, but {name} has values that settings cannot have: {error}"
         raise ParameterError("csa", problem, name) from None
 
 
 def _content(name: str) -> str:
     try:
-        return read_bytes(Path(name)).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        words = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ParameterError("csa", f"{_FORMS}, but {name} cannot be read: {words}", name) from None
+        return read_text(Path(name))
+    except OSError as error:
+        raise ParameterError("csa", f"{_FORMS}, but {name} cannot be read: {error.strerror}", name) from None
 
 
 def _tuned_for(model: str) -> str:
-    """Reads the tuned file of a model, by the last part of its name."""
+    """Return the tuned file of a model, by the last part of its name."""
     name = Path(model).name.lower().removesuffix("-instruct")
-    file = files("longspan.cost") / "data" / "csa" / f"{name}.json"
+    file = files("longspan.policy.csps") / "data" / f"{name}.json"
     if not file.is_file():
-        problem = (
-            f"auto has no tuned file for {model}: make one with longspan tune csa {model} --max-minutes 30 --out "
-            f"{name}.json, and give that by csa"
-        )
+        command = f"longspan tune csa {model} --max-minutes 30 --out {name}.json"
+        problem = f"auto has no tuned file for {model}: make one with {command}, and give it by csa"
         raise ParameterError("csa", problem, AUTO)
     return file.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """The thread that drives an engine for callers in any thread.
 
 Callers submit commands, which run between two steps, so that requests of all callers share steps. The first command
-starts the thread. While nothing is to be done the thread rests, and does not touch the engine.
+starts the thread. Without work the thread rests and does not use the engine.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from typing import TypeVar
 
 from longspan.errors import WorkerLostError
 from longspan.outputs import RequestOutput
+from longspan.running_requests import RunningRequests
 from longspan.service import Service
-from longspan.text.output_processor import OutputProcessor, RequestState, Snapshot
+from longspan.text.output_processor import RequestState, Snapshot
 
 _STOP_TIMEOUT_S = 10.0
-"""Longest wait for the end of the thread, in seconds. It ends between two steps, after milliseconds."""
+"""Longest wait for the end of the thread, in seconds. The thread ends between two steps, after milliseconds."""
 _log = logging.getLogger("longspan")
 
 ResultT = TypeVar("ResultT")
 
 
 class ShutDownError(RuntimeError):
-    """The engine was shut down, maybe while the call was under way."""
+    """The engine was shut down, possibly during the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The output of a request has grown or ended."""
+    """The new output of a request, or its end."""
 
     state: RequestState
     snapshot: tuple[Snapshot, ...]
@@ -55,8 +56,8 @@ class Call:
     """The requests that one caller waits for.
 
     Attributes:
-        put: takes an update, or the error that ends the call. It runs in the driving thread and must not wait.
-        each_token: whether updates come with each token, or only with the end of a request.
+        put: receives updates, or the error that ends the call. It runs in the driving thread and must not block.
+        each_token: whether each token makes an update, or only the end of a request.
         aborted: whether further requests of this call end as soon as they start.
     """
 
@@ -78,7 +79,7 @@ class _Submitted:
 
 @dataclass(frozen=True)
 class _Command:
-    """A function to run between two steps. `fail` takes the error if the engine is down."""
+    """A function to run between two steps. `fail` receives the error if the engine is down."""
 
     run: Callable[[], object]
     fail: Callable[[BaseException], object] = lambda _: None
@@ -87,55 +88,55 @@ class _Command:
 class Driver:
     """Drives the engine of a service, which it owns: `close` closes both.
 
-    Methods may be called from any thread. Only `abort` and `leave` take no lock, for signal handlers and finalizers.
+    Methods may be called from any thread. `abort` and `leave` use no lock, for signal handlers and finalizers.
     """
 
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine
-        self._outputs: OutputProcessor[_Submitted] = OutputProcessor(service.engine)
+        self._running: RunningRequests[_Submitted] = RunningRequests(service.engine)
         self._commands: deque[_Command] = deque()
         self._changed = threading.Condition()  # guards the next two
         self._thread: threading.Thread | None = None
         self._rests = True
-        self._end: BaseException | None = None  # of the engine, which takes no more calls
+        self._end: BaseException | None = None  # the error that ended the engine
         self._closes_at_end = False
         self._process = os.getpid()
-        self._bell, self._ear = socket.socketpair()  # a byte ends the wait for workers
-        self._bell.setblocking(False)
-        self._ear.setblocking(False)
+        self._wakeup_out, self._wakeup_in = socket.socketpair()  # a byte ends the wait for workers
+        self._wakeup_out.setblocking(False)
+        self._wakeup_in.setblocking(False)
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a forked child, which has neither this object's thread nor its connections."""
+        """Raise RuntimeError in a forked child, which has neither this object's thread nor its connections."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"this engine belongs to process {self._process}, which process {os.getpid()} was forked from: "
+                f"this engine belongs to process {self._process}, from which process {os.getpid()} was forked: "
                 "make an engine after the fork, or start the child by spawn"
             )
 
     def check(self) -> None:
-        """Raises RuntimeError in a forked child, and the error that later calls get when the engine is down."""
+        """Raise RuntimeError in a forked child, or the error of the engine if it is down."""
         self.check_process()
         if self._end is not None:
-            raise _again(self._end, "; this engine is down, make a new one")
+            raise _copied(self._end, "; this engine is down, make a new one")
 
     def start(self, call: Call, states: Sequence[RequestState]) -> None:
-        """Starts requests of a call. What the engine refuses ends the call with the error."""
+        """Start requests of a call. If the engine refuses a request, the call ends with the error."""
         self._submit(_Command(partial(self._start, call, states), call.put))
 
     def abort(self, call: Call | None = None) -> None:
-        """Ends the requests of a call, or of all calls under way; their outputs so far are delivered."""
+        """End the requests of a call, or of all calls, and deliver their outputs so far."""
         if call is not None:
             call.aborted = True
         self._post(_Command(partial(self._abort, call)))
 
     def leave(self, call: Call) -> None:
-        """Aborts the requests of a call whose caller has stopped waiting."""
+        """Abort the requests of a call whose caller has stopped waiting."""
         self._post(_Command(partial(self._abort, call, delivers=False)))
 
     def run(self, function: Callable[[], ResultT]) -> ResultT:
-        """Calls a function between two steps and returns its result.
+        """Call a function between two steps and return its result.
 
-        If no request is under way, steps of ended requests complete first, and changes of clusters before and after.
+        If no request runs, steps of ended requests complete before, and changes of clusters before and after.
         """
         future = Future[ResultT]()
 
@@ -145,7 +146,7 @@ class Driver:
                 result = function()
             except WorkerLostError:
                 raise
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:  # noqa: BLE001 - an error of the caller
                 future.set_exception(error)
             else:
                 self._settle()
@@ -155,28 +156,28 @@ class Driver:
         return future.result()
 
     def settle(self) -> None:
-        """Waits until the engine is at rest, so that this thread may use it; returns at once if calls are under way."""
-        if self._rests or self._end is not None or self.run(lambda: bool(self._outputs.choices)):
+        """Wait until the driving thread rests, so that the caller may use the engine. Return at once if calls run."""
+        if self._rests or self._end is not None or self.run(lambda: bool(self._running.choices)):
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._rests or self._outputs.choices)
+            self._changed.wait_for(lambda: self._rests or self._running.choices)
 
     def close(self) -> None:
-        """Ends the thread, fails all calls under way, and closes the service."""
+        """End the thread, end all calls with an error, and close the service."""
         with self._changed:
             self._end = self._end or ShutDownError("this engine was shut down: make a new one")
             self._wake()
-            is_own = self._thread is threading.current_thread()  # a collector runs finalizers anywhere
+            is_own = self._thread is threading.current_thread()  # the garbage collector runs finalizers in any thread
             if is_own or not self._changed.wait_for(lambda: self._thread is None, _STOP_TIMEOUT_S):
-                self._closes_at_end = True  # a command still uses the engine, whose sockets belong to that thread
+                self._closes_at_end = True  # a command still uses the engine, whose sockets belong to its thread
                 return
         self._refuse()
         self._close()
 
     def _close(self) -> None:
         self._service.close()
-        self._bell.close()
-        self._ear.close()
+        self._wakeup_out.close()
+        self._wakeup_in.close()
 
     # ------------------------------------------------------------ commands
 
@@ -190,38 +191,38 @@ class Driver:
                 threading.Thread(target=self._drive, name="longspan engine", daemon=True).start()
             self._wake()
             self._rests = False
-        if self._end is not None:  # set meanwhile, so the thread may not have seen the command
+        if self._end is not None:  # the thread may have ended before it saw the command
             self._refuse()
 
     def _post(self, command: _Command) -> None:
-        """Leaves a command for the thread. If that rests, no request is under way that it could be for."""
+        """Add a command without a lock. A resting thread has no requests, so the command need not wake it."""
         if os.getpid() == self._process and self._end is None:
             self._commands.append(command)
-            self._ring()
+            self._interrupt()
 
     def _wake(self) -> None:
-        """Lets the thread look for commands, whether it rests or waits for workers."""
+        """Make the thread check for commands, whether it rests or waits for workers."""
         if self._rests:
             self._changed.notify_all()
         else:
-            self._ring()
+            self._interrupt()
 
-    def _ring(self) -> None:
-        with suppress(OSError):  # it rings already, or is closed
-            self._bell.send(b"\0")
+    def _interrupt(self) -> None:
+        with suppress(OSError):  # the socket is full or closed
+            self._wakeup_out.send(b"\0")
 
-    def _silence(self) -> None:
-        with suppress(BlockingIOError):  # it does not ring
-            self._ear.recv(4096)
+    def _clear_wakeup(self) -> None:
+        with suppress(BlockingIOError):  # there is no byte
+            self._wakeup_in.recv(4096)
 
     def _refuse(self) -> None:
         while self._commands:
-            with suppress(IndexError):  # another thread does the same
+            with suppress(IndexError):  # another thread has removed the command
                 self._commands.popleft().fail(self._error())
 
     def _error(self) -> BaseException:
         assert self._end is not None, "the engine is down"
-        return _again(self._end)
+        return _copied(self._end)
 
     # ------------------------------------------------------------ the driving thread
 
@@ -231,7 +232,7 @@ class Driver:
                 return
             self._thread = threading.current_thread()
         try:
-            self._service.executor.wakeup = self._ear.fileno()
+            self._service.executor.wakeup = self._wakeup_in.fileno()
             while self._end is None:
                 self._run_commands()
                 if self._engine.has_unfinished:
@@ -242,7 +243,7 @@ class Driver:
         except BaseException as error:  # noqa: BLE001 - callers would wait for ever
             if not isinstance(error, WorkerLostError):
                 _log.exception("the engine failed")
-            self._end = self._end or error.with_traceback(None)  # which refers to this object
+            self._end = self._end or error.with_traceback(None)  # the traceback refers to this object
         self._fail_all()
         with self._changed:
             self._thread, self._rests = None, True
@@ -252,56 +253,56 @@ class Driver:
             self._close()
 
     def _rest(self) -> None:
-        """Waits for a command or the end."""
-        assert not self._outputs.choices, "a call under way has requests"
+        """Wait for a command or the end."""
+        assert not self._running.choices, "requests are unfinished"
         with self._changed:
             if self._commands:
                 return
             self._service.executor.wakeup, self._rests = None, True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._commands or self._end is not None)
-            self._service.executor.wakeup, self._rests = self._ear.fileno(), False
+            self._service.executor.wakeup, self._rests = self._wakeup_in.fileno(), False
 
     def _run_commands(self) -> None:
         if self._commands:
-            self._silence()
+            self._clear_wakeup()
         while self._commands and self._end is None:
             command = self._commands.popleft()
             try:
                 command.run()
             except BaseException:
-                self._commands.appendleft(command)  # which fails with the others
+                self._commands.appendleft(command)  # `_refuse` ends it with the error
                 raise
 
     def _step(self) -> None:
-        touched = self._outputs.step()
-        if not touched:  # maybe the wait ended since the bell rings
-            self._silence()
+        touched = self._running.step()
+        if not touched:  # the wait may have ended by `_interrupt`
+            self._clear_wakeup()
         for submitted, error in touched.items():
             if error is not None:
-                self._outputs.abort(submitted)
+                self._running.abort(submitted)
                 submitted.deliver(error)
             elif submitted.call.each_token and not submitted.state.finished:
                 submitted.deliver()
-        for submitted in self._outputs.finished():
-            self._outputs.forget(submitted)
+        for submitted in self._running.finished():
+            self._running.forget(submitted)
             submitted.deliver()
 
     def _settle(self) -> None:
-        """Completes steps of ended requests if no others run, so that the next ones find their KV."""
-        while not self._outputs.choices and self._end is None and self._engine.has_unfinished:
+        """Complete steps of ended requests if no request runs, so that the next requests find their KV."""
+        while not self._running.choices and self._end is None and self._engine.has_unfinished:
             self._step()
 
     def _start(self, call: Call, states: Sequence[RequestState]) -> None:
         self._settle()
-        begun = []
+        started = []
         try:
             for state in states:
-                begun.append(_Submitted(state, call))
-                self._outputs.start(begun[-1])
-        except Exception as error:  # noqa: BLE001 - it is the caller's
-            for submitted in begun:
-                self._outputs.abort(submitted)
+                started.append(_Submitted(state, call))
+                self._running.start(started[-1])
+        except Exception as error:  # noqa: BLE001 - an error of the caller
+            for submitted in started:
+                self._running.abort(submitted)
             call.put(error)
         if call.aborted:
             self._abort(call)
@@ -309,24 +310,24 @@ class Driver:
             self._changed.notify_all()
 
     def _abort(self, call: Call | None, *, delivers: bool = True) -> None:
-        for submitted in self._outputs.owners():
+        for submitted in self._running.owners():
             if call is None or submitted.call is call:
                 submitted.call.aborted = True
-                error = self._outputs.abort(submitted)
+                error = self._running.abort(submitted)
                 if delivers:
                     submitted.deliver(error)
 
     def _fail_all(self) -> None:
-        for call in {submitted.call: None for submitted in self._outputs.owners()}:
+        for call in {submitted.call: None for submitted in self._running.owners()}:
             call.put(self._error())
-        self._outputs.choices.clear()
+        self._running.choices.clear()
         self._refuse()
 
 
-def _again(end: BaseException, advice: str = "") -> BaseException:
-    """Makes the error anew for another caller: exceptions are not shared between threads."""
+def _copied(end: BaseException, remedy: str = "") -> BaseException:
+    """Return a copy of an error for another caller, because exceptions are not shared between threads."""
     if isinstance(end, WorkerLostError):
-        return type(end)(end.rank, f"{end.reason}{advice}")
+        return type(end)(end.rank, f"{end.reason}{remedy}")
     if isinstance(end, ShutDownError):
         return ShutDownError(*end.args)
     error = RuntimeError("the engine failed, see the log: make a new one")

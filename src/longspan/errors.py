@@ -1,18 +1,18 @@
-"""Errors that one room raises and another one catches."""
+"""Errors that several packages share."""
 
 from __future__ import annotations
 
 
 class ParameterError(ValueError):
-    """A parameter has a value that it cannot have. The message is the parameter's name and then the problem.
+    """A parameter has an invalid value. The message is the parameter's name and the problem.
 
-    Whoever knows the parameter by another name, such as the command line, puts that name in front of `problem`.
+    The command line and the server replace the name by their own name of the parameter.
 
     Attributes:
         parameter: its name in Python, such as `max_num_seqs`.
         problem: the rest of the sentence, such as `must be at least 1, but 0 given`. No space goes before a colon or a
-            parenthesis that it begins with.
-        value: the value that was given, if one value is the cause.
+            parenthesis at its beginning.
+        value: the given value, if one value is the cause.
     """
 
     def __init__(self, parameter: str, problem: str, value: object = None) -> None:
@@ -23,20 +23,20 @@ class ParameterError(ValueError):
 
 
 def named(name: str, problem: str) -> str:
-    """Writes the message about a parameter for readers who know it as `name`."""
+    """Return the message about a parameter that readers know as `name`."""
     return f"{name}{problem}" if problem[:1] in (":", "(") else f"{name} {problem}"
 
 
 class PluginError(ValueError):
-    """A package that adds policies or exchanges is broken; the message names its entry point and its distribution."""
+    """A package that adds policies or exchanges is broken. The message has its entry point and its distribution."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker process died or raised; the requests in flight cannot finish.
+    """A worker process died or raised, so the requests in flight cannot finish.
 
     Attributes:
-        rank: the rank that was lost.
-        reason: why, as far as it is known: its exception, or how its process ended.
+        rank: the lost rank.
+        reason: its exception, or the end of its process.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -46,4 +46,4 @@ class WorkerLostError(RuntimeError):
 
 
 class OutOfMemoryError(WorkerLostError):
-    """A worker raised because its device has no memory left, or the kernel killed it because its host has none."""
+    """A worker raised because its device is out of memory, or the kernel killed it because its host is."""

@@ -1,7 +1,7 @@
-"""Evaluations of long prompts: whether a pass key is found in them, and how well their tokens are predicted.
+"""Evaluations of long prompts: retrieval of a pass key, and perplexity.
 
-Both measure whatever an engine does to attention, such as sharing a prompt or leaving out keys. Here prompts are made
-of Python's own manual, and outputs are read; whoever has an engine gives it the one and takes the other from it.
+Both measure changes of attention, such as sharing a prompt or dropping keys. This module makes the prompts, of Python's
+own manual, and scores the outputs. The caller runs the engine.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ import pydoc_data.topics
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
+from statistics import fmean
 
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
 from longspan.outputs import RequestOutput
 
 Tokenize = Callable[[str], list[int]]
-"""Gives the token ids of a text, without special tokens."""
+"""Returns the token ids of a text, without special tokens."""
 
 ANSWER_TOKENS = 8
-"""Room for five digits with a token each, and what stands before and behind them."""
+"""Tokens for five digits with a token each, and for a token before and after."""
 NUM_TOP = 20
-"""The most likely tokens whose probabilities are recorded, for each token of a window."""
+"""Number of most likely tokens whose probabilities are recorded, for each token of a window."""
 _QUESTION = "\n\nThe secret pass key is"
 _ROUNDING = 1e-6
-"""The least probability of what no top token covers: sums of float32 are no more exact."""
+"""Minimum probability of all tokens other than the top tokens, by the precision of float32 sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Text:
     """Python's manual in the tokens of a model.
 
     Attributes:
-        begin: special tokens that every prompt begins with.
+        begin: special tokens at the beginning of every prompt.
     """
 
     token_ids: list[int]
@@ -46,7 +47,7 @@ class Text:
         return Text(token_ids=tokenize("\n\n".join(topic for _, topic in topics)), begin=begin)
 
     def window(self, num_tokens: int, index: int, num_windows: int) -> list[int]:
-        """Returns one of so many windows of that length, whose starts are evenly spread over the text."""
+        """Return one of `num_windows` windows, whose starts are evenly spread over the text."""
         num_starts = len(self.token_ids) - num_tokens
         if num_starts < 0:
             problem = f"need {num_tokens} tokens of text, but Python's manual has {len(self.token_ids)}: shorten them"
@@ -56,12 +57,12 @@ class Text:
 
 
 def check_lengths(lengths: Sequence[int], max_model_len: int) -> None:
-    """Raises ParameterError unless all are lengths that prompt and answer together may have."""
+    """Raise ParameterError unless the model supports all lengths, of prompt and answer together."""
     if not lengths:
         raise ParameterError("lengths", "must be one or more, but none given", lengths)
     longest = max(lengths)
     if longest > max_model_len:
-        reason = "the model's context, or less where KV memory is short"
+        reason = "the model's context, or less if KV memory is short"
         problem = f"must be at most {max_model_len} ({reason}), but {longest} given: leave it out"
         raise ParameterError("lengths", problem, longest)
 
@@ -74,8 +75,8 @@ class Needle:
     """A prompt in which a pass key is hidden.
 
     Attributes:
-        length: tokens of the prompt, and of the longest answer to it.
-        depth: the part of the text that stands before the key.
+        length: tokens of the prompt and of the longest answer to it.
+        depth: the fraction of the text before the key.
     """
 
     length: int
@@ -93,9 +94,9 @@ NEEDLE_PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
 def needles(
     text: Text, tokenize: Tokenize, length: int, *, depths: Sequence[float], num_samples: int, seed: int
 ) -> list[Needle]:
-    """Hides keys in windows of the text: at each depth, one in each of `num_samples` windows.
+    """Hide keys in windows of the text: at each depth, one in each of `num_samples` windows.
 
-    A key depends on the seed, its length, its depth and its window only, not on which others there are.
+    A key depends only on the seed, its length, its depth and its window.
     """
     question = tokenize(_QUESTION)
     hidden = []
@@ -114,7 +115,7 @@ def needles(
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleResult:
-    """The keys at a length and a depth: `score` is the share that was found."""
+    """The results at a length and a depth. `score` is the share of found keys."""
 
     length: int
     depth: float
@@ -123,16 +124,14 @@ class NeedleResult:
     score: float
 
 
-def needle_results(found: Sequence[tuple[Needle, bool]]) -> list[NeedleResult]:
-    """Counts for each length and depth what was found, in their order."""
+def needle_results(answers: Sequence[tuple[Needle, bool]]) -> list[NeedleResult]:
+    """Count the found keys for each length and depth, in order."""
     cells: dict[tuple[int, float], list[bool]] = {}
-    for needle, is_found in found:
+    for needle, is_found in answers:
         cells.setdefault((needle.length, needle.depth), []).append(is_found)
     return [
-        NeedleResult(
-            length=length, depth=depth, num_samples=len(cell), num_found=sum(cell), score=sum(cell) / len(cell)
-        )
-        for (length, depth), cell in cells.items()
+        NeedleResult(length=at, depth=depth, num_samples=len(cell), num_found=sum(cell), score=sum(cell) / len(cell))
+        for (at, depth), cell in cells.items()
     ]
 
 
@@ -141,11 +140,11 @@ def needle_results(found: Sequence[tuple[Needle, bool]]) -> list[NeedleResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredWindow:
-    """A window of the text, and how likely a model took its tokens to be.
+    """A window of the text with the model's log-probabilities.
 
     Attributes:
-        length: tokens of the window, and of the answer that is computed with it.
-        logprobs: log-probabilities by token id, of each token but the first: of itself, then of the most likely ones.
+        length: tokens of the window and of the answer that is computed with it.
+        logprobs: log-probabilities by token id at each position after the first: of the token, then of the most likely.
     """
 
     length: int
@@ -159,7 +158,7 @@ class ScoredWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The names of what was measured."""
+    """The model and options that were measured."""
 
     model: str
     parallel: str
@@ -168,22 +167,22 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The windows that one run has scored, for others to be compared with."""
+    """The scored windows of one run, for comparison with other runs."""
 
     subject: Subject
     windows: list[ScoredWindow]
 
 
 def perplexity_params(*, num_top: int) -> SamplingParams:
-    """Returns parameters that report log-probabilities of the prompt, and so many of the most likely tokens with each.
+    """Return parameters that report log-probabilities of each prompt token and of its `num_top` most likely tokens.
 
-    The one token of the answer is not looked at.
+    The single token of the answer is ignored.
     """
     return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=num_top)
 
 
 def perplexity_prompts(text: Text, length: int, *, num_samples: int) -> list[list[int]]:
-    """Cuts windows of the text that have, with special tokens and the one token of the answer, that length."""
+    """Cut windows of the text that have this length with special tokens and the single token of the answer."""
     num_others = len(text.begin) + 1
     if length < num_others + 2:
         raise ParameterError("lengths", f"must be at least {num_others + 2}, but {length} given", length)
@@ -191,25 +190,25 @@ def perplexity_prompts(text: Text, length: int, *, num_samples: int) -> list[lis
 
 
 def scored(length: int, output: RequestOutput) -> ScoredWindow:
-    """Reads what a request with `perplexity_params` has put out."""
-    assert output.prompt_logprobs is not None, "they were asked for"
+    """Convert the output of a request with `perplexity_params`."""
+    assert output.prompt_logprobs is not None, "they were requested"
     _, *reports = output.prompt_logprobs
-    logprobs = [{token: one.logprob for token, one in (report or {}).items()} for report in reports]
+    logprobs = [{token: entry.logprob for token, entry in (report or {}).items()} for report in reports]
     return ScoredWindow(length=length, token_ids=output.prompt_token_ids, logprobs=logprobs)
 
 
 def perplexity(windows: Sequence[ScoredWindow]) -> float:
-    """Returns exp of the mean negative log-likelihood of all tokens that have one."""
-    return math.exp(_mean([one for window in windows for one in window.negative_log_likelihoods()]))
+    """Return exp of the mean negative log-likelihood of all scored tokens."""
+    return math.exp(fmean(chain.from_iterable(window.negative_log_likelihoods() for window in windows)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The distance of a run from an exact one, over the same windows.
+    """The difference between a run and an exact run over the same windows.
 
     Attributes:
-        kl: Kullback-Leibler divergence of its distributions from the exact ones, in nats, as a mean over tokens.
-        perplexity_ratio: its perplexity by the exact one.
+        kl: Kullback-Leibler divergence of its distributions from the exact distributions, in nats, mean over tokens.
+        perplexity_ratio: its perplexity divided by the exact perplexity.
     """
 
     kl: float
@@ -217,38 +216,32 @@ class Comparison:
 
 
 def compare(exact: Sequence[ScoredWindow], other: Sequence[ScoredWindow]) -> Comparison:
-    """Compares a run with an exact one that has scored its windows, and maybe more; see `check_same_windows`.
+    """Compare a run with an exact run that has scored its windows, see `check_same_windows`.
 
-    Tokens that only one of both reports count as one, so `kl` is what it is at least: to tell apart less never makes
-    the divergence larger.
+    Tokens that are not in both reports are merged into one, so `kl` is a lower bound: merging events never increases
+    the divergence.
     """
     by_tokens = {tuple(window.token_ids): window for window in exact}
     pairs = [(by_tokens[tuple(window.token_ids)], window) for window in other]
-    divergences = [
-        _divergence(*both) for one, window in pairs for both in zip(one.logprobs, window.logprobs, strict=True)
-    ]
-    ratio = perplexity([window for _, window in pairs]) / perplexity([one for one, _ in pairs])
-    return Comparison(kl=_mean(divergences), perplexity_ratio=ratio)
+    reports = [both for first, window in pairs for both in zip(first.logprobs, window.logprobs, strict=True)]
+    ratio = perplexity([window for _, window in pairs]) / perplexity([first for first, _ in pairs])
+    return Comparison(kl=fmean(_divergence(*both) for both in reports), perplexity_ratio=ratio)
 
 
 def check_same_windows(exact: Recording, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ParameterError, before a run, when these are not among the windows that it is to be compared with."""
-    known = {tuple(window.token_ids) for window in exact.windows}
-    missing = sum(tuple(prompt) not in known for prompt in prompts)
+    """Raise ParameterError, before a run, if its windows are not among the windows of the exact run."""
+    exact_windows = {tuple(window.token_ids) for window in exact.windows}
+    missing = sum(tuple(prompt) not in exact_windows for prompt in prompts)
     if missing:
         lengths = ",".join(map(str, sorted({window.length for window in exact.windows})))
         problem = (
             f"has {exact.subject.model} with lengths {lengths}, but lacks {missing} of the {len(prompts)} windows "
-            "here: give some of its lengths, as many samples, and a model with its tokenizer"
+            "here: give lengths of its list, as many samples, and a model with its tokenizer"
         )
         raise ParameterError("against", problem, exact.subject.model)
 
 
 def _divergence(exact: dict[int, float], other: dict[int, float]) -> float:
-    both = [(exact[token], other[token]) for token in exact.keys() & other.keys()]
-    rest = [math.log(max(_ROUNDING, 1 - sum(map(math.exp, one)))) for one in zip(*both, strict=True)]
-    return sum(math.exp(p) * (p - q) for p, q in (*both, rest))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    common = [(exact[token], other[token]) for token in exact.keys() & other.keys()]
+    rest = [math.log(max(_ROUNDING, 1 - sum(map(math.exp, logprobs)))) for logprobs in zip(*common, strict=True)]
+    return sum(math.exp(p) * (p - q) for p, q in (*common, rest))

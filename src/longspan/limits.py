@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import IO
 
 MAX_TEXT_BYTES = 64 * 2**20
-"""Bytes of the longest prompt or file of options: some 16 million tokens, more than models have a context for."""
+"""Maximum bytes of a prompt or a file of options: about 16 million tokens, more than the context of any model."""
 _ROOT = Path("/")
 _UNIFIED = "cgroup2"
-"""File system type of version 2, where one hierarchy has all controllers."""
+"""File system type of version 2, whose single hierarchy has all controllers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of memory that this process may use, with all other processes that share its limit.
+    """Bytes of memory that this process may use, together with all processes that share its limit.
 
     Attributes:
-        total: of the machine, or the lowest limit.
-        available: the part that is free, or holds copies of files that the kernel drops on demand.
-        is_limited: whether a control group limits it to less than the machine has.
+        total: the memory of the machine, or the lowest limit.
+        available: the part that is free or holds droppable copies of files.
+        is_limited: whether a control group limits it to less than the machine's memory.
     """
 
     total: int
@@ -36,8 +36,8 @@ class Memory:
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Return the memory that this process may use; `root` holds `proc` and the control groups."""
-    import psutil  # noqa: PLC0415 - verbs without an engine do without
+    """Return the memory that this process may use. `root` holds `proc` and the control groups."""
+    import psutil  # noqa: PLC0415 - not needed by verbs without an engine
 
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
@@ -53,7 +53,7 @@ def memory(root: Path = _ROOT) -> Memory:
 def cores(root: Path = _ROOT) -> int:
     """Return the number of CPU cores that this process may use, by its affinity or a lower quota.
 
-    A quota of 2.5 cores is 2: the kernel stops all threads at once when a third one has used it up.
+    A quota of 2.5 cores counts as 2: with a third thread, the kernel pauses all threads when the quota is used up.
     """
     number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _groups("cpu", root):
@@ -66,25 +66,33 @@ def cores(root: Path = _ROOT) -> int:
 
 
 def num_oom_kills(root: Path = _ROOT) -> int:
-    """Count the processes that the kernel has killed for lack of memory: in our own control group, or on the machine.
+    """Count the processes that the kernel has killed for lack of memory: in this control group, or on the machine.
 
-    A number that has grown between two calls says why a process was ended by SIGKILL meanwhile.
+    An increase between two calls explains a SIGKILL between them.
     """
     for group in _groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
-            if (found := _fields(group / name).get("oom_kill")) is not None:
-                return found
+            if (number := _fields(group / name).get("oom_kill")) is not None:
+                return number
     return _fields(root / "proc/vmstat").get("oom_kill", 0)
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file that the user names; raise OSError if it is longer: some have no end, such as devices and pipes."""
+    """Read a file of the user. Raise OSError if it is longer, as devices and pipes may be."""
     with path.open("rb") as file:
         return read_all(file, max_bytes)
 
 
+def read_text(path: Path) -> str:
+    """Read a text file of the user. Raise OSError if it is too long or not UTF-8."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise OSError(errno.EILSEQ, "it is no text") from None
+
+
 def read_all(file: IO[bytes], max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read the rest of an open file; raise OSError if it is longer."""
+    """Read the rest of an open file. Raise OSError if it is longer."""
     data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"it is longer than {max_bytes >> 20} MiB")
@@ -92,7 +100,7 @@ def read_all(file: IO[bytes], max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def _memory_used(group: Path) -> tuple[int, int]:
-    """Return the bytes that a group uses, and how many of them are copies of files."""
+    """Return the bytes that a group uses, and the part that is copies of files."""
     fields = _fields(group / "memory.stat")
     if (used := _number(group / "memory.current")) is not None:
         return used, sum(fields.get(name, 0) for name in ("inactive_file", "active_file", "slab_reclaimable"))
@@ -104,10 +112,9 @@ def _memory_used(group: Path) -> tuple[int, int]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of the groups of this process that may limit it, its own before those above it.
+    """Yield the folders of the groups that may limit this process, its own group before the groups above.
 
-    A container may not see the folder that the kernel names: the mounted folder is then its own group, or
-    a group above it.
+    A container may not see the folder that the kernel names. The mounted folder is then its own group or a group above.
     """
     paths = _paths(controller, root)
     mounts = [(paths[kind], top, point) for kind, top, point in _mounts(controller, root) if kind in paths]
@@ -121,7 +128,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _below(path: str, top: str) -> Path | None:
-    """Return where a group lies below the top of a mount, or None if it lies elsewhere."""
+    """Return the path of a group below the top of a mount, or None if it is not below."""
     folder = Path(path)
     if ".." in folder.parts or not folder.is_relative_to(top):
         return None
@@ -129,21 +136,21 @@ def _below(path: str, top: str) -> Path | None:
 
 
 def _paths(controller: str, root: Path) -> dict[str, str]:
-    """Return the paths of our groups, by `cgroup` for version 1 and `cgroup2`, from lines `4:cpu,cpuacct:/path`."""
-    found = {}
+    """Return this process's groups, by `cgroup` for version 1 and `cgroup2`, from lines `4:cpu,cpuacct:/path`."""
+    paths = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:
-            found[_UNIFIED] = path
+            paths[_UNIFIED] = path
         elif controller in controllers.split(","):
-            found["cgroup"] = path
-    return found
+            paths["cgroup"] = path
+    return paths
 
 
 def _mounts(controller: str, root: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield the type, the top and the mount point of each hierarchy that has a controller.
+    """Yield the type, the top and the mount point of each hierarchy that may have a controller.
 
-    Version 2 does not say which it has. Its files are missing where version 1 has them.
+    The mount of version 2 does not list its controllers. Files of controllers of version 1 are missing there.
     """
     for line in _lines(root / "proc/self/mountinfo"):
         front, _, back = line.partition(" - ")
@@ -167,7 +174,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None for `max`, or no file."""
+    """Return the number in a file. None for `max` or a missing file."""
     return _as_number(" ".join(_words(path)))
 
 
@@ -180,7 +187,7 @@ def _as_number(text: str) -> int | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; none if it is missing, or not for us."""
+    """Return the lines of a file, or an empty list if it is missing or not readable."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from numbers import Integral
 from queue import Empty, SimpleQueue
 from typing import Self, TypeVar, Unpack, cast
@@ -20,16 +19,16 @@ from longspan.text.output_processor import Choice, RequestState
 
 
 class Progress:
-    """Shows finished prompts and tokens per second on stderr if it is a terminal and there are several prompts."""
+    """Shows finished prompts and tokens per second for several prompts, if stderr is a terminal."""
 
-    def __init__(self, states: Sequence[RequestState], *, wanted: bool) -> None:
+    def __init__(self, states: Sequence[RequestState], *, is_shown: bool) -> None:
         self._states = states
         self._bar = tqdm(
             total=len(states),
             desc="prompts",
             unit="prompt",
             dynamic_ncols=True,
-            disable=None if wanted and len(states) > 1 else True,  # None: unless stderr is no terminal
+            disable=None if is_shown and len(states) > 1 else True,  # None: enabled on a terminal
         )
         self.interval_s = None if self._bar.disable else _REFRESH_S
 
@@ -42,7 +41,7 @@ class Progress:
     def update(self) -> None:
         if self._bar.disable:
             return
-        num_done = sum(one.finished for one in self._states)
+        num_done = sum(state.finished for state in self._states)
         elapsed_s = max(self._bar.format_dict["elapsed"], 1e-9)
         speeds = (count / elapsed_s for count in count_tokens(self._states))
         self._bar.set_postfix_str("input {:.1f} tok/s, output {:.1f} tok/s".format(*speeds), refresh=False)
@@ -50,33 +49,23 @@ class Progress:
 
 
 def count_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
-    """Counts prompt tokens of requests that have put a token out, and output tokens so far."""
+    """Count prompt tokens of requests with output, and output tokens so far."""
     prompts = (len(state.engine_request.token_ids) for state in states if state.num_taken)
     return sum(prompts), sum(state.num_taken for state in states)
 
 
 _REFRESH_S = 0.1
 """Seconds between two updates of a progress bar."""
-TagT = TypeVar("TagT")
-MOST_WAITING_TOKENS = 2**21
-"""Tokens of prompts that wait at once, when they are taken as there is room."""
-
-
 _POLL_S = 0.01
-"""Seconds between two looks at groups that `finish_each` may take. Fewer take groups sooner and wake a thread more."""
-
-
-class _NoMore(Enum):
-    """Stands for the end of an iterator, where None means something else."""
-
-    NO_MORE = "no more"
-
-
-_NO_MORE = _NoMore.NO_MORE
+"""Seconds after which `finish_each` asks again for a group. A lower value starts groups earlier and wakes the thread
+more often."""
+TagT = TypeVar("TagT")
+MAX_WAITING_TOKENS = 2**21
+"""Default limit of the prompt tokens that wait in `finish_each`."""
 
 
 class _WaitingCall:
-    """A call whose thread waits for updates."""
+    """A call whose caller's thread waits for updates."""
 
     def __init__(self, driver: Driver, *, each_token: bool) -> None:
         self.num_running = 0
@@ -90,7 +79,7 @@ class _WaitingCall:
             self._driver.start(self._call, states)
 
     def next(self, timeout_s: float | None = None) -> Update | None:
-        """Returns the next update, or None if none comes in time; raises the error that ends the call."""
+        """Return the next update, or None after the timeout. Raise the error that ends the call."""
         self._driver.check_process()
         try:
             update = self._updates.get(timeout=timeout_s)
@@ -107,13 +96,13 @@ class _WaitingCall:
 
 
 class LLM(LocalEngine):
-    """Generates, for callers in any thread: their calls run together, and streams can be read in turns.
+    """Generates for callers in any thread. Calls share steps, and streams can be read alternately.
 
     Close it with `shutdown`, or use `with`. The arguments are the fields of `EngineArgs`, `model` first.
 
     Raises:
-        ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
-        WorkerLostError: when a worker does not start.
+        ValueError: an argument is wrong, the model is unknown or unsupported, or there is too little memory.
+        WorkerLostError: a worker does not start.
     """
 
     def generate(
@@ -123,13 +112,13 @@ class LLM(LocalEngine):
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes one prompt, or a list of them together, and returns their outputs in order.
+        """Complete one prompt, or several prompts together, and return their outputs in order.
 
         `use_tqdm` shows a progress bar for more than one prompt, if stderr is a terminal.
 
         Raises:
-            ValueError: when a prompt is empty, too long, or not of a known form; nothing is generated then.
-            WorkerLostError: when a worker dies or raises.
+            ValueError: a prompt is empty, too long, or of no known form. Nothing is generated.
+            WorkerLostError: a worker dies or raises.
         """
         return list(self.generate_each(prompts, sampling_params, use_tqdm=use_tqdm))
 
@@ -140,12 +129,12 @@ class LLM(LocalEngine):
         *,
         use_tqdm: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Generates like `generate`, but yields each output as soon as it and all before it have finished."""
+        """Generate like `generate`, but yield each output as soon as it and all previous outputs have finished."""
         self._driver.check()
-        every = _every(prompts)
-        params = _one_each(sampling_params, len(every))
+        listed = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(listed))
         process = self.input_processor.process
-        return self._in_order([process(*one) for one in zip(every, params, strict=True)], use_tqdm=use_tqdm)
+        return self._in_order([process(*pair) for pair in zip(listed, params, strict=True)], use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -155,23 +144,23 @@ class LLM(LocalEngine):
         use_tqdm: bool = True,
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of a list of them, as the model's chat template renders it.
+        """Answer one conversation, or several, as the model's chat template renders them.
 
-        A message is a mapping with `role` and `content`; see `TemplateOptions` for the other arguments.
+        A message is a mapping with `role` and `content`. See `TemplateOptions` for the other arguments.
 
         Raises:
-            ValueError: see `generate`; also for a missing template, or one that refuses the messages.
-            WorkerLostError: when a worker dies or raises.
+            ValueError: as in `generate`, or the template is missing or refuses the messages.
+            WorkerLostError: a worker dies or raises.
         """
         self._driver.check()
         all_messages = conversations(messages)
-        params = _one_each(sampling_params, len(all_messages))
+        params = _params_list(sampling_params, len(all_messages))
         process = self.input_processor.process_chat
         requests = [process(messages, p, template) for messages, p in zip(all_messages, params, strict=True)]
         return list(self._in_order(requests, use_tqdm=use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
+        """Complete one prompt and yield its cumulative output after each token, see `generate`."""
         self._driver.check()
         return self._stream(self.input_processor.process(prompt, sampling_params or SamplingParams()))
 
@@ -181,7 +170,7 @@ class LLM(LocalEngine):
         sampling_params: SamplingParams | None = None,
         **template: Unpack[TemplateOptions],
     ) -> Iterator[RequestOutput]:
-        """Answers one conversation and yields the cumulative output whenever a token has come; see `chat`."""
+        """Answer one conversation and yield the cumulative output after each token, see `chat`."""
         self._driver.check()
         return self._stream(self.input_processor.process_chat(messages, sampling_params or SamplingParams(), template))
 
@@ -189,26 +178,29 @@ class LLM(LocalEngine):
         self,
         groups: Iterable[tuple[TagT, Sequence[EngineRequest]] | None],
         *,
-        most: int,
-        most_waiting_tokens: int = MOST_WAITING_TOKENS,
+        max_groups: int,
+        max_waiting_tokens: int = MAX_WAITING_TOKENS,
         stepped: Callable[[Sequence[Choice]], object] | None = None,
     ) -> Iterator[tuple[TagT, list[RequestState]]]:
-        """Runs groups of engine requests and yields each group as soon as all of it has finished.
+        """Run groups of engine requests and yield each group as soon as all its requests have finished.
 
-        Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
-        that have no token yet hold fewer than `most_waiting_tokens`. A None among them puts the next off for some
-        milliseconds. After `abort` no more are taken.
-        `stepped` gets the choices under way every few milliseconds, for a progress bar.
+        The next group starts while fewer than `max_groups` run and the prompts of requests without a token have fewer
+        than `max_waiting_tokens`. If `groups` yields None, the next group is requested after `_POLL_S`. After `abort`
+        no further group starts. `stepped` is called with the running choices every few milliseconds, for a progress
+        bar.
         """
         self._driver.check()
         source: Iterator[tuple[TagT, Sequence[EngineRequest]] | None] = iter(groups)
         running, ended, is_exhausted = list[tuple[TagT, list[RequestState]]](), set[RequestState](), False
         with self._call() as call:
             while True:
-                while len(running) < most and _waiting_tokens(running) < most_waiting_tokens:
-                    group = next(source, _NO_MORE)
-                    is_exhausted = group is _NO_MORE
-                    if group is None or isinstance(group, _NoMore):
+                while len(running) < max_groups and _waiting_tokens(running) < max_waiting_tokens:
+                    try:
+                        group = next(source)
+                    except StopIteration:
+                        is_exhausted = True
+                        break
+                    if group is None:
                         break
                     tag, engine_requests = group
                     running.append((tag, [self._state(engine_request) for engine_request in engine_requests]))
@@ -227,11 +219,11 @@ class LLM(LocalEngine):
                     if update is not None:
                         ended.add(update.state)
                     choices = [choice for _, states in running for state in states for choice in state.choices]
-                    if stepped is not None and choices:  # requests have none until the engine has them
+                    if stepped is not None and choices:  # requests have no choices before they start
                         stepped(choices)
 
     def abort(self) -> None:
-        """Ends all calls under way after the step in flight; they return what there is, finished by `abort`.
+        """End all calls after the step in flight. They return the outputs so far, finished by `abort`.
 
         May be called by a signal handler or another thread.
         """
@@ -240,7 +232,7 @@ class LLM(LocalEngine):
     def _in_order(self, engine_requests: Sequence[EngineRequest], *, use_tqdm: bool) -> Iterator[RequestOutput]:
         states = [self._state(engine_request) for engine_request in engine_requests]
         ended, num_out = set[RequestState](), 0
-        with Progress(states, wanted=use_tqdm) as progress, self._call() as call:
+        with Progress(states, is_shown=use_tqdm) as progress, self._call() as call:
             call.start(states)
             while num_out < len(states):
                 if (update := call.next(progress.interval_s)) is not None:
@@ -262,7 +254,7 @@ class LLM(LocalEngine):
 
     @contextmanager
     def _call(self, *, each_token: bool = False) -> Iterator[_WaitingCall]:
-        """Opens a call; ends the requests that still run when the caller stops early."""
+        """Open a call. If the caller stops early, its unfinished requests end."""
         call = _WaitingCall(self._driver, each_token=each_token)
         try:
             yield call
@@ -271,18 +263,18 @@ class LLM(LocalEngine):
 
 
 def _waiting_tokens(groups: Sequence[tuple[object, Sequence[RequestState]]]) -> int:
-    return sum(len(one.engine_request.token_ids) for _, states in groups for one in states if not one.num_taken)
+    return sum(len(state.engine_request.token_ids) for _, states in groups for state in states if not state.num_taken)
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, number: int) -> list[SamplingParams]:
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, number: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
     if len(params) != number:
-        raise ValueError(f"{number} prompts, but {len(params)} sampling params: give one for all, or one each")
+        raise ValueError(f"{number} prompts, but {len(params)} sampling params: give one for all or one for each")
     return list(params)
 
 
-def _every(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [cast(Prompt, prompts)]
     first: object = prompts[0] if len(prompts) else None

@@ -1,4 +1,4 @@
-"""A model with its engine in this process: what `LLM` and `AsyncLLM` have in common."""
+"""A model with its engine in this process: the common base of `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,14 @@ ResultT = TypeVar("ResultT")
 
 
 class LocalEngine:
-    """Owns a model's workers and its engine; methods may be called from any thread of this process.
+    """Owns a model's workers and its engine. Methods may be called from any thread of this process.
 
-    Closed by `shutdown`, by `with`, when it is collected, and when the interpreter exits.
-
-    Args:
-        given: what `EngineArgs` has, `model` first and the others by name.
-
-    Raises:
-        ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
-        WorkerLostError: when a worker does not start.
+    Closed by `shutdown`, by `with`, when it is collected, and when the interpreter exits. The arguments are the fields
+    of `EngineArgs`, `model` first and the rest by name. For errors see `LLM`.
     """
 
     make_service: ClassVar[Callable[[EngineArgs], Service]] = Service
-    """A subclass may start the workers in another way."""
+    """A subclass may replace it to start the workers in another way."""
 
     @unpacked(EngineArgs)
     def __init__(self, given: EngineArgs) -> None:
@@ -57,7 +51,7 @@ class LocalEngine:
 
     @property
     def facts(self) -> Facts:
-        """The facts of the model, the hardware and the cluster, which policies go by."""
+        """The facts of the model, the hardware and the cluster that policies use."""
         return self.service.facts
 
     @property
@@ -67,59 +61,53 @@ class LocalEngine:
 
     @property
     def max_model_len(self) -> int:
-        """The longest request to come, see `Service.max_model_len`."""
+        """The longest new request in tokens, see `Service.max_model_len`."""
         return self.service.max_model_len
 
     @property
     def engine(self) -> Engine:
-        """The engine, at rest unless calls are under way: until the next call, this thread may use it."""
+        """The engine. Unless calls run, the calling thread may use it until the next call."""
         self._driver.check_process()
         self._driver.settle()
         return self.service.engine
 
     def with_engine(self, function: Callable[[Engine], ResultT]) -> ResultT:
-        """Calls a function with the engine between two steps, while calls are under way, and returns its result."""
+        """Call a function with the engine between two steps, even while calls run, and return its result."""
         return self._driver.run(partial(function, self.service.engine))
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
-        """Raises the ValueError that `generate` would raise for this prompt and policy, and generates nothing."""
+        """Raise the ValueError that `generate` would raise for this prompt, without generating."""
         engine_request = self.input_processor.process(prompt, sampling_params or SamplingParams())
         self.service.engine.check(len(engine_request.token_ids))
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """Formats a chat by the model's template, see `InputProcessor.render_chat`."""
+        """Format a chat by the model's template, see `InputProcessor.render_chat`."""
         return self.input_processor.render_chat(messages, **template)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of a text, see `InputProcessor.tokenize`."""
+        """Return the token ids of a text, see `InputProcessor.tokenize`."""
         return self.input_processor.tokenize(text, add_special_tokens=add_special_tokens)
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
-        """Changes the policy between calls, see `Service.set_policy`; cached KV stays."""
+        """Change the policy between calls, see `Service.set_policy`. Cached KV stays."""
         self._driver.run(partial(self.service.set_policy, policy, options))
 
     def reshard(self, parallel: str) -> None:
-        """Let the workers take another parallel spec, with as many ranks, fewer or more, while calls go on.
+        """Change the parallel spec of the workers, with the same number of ranks, fewer or more, while calls run.
 
-        The spec of a fleet with roles or phases is `A prefill + B decode`.
-
-        Returns when that is done, or at once if calls are under way, whose steps make the change.
-        They keep their processes and the mapped weights. Further workers start for a spec that takes more, and ranks
-        that it does not take stay idle. KV on devices is computed anew, unless there is a pool on the host
+        The spec of a fleet with roles or phases is `A prefill + B decode`. This returns when the change is done, or at
+        once if calls run, whose steps make the change. Workers keep their processes and the mapped weights. Missing
+        workers start, and unused workers stay idle. KV on devices is recomputed, unless there is a pool on the host
         (`host_kv_gib`).
 
         Raises:
-            ValueError: for a spec that model, policy or hosts cannot do with.
-            RuntimeError: while another change is under way.
+            ValueError: the model, the policy or the hosts do not support the spec.
+            RuntimeError: another change is under way.
         """
         self._driver.run(partial(self.service.reshard, parallel))
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests, also on hosts and disks, so that no prompt starts from any of it.
-
-        Raises:
-            RuntimeError: when requests are unfinished.
-        """
+        """Remove the KV of finished requests, also from hosts and disks. Raise RuntimeError if requests run."""
         self._driver.run(self.service.reset_prefix_cache)
 
     @property
@@ -129,17 +117,17 @@ class LocalEngine:
 
     @property
     def bytes_between_hosts(self) -> dict[str, int]:
-        """The part of `bytes_exchanged` that went from one host to another."""
+        """The part of `bytes_exchanged` that was sent between hosts."""
         return self._bytes_over(("other_host",))
 
     def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sums: dict[str, int] = {}
         for (exchange, link), num_bytes in dict(self.service.engine.counts.bytes_sent).items():
-            found[exchange] = found.get(exchange, 0) + (num_bytes if link in links else 0)
-        return {**found, "total": sum(found.values())}
+            sums[exchange] = sums.get(exchange, 0) + (num_bytes if link in links else 0)
+        return {**sums, "total": sum(sums.values())}
 
     def sparse_savings(self, output: RequestOutput) -> Savings | None:
-        """Returns what sparse attention saved a request; None when it was computed exactly."""
+        """Return the savings by sparse attention for a request. None if it was computed exactly."""
         if not output.metrics.sparse_parts:
             return None
         from longspan.core.sparse_plan import savings  # noqa: PLC0415 - exact attention does not need it
@@ -150,13 +138,13 @@ class LocalEngine:
         return savings(output.metrics.sparse_parts, layers, stages, DTYPES[self.service.files.dtype].itemsize)
 
     def worker_times(self) -> list[dict[str, float]]:
-        """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
+        """Return seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
 
-        They count from the start to the latest step; empty without `record_times`. What computes on a CPU counts the
-        seconds that it had a core, and waiting counts seconds of the clock.
+        They sum from the start to the latest step, and are empty without `record_times`. Computing on a CPU is measured
+        in CPU time, waiting in wall-clock time.
         """
         return [dict(times) for times in self.service.executor.worker_times]
 
     def shutdown(self) -> None:
-        """Stops the workers, and ends calls under way with an error; can be called again."""
+        """Stop the workers, and end running calls with an error. Can be called again."""
         self._finalizer()

@@ -1,4 +1,4 @@
-"""The values that `LLM` returns. Their names and shapes are vLLM's."""
+"""The values that `LLM` returns, with vLLM's names and shapes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Logprob:
 
     Attributes:
         logprob: natural logarithm of its probability.
-        rank: 1 for the most likely token of all.
-        decoded_token: its text; None without a tokenizer.
+        rank: 1 for the most likely token.
+        decoded_token: its text. None without a tokenizer.
     """
 
     logprob: float
@@ -34,15 +34,15 @@ class CompletionOutput:
     """One output of a request.
 
     Attributes:
-        text: without the stop string or stop token that ended it; `token_ids` has the latter.
-        cumulative_logprob: the sum over its tokens, if logprobs were asked for.
-        logprobs: per output token, if asked for.
+        text: the text without the stop string or stop token that ended it. `token_ids` has the stop token.
+        cumulative_logprob: sum of the log-probabilities of its tokens, if logprobs are requested.
+        logprobs: log-probabilities per output token, if requested.
         finish_reason: `stop` (end-of-sequence or stop token, or stop string), `length`, `abort`,
-            `error` (`stop_reason` explains it); None while it runs.
-        stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None for an end-of-sequence token.
+            `error` (`stop_reason` explains it). None while it runs.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it. None for end-of-sequence tokens.
         error: with `error`, its kind: `structured_outputs` (no token fits the grammar), `non_finite` (the model
-            computed NaN or infinity), or `capacity` (a worker was lost, and the devices that remain are too small).
-        logits: float32 `[vocab]` per output token, if asked for with `output_logits`.
+            computed NaN or infinity), or `capacity` (a worker was lost, and the remaining devices are too small).
+        logits: float32 `[vocab]` per output token, if requested with `output_logits`.
     """
 
     index: int
@@ -58,14 +58,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """The state of a request; cumulative when streamed.
+    """The state of a request. It is cumulative in a stream.
 
     Attributes:
-        request_id: a number that the engine chose, or the id that `AsyncLLM.generate` was given.
-        prompt: None when token ids were given.
-        prompt_logprobs: per prompt token, None for the first, if asked for.
-        outputs: `SamplingParams.n` of them.
-        metrics: of the first output, which computed the prompt.
+        request_id: a number of the engine, or the id that was given to `AsyncLLM.generate`.
+        prompt: None if token ids were given.
+        prompt_logprobs: log-probabilities per prompt token, None for the first, if requested.
+        outputs: `SamplingParams.n` outputs.
+        metrics: metrics of the first output, which computed the prompt.
     """
 
     request_id: int | str
@@ -78,5 +78,5 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was there already."""
+        """Number of prompt tokens whose KV was cached."""
         return self.metrics.num_cached_tokens

@@ -1,7 +1,7 @@
 """The choice of a parallel spec, or of a pair for Seesaw, for offline work: each candidate serves it in the simulator.
 
-Which candidates there are, and which is taken, follows from plain data. A candidate is simulated as an engine with
-these options would be: its pools, its policy, and the profile of this machine.
+The decisions are functions of plain data. A candidate is simulated like an engine with its options, with the same
+pools, policy and profile of this machine.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import torch
 
 from longspan import limits
 from longspan.args import AUTO, EngineArgs
-from longspan.core.cluster import ParallelSpec
+from longspan.core.splits import ParallelSpec
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
 from longspan.profiling.store import load_profile
 from longspan.resolve import EngineModel, ResolvedEngine
 from longspan.sim.executor import StepTiming
-from longspan.sim.run import Observers, Result, simulate
+from longspan.sim.run import Observers, simulate
 from longspan.text.input_processor import EngineRequest
 from longspan.workload.arrivals import Arrival
 
 DEFAULT_OUTPUT_TOKENS = 256
-"""The output length of requests that name none."""
+"""Assumed output length of requests without `max_tokens`."""
 _POLICIES = ("auto", "chunked", "seesaw")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A parallel spec for a whole run; or that of its prefills, and by turns with it that of its decodes."""
+    """A parallel spec for a whole run, or alternating specs for its prefill and decode phases."""
 
     spec: ParallelSpec
     decode: ParallelSpec | None = None
 
     def options(self, given: EngineArgs) -> EngineArgs:
-        """Returns options of an engine that runs so."""
+        """Return the options of an engine with this spec."""
         if self.decode is None:
             return replace(given, policy="chunked", parallel=str(self.spec))
         prefill, decode = str(self.spec), str(self.decode)
@@ -52,10 +52,10 @@ class Outcome:
     """The simulated run of a candidate.
 
     Attributes:
-        requests_per_s: 0 when no request was served.
-        num_refused: requests that have no room.
-        prefill_share: the part of the time of all steps that those with tokens of prompts take.
-        problem: why there was no run, if there was none.
+        requests_per_s: 0 if no request was served.
+        num_refused: number of requests that do not fit.
+        prefill_share: time of steps with prompt tokens divided by the time of all steps.
+        problem: the error if the candidate cannot run.
     """
 
     candidate: Candidate
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:
-    """Returns all specs that take so many ranks, with at least one layer in each stage; most instances first."""
+    """Return all specs with `num_ranks` ranks and at least one layer per stage, in order of decreasing instances."""
     degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
     return [
         ParallelSpec(instances=num_ranks // (tp * pp), tp=tp, pp=pp)
@@ -82,7 +82,7 @@ def specs_of(num_ranks: int, num_layers: int) -> list[ParallelSpec]:
 
 
 def candidates(specs: Sequence[ParallelSpec], *, policy: str, with_pairs: bool) -> list[Candidate]:
-    """Returns what a policy can run of some specs: `chunked` each, `seesaw` pairs with as many instances, auto both."""
+    """Return a policy's candidates: specs for `chunked`, pairs of equal instances for `seesaw`, both for auto."""
     single = [Candidate(spec=spec) for spec in specs] if policy != "seesaw" else []
     pairs = [
         Candidate(spec=prefill, decode=decode)
@@ -93,39 +93,39 @@ def candidates(specs: Sequence[ParallelSpec], *, policy: str, with_pairs: bool) 
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns the quickest of those that refuse the fewest requests; the first of equals.
+    """Return the first outcome with the fewest refused requests and then the highest rate.
 
     Raises:
-        ParameterError: when none could run, with the reason of the first.
+        ParameterError: no candidate can run. The message has the problem of the first.
     """
-    ran = [one for one in outcomes if one.problem is None]
+    ran = [outcome for outcome in outcomes if outcome.problem is None]
     if not ran:
         reason = f": {outcomes[0].candidate} cannot run: {outcomes[0].problem}" if outcomes else ""
-        raise ParameterError("parallel", f"{AUTO} finds nothing that can run{reason}", AUTO)
-    return max(ran, key=lambda one: (-one.num_refused, one.requests_per_s))
+        raise ParameterError("parallel", f"{AUTO} finds no candidate that can run{reason}", AUTO)
+    return max(ran, key=lambda outcome: (-outcome.num_refused, outcome.requests_per_s))
 
 
 def explanation(outcome: Outcome) -> str:
-    """Says in a few words where the time of a run goes, or why there was none."""
+    """Describe the time of a run in a few words, or its problem."""
     if outcome.problem is not None:
         return f"not simulated: {outcome.problem}"
     words = [f"{outcome.prefill_share:.0%} of step time is prefill"]
     if outcome.candidate.decode is not None:
         words.append(f"{outcome.num_transitions} transitions")
     if outcome.num_refused:
-        words.append(f"{outcome.num_refused} requests have no room")
+        words.append(f"{outcome.num_refused} requests do not fit")
     return ", ".join(words)
 
 
 def check_options(given: EngineArgs) -> None:
-    """Raises ParameterError for options that leave nothing to choose, or that no candidate can have."""
+    """Raise ParameterError for options that exclude a search or every candidate."""
     if given.policy not in _POLICIES:
         problem = f"{given.policy} is not simulated for parallel {AUTO}: choose {', '.join(_POLICIES)}, or give a spec"
         raise ParameterError("policy", problem, given.policy)
     if given.policy == "seesaw" and not given.host_kv_gib:
-        problem = "is where KV lies while clusters change, which policy seesaw has them do: give some"
+        problem = "must be more than 0 for policy seesaw, which keeps KV on hosts while clusters change: give some"
         raise ParameterError("host_kv_gib", problem, given.host_kv_gib)
-    replace(given, parallel="1", policy="chunked").resolve()  # another spelling of the spec is refused there
+    replace(given, parallel="1", policy="chunked").resolve()  # raises for other options of the spec
 
 
 # ---------------------------------------------------------------- this machine
@@ -133,12 +133,12 @@ def check_options(given: EngineArgs) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Candidates are made of this: a model, the ranks that there are, and the profiles of their instances.
+    """The basis of candidates: a model, the number of ranks, and the profiles of their instances.
 
     Attributes:
         given: the options, with the number of threads.
-        profiles: by tp; at least one.
-        unmeasured: for each tp without a profile, the command that measures it.
+        profiles: at least one profile, by tp.
+        unmeasured: the command that measures a profile, for each tp without one.
     """
 
     given: EngineArgs
@@ -149,11 +149,7 @@ class Machine:
 
     @classmethod
     def of(cls, given: EngineArgs) -> Machine:
-        """Counts ranks, finds the model and reads profiles.
-
-        Raises:
-            ValueError: for wrong options, an unknown model, or when there is no profile of it.
-        """
+        """Count ranks, load the model and read its profiles. Raise ValueError if that fails, or none exists."""
         check_options(given)
         num_cores = limits.cores()
         if given.device == "cuda":
@@ -166,30 +162,28 @@ class Machine:
         model = EngineModel.of(given)
         degrees = {spec.tp for spec in specs_of(num_ranks, model.info.num_layers)}
         keys = {tp: model.profile_key(given.device, tp=tp, threads=threads) for tp in sorted(degrees)}
-        found = {tp: load_profile(key) for tp, key in keys.items()}
-        commands = {tp: _command(given, tp, num_ranks) for tp, profile in found.items() if profile is None}
-        profiles = {tp: profile for tp, profile in found.items() if profile is not None}
+        loaded = {tp: load_profile(key) for tp, key in keys.items()}
+        commands = {tp: _command(given, tp, num_ranks) for tp, profile in loaded.items() if profile is None}
+        profiles = {tp: profile for tp, profile in loaded.items() if profile is not None}
         if not profiles:
-            problem = (
-                f"{AUTO} goes by a profile of this model with {threads} threads per rank, but there is none: run "
-                f"{' and '.join(commands.values())}"
-            )
-            raise ParameterError("parallel", problem, AUTO)
+            problem = f"{AUTO} needs a profile of this model with {threads} threads per rank, but there is none"
+            raise ParameterError("parallel", f"{problem}: run {' and '.join(commands.values())}", AUTO)
         return cls(given=given, model=model, num_ranks=num_ranks, profiles=profiles, unmeasured=commands)
 
     @property
     def candidates(self) -> list[Candidate]:
-        """The candidates that were measured."""
+        """The candidates with a profile."""
         given = self.given
-        specs = [one for one in specs_of(self.num_ranks, self.model.info.num_layers) if one.tp in self.profiles]
+        specs = [spec for spec in specs_of(self.num_ranks, self.model.info.num_layers) if spec.tp in self.profiles]
         return candidates(specs, policy=given.policy, with_pairs=bool(given.host_kv_gib))
 
     def outcome(self, candidate: Candidate, requests: Sequence[Arrival]) -> Outcome:
-        """Simulates a candidate with requests that are all there at once."""
+        """Simulate a candidate with requests that all arrive at once."""
         try:
-            setup = ResolvedEngine.of(candidate.options(self.given), self.model)
-            watch = _Watch()
-            result = self._simulated(setup, requests, watch)
+            setup, watch = ResolvedEngine.of(candidate.options(self.given), self.model), _Watch()
+            cost = setup.step_cost()
+            assert cost is not None, "candidates have profiles"
+            result = simulate(requests, setup.config, setup.policy, cost, watch=Observers(ran=watch.ran))
         except ValueError as error:
             return Outcome(candidate=candidate, problem=str(error))
         return Outcome(
@@ -200,16 +194,9 @@ class Machine:
             prefill_share=watch.prefill_s / watch.all_s if watch.all_s else 0.0,
         )
 
-    @staticmethod
-    def _simulated(setup: ResolvedEngine, requests: Sequence[Arrival], watch: _Watch) -> Result:
-        cost = setup.step_cost()
-        assert cost is not None, "candidates have profiles"
-        observers = Observers(ran=watch.ran)
-        return simulate(requests, setup.config, setup.policy, cost, watch=observers)
-
 
 class _Watch:
-    """Sums over a simulated run."""
+    """Sums of step times of a simulated run."""
 
     def __init__(self) -> None:
         self.prefill_s = self.all_s = 0.0
@@ -222,27 +209,25 @@ class _Watch:
 
 
 def arrivals_of(requests: Sequence[EngineRequest], max_model_len: int) -> list[Arrival]:
-    """Returns the requests for the simulator, one for each of their choices."""
-    found = []
-    for one in requests:
-        wanted = one.params.max_tokens or DEFAULT_OUTPUT_TOKENS
-        output_len = max(1, min(wanted, max_model_len - len(one.token_ids)))
-        arrival = Arrival(due_s=0.0, prompt=one.token_ids, output_len=output_len, cache_salt=one.cache_salt)
-        found += [arrival] * one.params.n
-    return found
+    """Return the arrivals of requests in the simulator, one for each choice."""
+    arrivals = []
+    for request in requests:
+        max_tokens = request.params.max_tokens or DEFAULT_OUTPUT_TOKENS
+        output_len = max(1, min(max_tokens, max_model_len - len(request.token_ids)))
+        arrival = Arrival(due_s=0.0, prompt=request.token_ids, output_len=output_len, cache_salt=request.cache_salt)
+        arrivals += [arrival] * request.params.n
+    return arrivals
 
 
-def drawn(number: int, most: int) -> range | list[int]:
-    """Returns the indices of at most `most` of a number of things, evenly apart."""
-    return range(number) if number <= most else [index * number // most for index in range(most)]
+def sample_indices(number: int, max_samples: int) -> range | list[int]:
+    """Return at most `max_samples` indices below `number`, evenly spaced."""
+    return range(number) if number <= max_samples else [i * number // max_samples for i in range(max_samples)]
 
 
 def _command(given: EngineArgs, tp: int, num_ranks: int) -> str:
-    """Returns the command that measures instances of a tp, as many as there are ranks for."""
+    """Return the command that measures instances with `tp` on all ranks."""
     spec = ParallelSpec(instances=num_ranks // tp, tp=tp)
     words = ["longspan profile", given.model, f"--parallel {spec}", f"--threads-per-rank {given.threads_per_rank}"]
-    default = EngineArgs()
-    flags = ("dtype", "device", "attention_backend", "quantization", "load_format")
-    chosen = {flag: getattr(given, flag) for flag in flags}
-    words += [f"--{flag.replace('_', '-')} {one}" for flag, one in chosen.items() if one != getattr(default, flag)]
-    return " ".join(words)
+    fields = ("dtype", "device", "attention_backend", "quantization", "load_format")
+    chosen = (field for field in fields if getattr(given, field) != getattr(EngineArgs, field))
+    return " ".join([*words, *(f"--{field.replace('_', '-')} {getattr(given, field)}" for field in chosen)])

@@ -1,6 +1,6 @@
 """Entry points of installed packages: policies of the group `longspan.policies`, exchanges of `longspan.exchanges`.
 
-Names are read from the metadata of packages, once for each process. A package is imported when its name is first used.
+The metadata of packages is read once per process. A package is imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Plugin:
 
     @property
     def origin(self) -> str:
-        one = self.entry_point
-        return f"entry point {one.name} = {one.value} of group {one.group} in distribution {self.distribution}"
+        point = self.entry_point
+        return f"entry point {point.name} = {point.value} of group {point.group} in distribution {self.distribution}"
 
     def load(self) -> object:
         """Import the object that the entry point names."""
         return self._load(self.entry_point)
 
     def check(self, reference: str) -> None:
-        """Find the module of another object of the package without importing it."""
+        """Raise PluginError if the module of another object of the package does not exist. Do not import it."""
         module = reference.partition(":")[0]
         try:
             spec = find_spec(module)
-        except (ImportError, ValueError):  # its package is not there, or it is no name of a module
+        except (ImportError, ValueError):  # its package does not exist, or it is no name of a module
             spec = None
         if spec is None:
             raise PluginError(f"{self.origin} refers to {reference}, but there is no module {module}: {_REMEDY}")
@@ -61,11 +61,11 @@ class Plugin:
 
 @cache
 def find(group: str) -> Mapping[str, Plugin]:
-    """Return the entry points of a group by name; raise PluginError if two distributions have the same name."""
-    found: dict[str, Plugin] = {}
+    """Return the entry points of a group by name. Raise PluginError if two distributions have the same name."""
+    plugins: dict[str, Plugin] = {}
     for entry_point in entry_points(group=group):
-        plugin, other = Plugin(entry_point), found.get(entry_point.name)
+        plugin, other = Plugin(entry_point), plugins.get(entry_point.name)
         if other is not None and other.entry_point.value != entry_point.value:
             raise PluginError(f"{plugin.origin} has the name of {other.origin}: uninstall one of them")
-        found[entry_point.name] = plugin
-    return found
+        plugins[entry_point.name] = plugin
+    return plugins

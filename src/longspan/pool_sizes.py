@@ -1,4 +1,4 @@
-"""Sizes of KV pools: as the user says, as workers measured, or by a rule over the memory that this process may use."""
+"""Sizes of KV pools: given by the user, measured by workers, or by a rule over the memory that this process may use."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from longspan.runtime.pool import PROCESS_BYTES, default_kv_bytes
 
 _log = logging.getLogger("longspan")
 KvBytes = Callable[[Cluster, int, int], int]
-"""`(cluster, instance, bytes of weights on each of its ranks) -> bytes of KV that each of them may have`"""
+"""`(cluster, instance, bytes of weights per rank) -> bytes of KV per rank`"""
 
 
 def measures_memory(given: EngineArgs) -> bool:
-    """Tells whether workers measure what memory KV may take: on CUDA, unless the user says that."""
+    """Return True if workers measure the memory for KV: on CUDA, unless the user gives it."""
     return given.device == "cuda" and given.kv_cache_memory_bytes is None and given.num_gpu_blocks_override is None
 
 
 def by_rule(given: EngineArgs) -> KvBytes:
-    """Return a rule that sizes pools by the memory that is available now: pools that are made anew lie in it later."""
+    """Return a rule that sizes pools by the memory available now, which later pools reuse."""
     available = limits.memory().available
 
     def kv_bytes(cluster: Cluster, _instance: int, weight_bytes: int) -> int:
-        left = available - int(given.host_kv_gib * 2**30) * (max(cluster.hosts) + 1)
+        num_free = available - int(given.host_kv_gib * 2**30) * (max(cluster.hosts) + 1)
         weights = weight_bytes * cluster.spec.tp * cluster.spec.pp
-        if given.device == "cpu" and weights > left:
+        if given.device == "cpu" and weights > num_free:
             _warn_once(
-                f"the weights take {weights / 2**30:.1f} GiB, but {max(0, left) / 2**30:.1f} are available: "
-                "they are read from the disk again and again"
+                f"the weights take {weights / 2**30:.1f} GiB, but {max(0, num_free) / 2**30:.1f} are available: "
+                "they are read from the disk repeatedly"
             )
-        return default_kv_bytes(cluster, given.device, weight_bytes, left)
+        return default_kv_bytes(cluster, given.device, weight_bytes, num_free)
 
     return kv_bytes
 
@@ -51,22 +51,22 @@ def _warn_once(words: str) -> None:
 
 
 def unbounded(_cluster: Cluster, _instance: int, _weight_bytes: int) -> int:
-    """Return a bound that no pool reaches, used until workers have measured device memory."""
+    """Return a bound beyond any pool, used until workers have measured device memory."""
     return 2**62
 
 
 def with_pools(
     cluster: Cluster, record: KvRecord, info: ModelInfo, given: EngineArgs, kv_bytes: KvBytes, *, dtype: torch.dtype
 ) -> Cluster:
-    """Return the cluster with pools on devices, hosts and disks; raise ValueError when memory for them is missing."""
+    """Return the cluster with pools on devices, hosts and disks. Raise ValueError if memory for them is missing."""
     _check_hosts(given.host_kv_gib, cluster)
 
     def memory(cluster: Cluster, instance: int) -> int:
         of_rank = given.kv_cache_memory_bytes
         return kv_bytes(cluster, instance, weight_bytes(info, cluster, instance, dtype)) if of_rank is None else of_rank
 
-    advice = memory_remedy(given) if given.kv_cache_memory_bytes is None else "allow more"
-    cluster = memory_pools(cluster, record, given, memory, advice)
+    remedy = memory_remedy(given) if given.kv_cache_memory_bytes is None else "allow more"
+    cluster = memory_pools(cluster, record, given, memory, remedy)
     needed = (
         n * rank_block_bytes(record, cluster, i) * len(cluster.ranks(i)) for i, n in enumerate(cluster.num_blocks)
     )
@@ -75,7 +75,7 @@ def with_pools(
 
 
 def memory_remedy(given: EngineArgs) -> str:
-    """Say how an engine gets more memory. A container may have less of it than its host."""
+    """Return the remedy for too little memory. A container may have less memory than its host."""
     remedy = "use a larger tp or pp, or fewer max_num_batched_tokens"
     if given.device != "cpu":
         return remedy
@@ -93,14 +93,14 @@ def check_host_memory(gib: float, cluster: Cluster) -> None:
     """Raise ParameterError when host pools of this size exceed the available memory. They are not allocated yet."""
     needed, available = gib * (max(cluster.hosts) + 1), (limits.memory().available - PROCESS_BYTES) / 2**30
     if needed > available:
-        problem = f"{gib:g} needs {needed:.1f} GiB, but {max(0.0, available):.1f} are available for it: allow less"
+        problem = f"{gib:g} needs {needed:.1f} GiB, but {max(0.0, available):.1f} are available: allow less"
         raise ParameterError("host_kv_gib", problem, gib)
 
 
 def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.dtype) -> int:
-    """Estimates the weights of the fullest rank: its share of the layers, and an embedding, an output head or both.
+    """Estimate the bytes of weights on the rank with most layers, with an embedding, an output head or both.
 
-    Of a model whose layers read tokens, the last stage has both.
+    The last stage has both if layers read tokens.
     """
     pp = cluster.pp(instance)
     layers = max(len(cluster.layers(instance, stage)) for stage in range(pp))
@@ -109,15 +109,15 @@ def weight_bytes(info: ModelInfo, cluster: Cluster, instance: int, dtype: torch.
 
 
 def _check_hosts(gib: float, cluster: Cluster) -> None:
-    """Raises ParameterError when instances have no host each."""
+    """Raise ParameterError if an instance spans several hosts."""
     for instance in cluster.instances if gib else ():
         if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
-            problem = f"is for instances on one host each, but instance {instance} has ranks on several: leave it out"
+            problem = f"needs each instance on one host, but instance {instance} has ranks on several: leave it out"
             raise ParameterError("host_kv_gib", problem, gib)
 
 
 def _check_given(given: EngineArgs, needed: int) -> None:
-    """Raise ParameterError for pools on CPUs that take more than all memory: workers would be killed as they fill."""
+    """Raise ParameterError for given pools on CPUs beyond all memory, since workers would be killed as pools fill."""
     names = [name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(given, name) is not None]
     if given.device != "cpu" or not names:
         return

@@ -1,4 +1,4 @@
-"""The resolver of an engine: derives sizes, pools, prices, facts and the policy from options, model and hardware.
+"""The resolver of an engine: derives sizes, pools, costs, facts and the policy from options, model and hardware.
 
 `sim/resolve.py` is the resolver of a simulation. Both use `policy/facts.py` and `policy/step_size.py`.
 """
@@ -18,10 +18,9 @@ import torch
 
 from longspan import native
 from longspan.args import EngineArgs
-from longspan.core.cluster import MOST_GROWN, Cluster
+from longspan.core.cluster import MAX_GROWN_RANKS, Cluster
 from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
-from longspan.core.fleets import Fleet, parse_fleet
 from longspan.core.kv_record import KvRecord
 from longspan.core.policy import Policy
 from longspan.cost.architecture import ModelShape, from_config
@@ -32,8 +31,8 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy.facts import Facts, known_facts, measured_turns
-from longspan.policy.registry import PolicyChoice, make_policy, turns_of
+from longspan.policy.facts import Facts, known_facts, measured_phases
+from longspan.policy.registry import PolicyChoice, make_policy, phases_of
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
@@ -42,19 +41,20 @@ from longspan.runtime.pool import default_step_bytes
 from longspan.runtime.split_check import check_splits
 
 if TYPE_CHECKING:
+    from longspan.core.fleets import Fleet
     from longspan.cost.fitted_cost import FittedCost
-    from longspan.cost.pricing import PricedTurns, SwapPrice
+    from longspan.cost.pricing import PricedPhases, SwapPrice
 
 _log = logging.getLogger("longspan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """A model as engines with the same options have it, however they are split.
+    """The model of engines with the same options and any split.
 
     Attributes:
-        kernels: the compiled attention kernels of our own; None when PyTorch's are used.
-        record: of a KV block with all layers and heads.
+        kernels: longspan's own compiled kernels. None if PyTorch's are used.
+        record: the record of a KV block with all layers and heads.
     """
 
     files: ModelFiles
@@ -64,15 +64,12 @@ class EngineModel:
 
     @classmethod
     def of(cls, given: EngineArgs) -> EngineModel:
-        """Finds or fetches the model; raises ValueError when it is unknown or cannot be served."""
+        """Find or fetch the model. Raise ValueError if it is unknown or cannot be served."""
         dtype = given.required_dtype
         kernels = None if dtype == "auto" else kernels_of(given.attention_backend, given.device, dtype)
         if given.quantization is not None and kernels is None:
-            problem = (
-                f"{given.quantization} is for kernels of our own: it needs dtype bfloat16 on a CPU that has them, and "
-                "attention_backend native or auto"
-            )
-            raise ParameterError("quantization", problem, given.quantization)
+            need = "needs longspan's own kernels: choose dtype bfloat16 on a CPU with them, and attention_backend auto"
+            raise ParameterError("quantization", f"{given.quantization} {need}", given.quantization)
         files = prepare(
             given.model,
             dtype=dtype,
@@ -96,21 +93,21 @@ class EngineModel:
         return self.info.shape(DTYPES[self.files.dtype].itemsize)
 
     def profile_key(self, device: str, *, tp: int, threads: int) -> ProfileKey:
-        """Returns the key of what was measured of instances of `tp` ranks of so many threads."""
+        """Return the key of profiles of instances with `tp` ranks of `threads` threads."""
         native = self.kernels is not None
         return profile_key_of(self.files, device, tp=tp, threads=threads, native=native, sizes=self.info.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedEngine:
-    """An engine as its options make it on this machine, before it has any workers or memory.
+    """Values of an engine on this machine that follow from its options, before it has workers or memory.
 
     Attributes:
         given: the options of the user.
         kv_bytes: the rule for the memory of KV pools.
         threads: CPU threads of each rank.
-        facts: what the policy knows of model, hardware and cluster.
-        choice: the policy and its options, as the user gave them.
+        facts: the facts of model, hardware and cluster for the policy.
+        choice: the policy and its options as given by the user.
         config: the configuration of the engine, with the sizes of pools and steps.
     """
 
@@ -128,46 +125,45 @@ class ResolvedEngine:
     def of(
         cls, given: EngineArgs, model: EngineModel | None = None, *, kv_bytes: KvBytes | None = None
     ) -> ResolvedEngine:
-        """Check the options and derive everything that follows from them.
+        """Check the options and derive all values that follow from them.
 
         Args:
-            model: the model of the options, if it was found before.
-            kv_bytes: the memory that KV may take. It is estimated if this is None.
+            model: the model of the options, if it was loaded before.
+            kv_bytes: the memory for KV. It is estimated if this is None.
 
         Raises:
-            ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
+            ValueError: an argument is wrong, the model is unknown or unsupported, or there is too little memory.
         """
         resolved, kv_bytes = given.resolve(), kv_bytes or by_rule(given)
         if given.device == "cuda" and not torch.cuda.is_available():
-            problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
-            raise ParameterError("device", problem, given.device)
-        check_phases(given, resolved.turns)
+            raise ParameterError("device", "is cuda, but PyTorch finds no CUDA device here: use cpu", given.device)
+        check_phases(given, resolved.phases)
         cluster, options = resolved.cluster, resolved.policy_options
-        early = Facts(cluster=cluster, turns=resolved.turns)
-        wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
-        model = model or EngineModel.of(given)  # may compile and fetch: checks first
+        early = Facts(cluster=cluster, phases=resolved.phases)
+        draft = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early)
+        model = model or EngineModel.of(given)  # after the checks, since it may compile and download
         info = model.info
-        clusters = [one.with_layers(info.num_layers, info.head_layers) for one in resolved.turns or (cluster,)]
-        for one in clusters:
-            check_split(info, model.files, one, wanted)
+        clusters = [phase.with_layers(info.num_layers, info.head_layers) for phase in resolved.phases or (cluster,)]
+        for phase in clusters:
+            check_split(info, model.files, phase, draft)
         check_host_memory(given.host_kv_gib, clusters[0])
         dtype = DTYPES[model.files.dtype]
-        clusters = [with_pools(one, model.record, info, given, kv_bytes, dtype=dtype) for one in clusters]
-        cluster, turns = clusters[0], tuple(clusters) if resolved.turns else ()
+        clusters = [with_pools(phase, model.record, info, given, kv_bytes, dtype=dtype) for phase in clusters]
+        cluster, phases = clusters[0], tuple(clusters) if resolved.phases else ()
         profile_key = model.profile_key(given.device, tp=cluster.spec.tp, threads=resolved.threads)
-        facts = _facts(profile_key, model.shape, cluster, given.block_size, turns)
+        facts = _facts(profile_key, model.shape, cluster, given.block_size, phases)
         policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=facts)
 
-        @cache  # it reads profiles, and clusters may take turns
-        def swap(one: Cluster) -> SwapPrice:
-            others = [other for other in turns if other != one]
-            return swap_price(profile_key, model, facts, [one, *others], given.block_size)
+        @cache  # it reads profiles, and phases alternate
+        def swap(phase: Cluster) -> SwapPrice:
+            rest = [other for other in phases if other != phase]
+            return swap_price(profile_key, model, facts, [phase, *rest], given.block_size)
 
         config = EngineConfig.of(
             with_step_tokens(given, policy, given.device, partial(_whole_tokens, given, model, cluster)),
             cluster,
             policy,
-            turns=turns,
+            phases=phases,
             context_length=info.context_length,
             eos_token_ids=info.eos_token_ids,
             rope_switch_length=info.rope_switch_length,
@@ -187,12 +183,8 @@ class ResolvedEngine:
         )
 
     def step_cost(self) -> FittedCost | None:
-        """Return the cost of steps by stored profiles, as simulations take it. None without a profile.
-
-        Raises:
-            ParameterError: for a profile that lacks one instance alone.
-        """
-        clusters = self.facts.turns or (self.config.cluster,)
+        """Return the cost of steps by stored profiles, see `measured_cost`."""
+        clusters = self.facts.phases or (self.config.cluster,)
         return measured_cost(self.profile_key, self.model.shape, clusters, self.given.block_size)
 
     def with_pools_of(self, kv_bytes: KvBytes) -> ResolvedEngine:
@@ -200,77 +192,74 @@ class ResolvedEngine:
         return ResolvedEngine.of(self.given, self.model, kv_bytes=kv_bytes)
 
     def with_policy(self, policy: str, options: Mapping[str, str]) -> ResolvedEngine:
-        """Choose another policy for the same cluster, between requests.
-
-        Raises:
-            ValueError: for an unknown policy, or options that it cannot work with.
-        """
+        """Resolve another policy for the same cluster. Raise ValueError for an unknown policy or wrong options."""
         cluster = self.config.cluster
         chosen = make_policy(policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
-        if self.config.turns and not chosen.takes_phases:
-            problem = f"{policy} keeps to one cluster, but two take turns here: start anew with parallel"
+        if self.config.phases and not chosen.takes_phases:
+            problem = f"{policy} supports one cluster, but this engine has two phases: start a new one with parallel"
             raise ParameterError("policy", problem, policy)
         check_split(self.model.info, self.model.files, cluster, chosen)
         return replace(self, policy=chosen, choice=PolicyChoice(name=policy, given=chosen.given))
 
     def on(self, fleet: Fleet, threads: int) -> ResolvedEngine:
-        """Resolve the choice of a policy for another fleet, whose ranks have so many threads.
+        """Resolve the chosen policy for another fleet, with `threads` threads per rank.
 
         Raises:
-            ValueError: for a cluster that the model or the policy cannot use.
+            ValueError: the model or the policy does not support a cluster.
         """
         key, model, choice = msgspec.structs.replace(self.profile_key, threads=threads), self.model, self.choice
-        cluster, turns = fleet[0], fleet if len(fleet) > 1 else ()
-        facts = _facts(key, model.shape, cluster, self.given.block_size, turns)
+        cluster, phases = fleet[0], fleet if len(fleet) > 1 else ()
+        facts = _facts(key, model.shape, cluster, self.given.block_size, phases)
         number = cluster.num_instances
         policy = make_policy(choice.name, num_instances=number, options=choice.given, facts=facts, is_resized=True)
-        for one in fleet:
-            check_split(model.info, model.files, one, policy)
-        return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster, turns=turns))
+        for phase in fleet:
+            check_split(model.info, model.files, phase, policy)
+        return replace(self, facts=facts, policy=policy, config=replace(self.config, cluster=cluster, phases=phases))
 
     def fleet_of(self, spec: str, before: Cluster) -> Fleet:
-        """Return the fleet of another parallel spec after this one, with pools. Unused ranks are spare.
-
-        Args:
-            spec: the text that `fleet_text` writes.
+        """Return the fleet, with pools, of another parallel spec in the form of `fleet_text`. Unused ranks are spare.
 
         Raises:
-            ParameterError: for a spec that hosts, the fleet or the policy cannot have.
-            ValueError: when memory for its pools is missing.
+            ParameterError: the hosts, the fleet or the policy do not support the spec.
+            ValueError: memory for its pools is missing.
         """
+        from longspan.core.fleets import parse_fleet  # noqa: PLC0415 - most fleets stay
+
         given, info, name = self.given, self.model.info, self.choice.name
         roles, locations = parse_fleet(spec), before.locations
-        if self.config.turns and not roles.has_roles:
+        if self.config.phases and not roles.has_roles:
             problem = f"({spec}) is one cluster, but {name} needs two: give both, such as 'pp2 prefill + tp2 decode'"
             raise ParameterError("parallel", problem, spec)
         backends = given.transfer_backends if roles.has_roles else None
-        fleet: Fleet = turns_of(name, roles) or (replace(roles, transfer_backends=backends),)
-        wanted = fleet[0]
-        num_more = max(0, wanted.num_ranks - before.num_ranks)
-        if num_more and len(set(before.hosts)) > 1:
-            problem = f"{spec} takes {num_more} more ranks, and nothing says on which of the hosts: start anew"
+        fleet: Fleet = phases_of(name, roles) or (replace(roles, transfer_backends=backends),)
+        num_ranks = fleet[0].num_ranks
+        num_new = max(0, num_ranks - before.num_ranks)
+        if num_new and len(set(before.hosts)) > 1:
+            problem = f"{spec} takes {num_new} more ranks, whose hosts are not known: start a new engine"
             raise ParameterError("parallel", problem, spec)
-        if num_more and wanted.num_ranks > MOST_GROWN:
-            problem = f"{spec} takes {wanted.num_ranks} ranks, but a fleet grows to {MOST_GROWN} at most: start anew"
+        if num_new and num_ranks > MAX_GROWN_RANKS:
+            problem = (
+                f"{spec} takes {num_ranks} ranks, but a fleet grows to at most {MAX_GROWN_RANKS}: start a new engine"
+            )
             raise ParameterError("parallel", problem, spec)
-        replace(given, parallel=spec, instances=None, tp=None, pp=None).check_ranks(wanted.num_ranks)
+        replace(given, parallel=spec, instances=None, tp=None, pp=None).check_ranks(num_ranks)
         if locations:
-            more = range(before.num_ranks, before.num_ranks + num_more)
-            locations += tuple(replace(locations[0], device=rank) for rank in more)
-        num_unused = before.num_ranks + num_more - wanted.num_ranks
+            new_ranks = range(before.num_ranks, before.num_ranks + num_new)
+            locations += tuple(replace(locations[0], device=rank) for rank in new_ranks)
+        num_unused = before.num_ranks + num_new - num_ranks
         dtype, clusters = DTYPES[self.model.files.dtype], []
-        for one in fleet:
-            num_spare, num_pools = one.num_spare + num_unused, before.host_pools.start
-            cluster = replace(one, num_spare=num_spare, num_device_pools=num_pools, locations=locations)
+        for phase in fleet:
+            num_spare, num_pools = phase.num_spare + num_unused, before.host_pools.start
+            cluster = replace(phase, num_spare=num_spare, num_device_pools=num_pools, locations=locations)
             cluster = cluster.with_layers(info.num_layers, info.head_layers)
             clusters.append(with_pools(cluster, self.model.record, info, given, self.kv_bytes, dtype=dtype))
         return tuple(clusters)
 
 
 def _facts(
-    key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int, turns: tuple[Cluster, ...] = ()
+    key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int, phases: tuple[Cluster, ...] = ()
 ) -> Facts:
-    """Take what was measured on this machine. The key may be of instances that are split otherwise."""
+    """Return facts with the profiles of this machine. The key may have another tp."""
     key = msgspec.structs.replace(key, tp=cluster.spec.tp)
     return known_facts(
         key,
@@ -278,78 +267,78 @@ def _facts(
         cluster,
         profile=load_profile(key),
         partitions=load_partitions(key, block_size),
-        turns=turns,
-        turn_cost=_turn_cost(key, shape, turns, block_size),
+        phases=phases,
+        phase_cost=_phase_cost(key, shape, phases, block_size),
     )
 
 
 def measured_cost(
     key: ProfileKey, shape: ModelShape, clusters: Sequence[Cluster], block_size: int
 ) -> FittedCost | None:
-    """Return the cost of steps on the first of some clusters, by stored profiles. None without its own profile.
+    """Return the cost of steps on the first cluster by stored profiles, or None if its profile is missing.
 
     Raises:
-        ParameterError: for a profile that lacks one instance alone.
+        ParameterError: a profile has no measurements of a single instance.
     """
-    profiles = {one.spec.tp: load_profile(msgspec.structs.replace(key, tp=one.spec.tp)) for one in clusters}
+    profiles = {phase.spec.tp: load_profile(msgspec.structs.replace(key, tp=phase.spec.tp)) for phase in clusters}
     first = profiles.pop(clusters[0].spec.tp)
     if first is None:
         return None
-    from longspan.cost.fitted_cost import FittedCost  # noqa: PLC0415 - a machine with a profile alone
+    from longspan.cost.fitted_cost import FittedCost  # noqa: PLC0415 - needed with a profile only
 
-    others = [profile for profile in profiles.values() if profile is not None]
-    return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=others)
+    rest = [profile for profile in profiles.values() if profile is not None]
+    return FittedCost(first, shape, block_size=block_size, cluster=clusters[0], others=rest)
 
 
-def _turn_cost(key: ProfileKey, shape: ModelShape, turns: Sequence[Cluster], block_size: int) -> PricedTurns | None:
-    """Price clusters that take turns by profiles of all of them. None if something was not measured."""
+def _phase_cost(key: ProfileKey, shape: ModelShape, phases: Sequence[Cluster], block_size: int) -> PricedPhases | None:
+    """Return the costs of phases by the profiles of their clusters, or None if a measurement is missing."""
     try:
-        cost = measured_cost(key, shape, turns, block_size) if turns else None
-        return None if cost is None else measured_turns(cost, turns, block_size)
+        cost = measured_cost(key, shape, phases, block_size) if phases else None
+        return None if cost is None else measured_phases(cost, phases, block_size)
     except ParameterError as error:
-        _log.info("clusters take turns as strict=true has them, since %s", error)
+        _log.info("phases alternate as with strict=true, since %s", error)
         return None
 
 
 def swap_price(
     key: ProfileKey, model: EngineModel, facts: Facts, clusters: Sequence[Cluster], block_size: int
 ) -> SwapPrice:
-    """Price copies from hosts of the first of some clusters by profiles, or else by typical speeds."""
-    from longspan.cost.pricing import SwapPrice  # noqa: PLC0415 - an engine with a host tier alone
+    """Return the cost of copies from hosts to the first cluster, by profiles or else by typical speeds."""
+    from longspan.cost.pricing import SwapPrice  # noqa: PLC0415 - needed with a host tier only
 
     try:
         cost = measured_cost(key, model.shape, clusters, block_size)
         if cost is not None:
             return SwapPrice.of(cost, clusters[0])
     except ParameterError as error:
-        _log.info("copies from hosts go by typical speeds, since %s", error)
+        _log.info("the cost of copies from hosts is estimated by typical speeds, since %s", error)
     assert facts.hardware is not None, "an engine has typical speeds"
     info = model.info
     token_flops = 2 * (info.num_layers * info.layer_weights + info.vocab_size * info.hidden_size)
     return SwapPrice.typical(model.shape, facts.hardware, token_flops=token_flops, block_bytes=model.record.block_bytes)
 
 
-def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, least: int) -> int:
-    """Return the tokens of a step that should hold a whole prompt, as memory allows."""
-    from longspan.cost.estimate import activation_bytes, whole_prompt_tokens  # noqa: PLC0415 - few policies ask
+def _whole_tokens(given: EngineArgs, model: EngineModel, cluster: Cluster, min_tokens: int) -> int:
+    """Return the tokens of a step that should hold a whole prompt, as far as memory allows."""
+    from longspan.cost.estimate import activation_bytes, whole_prompt_tokens  # noqa: PLC0415 - for few policies
 
     files = model.files
     config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
     try:
         sizes = from_config(config, name=files.name, bytes_per_element=DTYPES[files.dtype].itemsize)
     except ValueError as error:
-        _log.info("steps have %d tokens: %s", least, error)
-        return least
+        _log.info("steps have %d tokens: %s", min_tokens, error)
+        return min_tokens
     return whole_prompt_tokens(
         lambda tokens: sum(activation_bytes(sizes, tokens, cluster.spec.tp)),
         default_step_bytes(cluster, given.device),
-        least=least,
+        least=min_tokens,
         longest=given.max_model_len or model.info.context_length,
     )
 
 
 def check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: Policy) -> None:
-    """Raise ValueError if ranks cannot share the model so, or if the policy cannot drop tokens of it."""
+    """Raise ValueError if the model cannot be split like the cluster, or if the policy cannot drop its tokens."""
     check_windows(info, policy.given.get("csa", "off"))
     kind = getattr(policy.options, "exchange", "auto")
     exchange = None if kind == "auto" else exchange_of(kind)
@@ -362,14 +351,14 @@ def check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: Po
 
 
 def check_windows(info: ModelInfo, csa: str) -> None:
-    """Raise ParameterError if sparse attention is asked for, but the model has sliding windows."""
+    """Raise ParameterError for sparse attention with a model that has sliding windows."""
     if csa != "off" and any(spec.window is not None for spec in info.specs):
-        problem = "is for models without sliding windows, which drop all that is far themselves: leave it out"
+        problem = "is for models without sliding windows, which already drop distant tokens: leave it out"
         raise ParameterError("csa", problem, csa[:60])
 
 
 def kernels_of(backend: str, device: str, dtype: str) -> Path | None:
-    """Return the compiled kernels of our own. None if they are not used."""
+    """Return longspan's own compiled kernels, or None if they are not used."""
     fits = (device, dtype) == ("cpu", "bfloat16")
     if backend == "native" and not fits:
         problem = f"native is for bfloat16 on cpu, not for {dtype} on {device}: choose auto"
@@ -381,14 +370,14 @@ def kernels_of(backend: str, device: str, dtype: str) -> Path | None:
     except native.UnavailableError as error:
         if backend == "native":
             raise ParameterError("attention_backend", f"native is not possible here: {error}; choose auto") from error
-        _log.info("computing with PyTorch's kernels, since %s", error)
+        _log.info("using PyTorch's kernels, since %s", error)
         return None
 
 
 @cache  # once per process: planning and the engine resolve the same options
 def warn_of_slow_bfloat16() -> None:
-    """Warn that a bfloat16 checkpoint is slow without our kernels."""
+    """Warn that a bfloat16 checkpoint is slow without longspan's own kernels."""
     _log.warning(
-        "computing in bfloat16, the precision of the checkpoint, with PyTorch's kernels instead of ours: prefill can "
-        "take more than twice as long as with dtype float32, which needs twice the memory"
+        "computing in bfloat16, the precision of the checkpoint, with PyTorch's kernels instead of longspan's: prefill "
+        "can take more than twice the time of dtype float32, which needs twice the memory"
     )

@@ -1,4 +1,4 @@
-"""A model with its workers and its engine: what `LLM` and the server have in common."""
+"""A model with its workers and its engine, for `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from longspan.args import EngineArgs
 from longspan.core.checks import check_text
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
-from longspan.core.fleets import Fleet, parts, without
 from longspan.core.kv_record import KvRecord
 from longspan.core.options import PolicySettings
 from longspan.core.regrouping import Change
@@ -35,26 +34,27 @@ from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from longspan.core.fleets import Fleet
     from longspan.runtime.disk_pool import DiskPool
     from longspan.runtime.host_pool import HostMemory
 
 _SETTLE_S = 5.0
-"""KV has so long to reach the disk before the workers are stopped."""
+"""Seconds in which KV may be written to the disk before the workers are stopped."""
 _log = logging.getLogger("longspan")
 
 
 class Service:
-    """A model served by workers, in processes or threads; `close` stops them.
+    """A model served by workers, in processes or threads. `close` stops them.
 
     Args:
         given: the options of its engine.
-        launcher: starts the workers: as processes, or as threads of this one.
-        max_worker_restarts: how often lost workers are replaced, if the caller bounds that. With 0 the instances must
-            be able to serve without each of them, see `shrink`.
+        launcher: starts the workers as processes, or as threads of this process.
+        max_worker_restarts: number of times that lost workers are replaced, if the caller bounds it. With 0, any
+            instance must be able to stop while the rest serve, see `shrink`.
 
     Raises:
-        ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
-        WorkerLostError: when a worker does not start.
+        ValueError: an argument is wrong, the model is unknown or unsupported, or there is too little memory.
+        WorkerLostError: a worker does not start.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Service:
         self._max_worker_restarts = max_worker_restarts
         with ExitStack() as acquired:
             self._open(given, launcher, acquired)
-            acquired.pop_all()  # `close` releases it from now on
+            acquired.pop_all()  # `close` releases the resources from now on
 
     def _open(self, given: EngineArgs, launcher: Callable[[WorkerConfig], Launcher], acquired: ExitStack) -> None:
-        """Does the work of the constructor; `acquired` gets all that must be released if it fails."""
-        is_open = measures_memory(given)
-        self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_open else by_rule(given))
+        """Do the work of the constructor. `acquired` holds the resources to release if it fails."""
+        is_measured = measures_memory(given)
+        self.setup = setup = ResolvedEngine.of(given, kv_bytes=unbounded if is_measured else by_rule(given))
         cluster = setup.config.cluster
         self.files, self.info, self.block_bytes = setup.model.files, setup.model.info, setup.model.record.block_bytes
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(self.files)
@@ -82,15 +82,16 @@ class Service:
             self._host_memory = _map_hosts(cluster, self.block_bytes, acquired)
         if cluster.disk_blocks:
             self._disks = _open_disks(given, self.files, setup.model.record, cluster, self._host_memory, acquired)
+        hosts_attend = given.device != "cpu" and bool(cluster.host_blocks)
         self._worker_config = WorkerConfig(
             files=self.files,
             cluster=cluster,
             device=given.device,
             num_threads=setup.threads,
-            most_threads=given.threads_per_rank,
+            max_threads=given.threads_per_rank,
             block_size=given.block_size,
             kernels=setup.model.kernels,
-            host_kernels=_host_kernels(given, self.files.dtype, cluster),
+            host_kernels=kernels_of("auto", "cpu", self.files.dtype) if hosts_attend else None,
             enforce_eager=given.enforce_eager,
             record_times=given.record_times,
             host_memory=tuple(memory.path for memory in self._host_memory),
@@ -100,9 +101,10 @@ class Service:
             step_timeout_s=given.step_timeout_s,
             disks=self._disks,
         )
-        if self._max_worker_restarts == 0:
-            self._check_losses(setup)
-        if is_open:
+        if self._max_worker_restarts == 0 and (reason := self._why_not_smaller(setup)) is not None:
+            problem = f"is 0, but after the loss of a worker the rest cannot serve ({reason}): allow 1 or more"
+            raise ParameterError("max_worker_restarts", problem, 0)
+        if is_measured:
             self.setup = setup = self._with_measured_pools(setup, acquired)
         else:
             self.executor = acquired.enter_context(self._with_given_pools(cluster))
@@ -111,43 +113,40 @@ class Service:
         self._tuned = csa if is_tuned(csa) else None
         if self.hint is not None:
             _log.info(self.hint)
-        longest = config.longest(policy)
-        if given.max_model_len is None and longest < self.info.context_length:
+        max_len = config.longest(policy)
+        if given.max_model_len is None and max_len < self.info.context_length:
             where = "on devices"
-            if cluster.host_blocks and (config.turns or policy.reads_hosts):
-                where += f", {'or' if config.turns else 'and'} on the host (host_kv_gib),"
+            if cluster.host_blocks and (config.phases or policy.reads_hosts):
+                where += f", {'or' if config.phases else 'and'} on the host (host_kv_gib),"
             words = "the KV pools %s hold %d tokens, less than the model's context of %d"
-            _log.info(words, where, longest, self.info.context_length)
-        self.input_processor = InputProcessor(
-            tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=longest
-        )
+            _log.info(words, where, max_len, self.info.context_length)
+        vocab_size = self.info.vocab_size
+        self.input_processor = InputProcessor(tokenizer=tokenizer, vocab_size=vocab_size, max_model_len=max_len)
         saved = [disk.contents() for disk in self._disks.values()]
         self.engine = Engine(policy=policy, executor=self.executor, clock=MonotonicClock(), config=config, saved=saved)
 
     def _with_given_pools(self, cluster: Cluster) -> WorkerExecutor:
-        """Start the workers; raise ValueError when the memory for their pools, or for the model, is not there."""
+        """Start the workers. Raise ValueError if memory for the model or the pools is missing."""
         try:
             return self._start_workers(cluster)
         except OutOfMemoryError as error:
-            problem = (
-                f"rank {error.rank} has too little memory for the model and its KV: {memory_remedy(self.setup.given)}"
-            )
-            raise ValueError(f"{problem}; {error.reason}") from error
+            problem = f"rank {error.rank} has too little memory for the model and its KV"
+            raise ValueError(f"{problem}: {memory_remedy(self.setup.given)}; {error.reason}") from error
 
     def _with_measured_pools(self, setup: ResolvedEngine, acquired: ExitStack) -> ResolvedEngine:
-        """Starts the workers, which measure what memory KV may take, and gives them such pools.
+        """Start the workers, which measure the memory for KV, and create pools of that size.
 
         Raises:
-            ValueError: when devices have too little memory.
-            WorkerLostError: when a worker does not start.
+            ValueError: a device has too little memory.
+            WorkerLostError: a worker does not start.
         """
-        from longspan.runtime.device_memory import DeviceMemory, largest_step  # noqa: PLC0415 - CUDA devices alone
+        from longspan.runtime.device_memory import DeviceMemory, largest_step  # noqa: PLC0415 - needed for CUDA only
 
         cluster, largest = largest_step(setup.config, self.info.context_length)
         try:
             self.executor = acquired.enter_context(self._start_workers(cluster))
-            found = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
-            setup = setup.with_pools_of(found.kv_bytes)
+            memory = DeviceMemory(cluster=cluster, record=setup.model.record, ranks=self.executor.measure(largest))
+            setup = setup.with_pools_of(memory.kv_bytes)
             self.executor.change_pools(setup.config.cluster)
         except OutOfMemoryError as error:
             step = f"a step of {setup.config.max_num_batched_tokens} tokens"
@@ -156,33 +155,33 @@ class Service:
         return setup
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
-        """Changes the policy between requests; cached KV and the size of steps stay.
+        """Change the policy between requests. Cached KV and the size of steps stay.
 
         Raises:
-            ValueError: for an unknown policy, or options that it cannot work with.
-            RuntimeError: when requests are unfinished.
+            ValueError: the policy is unknown, or its options are wrong.
+            RuntimeError: requests are unfinished.
         """
         if "csa" in options:
-            from longspan.csa_file import csa_settings  # noqa: PLC0415 - exact attention needs no settings
+            from longspan.csa_file import csa_settings  # noqa: PLC0415 - needed for sparse attention only
 
             options = {**options, "csa": csa_settings(options["csa"], self.setup.given.model)}
         setup = self.setup.with_policy(policy, options)
         self.engine.set_policy(setup.policy)
-        self._take(setup)
+        self._set(setup)
 
-    def _take(self, setup: ResolvedEngine) -> None:
-        """Check the requests to come by other options of the engine. They are in force, or will be after a change."""
+    def _set(self, setup: ResolvedEngine) -> None:
+        """Set the resolved engine, which is in force now or after a change. New requests are checked by it."""
         self.setup = setup
         self.input_processor.max_model_len = setup.config.longest(setup.policy)
 
     @property
     def facts(self) -> Facts:
-        """The facts of the model, the hardware and the present cluster, which policies go by."""
+        """The facts of the model, the hardware and the present cluster that policies use."""
         return self.setup.facts
 
     @property
     def max_model_len(self) -> int:
-        """The longest request to come, prompt and output together, in tokens. A change under way counts as made."""
+        """The longest new request, prompt and output together, in tokens, as after a change under way."""
         return self.input_processor.max_model_len
 
     @property
@@ -191,7 +190,7 @@ class Service:
 
     @property
     def hint(self) -> str | None:
-        """Advice of the policy about options that were not given."""
+        """A hint of the policy about options that were not given."""
         return self.setup.policy.hint
 
     @property
@@ -200,14 +199,14 @@ class Service:
         return self.setup.policy.settings
 
     def update_policy(self, options: Mapping[str, str | None]) -> None:
-        """Change options of the policy between steps; None takes one back. Requests that run stay as they are.
+        """Change options of the policy between steps, for new requests. None removes an option.
 
-        The `csa` that is `auto` is the tuned file that was given at the start, or else the package's.
+        The value `auto` of `csa` is the tuned file that was given at the start, or else the file of the package.
 
         Raises:
-            ValueError: for an option that it lacks or that may not change, or a bad value; nothing has changed then.
+            ValueError: an option is unknown, fixed or has a wrong value. Nothing has changed.
         """
-        from longspan.csa_file import AUTO, csa_settings  # noqa: PLC0415 - exact attention needs no settings
+        from longspan.csa_file import AUTO, csa_settings  # noqa: PLC0415 - needed for sparse attention only
 
         if options.get("csa") == AUTO:
             options = {**options, "csa": self._tuned or csa_settings(AUTO, self.setup.given.model)}
@@ -217,29 +216,27 @@ class Service:
         self.setup = replace(self.setup, choice=choice.updated(policy))
 
     def restart(self) -> None:
-        """Starts new workers in place of lost ones; every request goes on where it was.
-
-        Raises:
-            WorkerLostError: when a worker does not start.
-        """
+        """Replace all workers. Every request resumes. Raise WorkerLostError if a worker does not start."""
         self.executor.close()
         self.executor = self._start_workers(self.engine.config.cluster)
         self.engine.restart(self.executor)
 
     def _config_for(self, cluster: Cluster) -> WorkerConfig:
-        """Returns the options of workers that start with this cluster."""
+        """Return the configuration of workers that start with this cluster."""
         first = self._worker_config
         return msgspec.structs.replace(first, cluster=cluster, num_threads=first.threads_among(cluster.num_ranks))
 
     def shrink(self, *ranks: int) -> None:
-        """Go on without the instances of lost ranks: start new workers for as many others as the policy can use.
+        """Remove the instances of lost ranks. Start new workers for as many other instances as the policy can use.
 
-        Each rank has its number in the cluster without the instances of the ranks before it.
+        Each rank has its number in the cluster without the instances of the previous ranks.
 
         Raises:
-            ParameterError: no instance of a role or phase would be left, or the policy cannot do with fewer.
-            WorkerLostError: when a worker does not start.
+            ParameterError: a role or phase would have no instance, or the policy does not support fewer.
+            WorkerLostError: a worker does not start.
         """
+        from longspan.core.fleets import without  # noqa: PLC0415 - most fleets stay
+
         fleet = self.engine.config.fleet
         for rank in ranks:
             fleet = without(fleet, rank)
@@ -247,41 +244,41 @@ class Service:
         self.executor.close()
         self.executor = self._start_workers(setup.config.cluster)
         self.engine.restart(self.executor, Change.to(setup.config, setup.policy))
-        self._take(setup)
+        self._set(setup)
 
     def reshard(self, spec: str, changes: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Move the workers to their places in another fleet while requests go on, see `Engine.reshard`.
 
-        Further workers start if the spec needs more. Workers that it does not need wait for the next change.
+        Missing workers start, and unused workers stay idle until the next change.
 
         Args:
             spec: the parallel spec. With roles or phases it is `A prefill + B decode`.
-            changes: options of the policy that change at the same time. None takes one back.
+            changes: options of the policy that change at the same time. None removes an option.
 
         Raises:
-            ParameterError: for a spec that model, policy or hosts cannot do with, or that could not serve without a
-                lost worker where none is replaced.
-            RuntimeError: while another change is under way.
+            ParameterError: the model, the policy or the hosts do not support the spec, or the fleet cannot lose a
+                worker although none is replaced.
+            RuntimeError: another change is under way.
         """
         check_text("parallel", spec)
         chosen = replace(self.setup, choice=self.setup.choice.changed(changes))
         setup = self._on(chosen, chosen.fleet_of(spec, self.engine.config.cluster))
         reason = self._why_not_smaller(setup) if self._max_worker_restarts == 0 else None
         if reason is not None:
-            problem = (
-                f"{spec} cannot serve without a lost worker, and max_worker_restarts is 0 ({reason}): choose more "
-                "instances, or start anew with max_worker_restarts of 1 or more"
-            )
-            raise ParameterError("parallel", problem, spec)
+            problem = f"{spec} cannot serve without a lost worker, and max_worker_restarts is 0 ({reason})"
+            remedy = "choose more instances, or start a new engine with max_worker_restarts of 1 or more"
+            raise ParameterError("parallel", f"{problem}: {remedy}", spec)
         self.engine.reshard(Change.to(setup.config, setup.policy))
-        self._take(setup)
+        self._set(setup)
 
     def _on(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
-        """Resolve the choice of a policy for another fleet."""
+        """Resolve the chosen policy for another fleet."""
         return setup.on(fleet, self._worker_config.threads_among(fleet[0].num_ranks))
 
     def _largest_part(self, setup: ResolvedEngine, fleet: Fleet) -> ResolvedEngine:
         """Resolve the largest part of a fleet that the policy can serve on. Raise its last error if there is none."""
+        from longspan.core.fleets import parts  # noqa: PLC0415 - most fleets stay
+
         refused: ValueError | None = None
         for part in parts(fleet):
             try:
@@ -291,14 +288,10 @@ class Service:
         assert refused is not None, "a fleet has parts"
         raise refused
 
-    def _check_losses(self, setup: ResolvedEngine) -> None:
-        """Raise ParameterError when no instances would serve after the loss of a worker."""
-        if (reason := self._why_not_smaller(setup)) is not None:
-            problem = f"is 0, but without a lost worker the others cannot serve ({reason}): allow 1 or more"
-            raise ParameterError("max_worker_restarts", problem, 0)
-
     def _why_not_smaller(self, setup: ResolvedEngine) -> str | None:
-        """Return why an engine cannot serve without one of its workers. None if it can without each of them."""
+        """Return why the engine cannot lose one of its instances, or None if it can lose any of them."""
+        from longspan.core.fleets import without  # noqa: PLC0415 - most fleets stay
+
         cluster = setup.config.cluster
         try:
             for instance in cluster.instances:
@@ -308,22 +301,19 @@ class Service:
         return None
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests, also what is saved; raises RuntimeError when some are unfinished."""
+        """Remove the KV of finished requests, also from disks. Raise RuntimeError if requests are unfinished."""
         self.engine.settle(_SETTLE_S)
         self.engine.reset_prefix_cache()
         for disk in self._disks.values():
             disk.clear()
 
     def close(self) -> None:
-        """Saves what is to be saved, stops the workers and releases the memory of hosts; can be called again."""
+        """Save KV to disks, stop the workers and release the memory of hosts. Can be called again."""
         self.executor.wakeup = None
         if self._disks and not self.executor.closed:
             with suppress(WorkerLostError):
                 if not self.engine.settle(_SETTLE_S):
                     _log.warning("some KV was not saved, since that takes more than %g s", _SETTLE_S)
-        self._stop()
-
-    def _stop(self) -> None:
         self.executor.close()
         for memory in self._host_memory:
             memory.close()
@@ -331,16 +321,9 @@ class Service:
             disk.close()
 
 
-def _host_kernels(given: EngineArgs, dtype: str, cluster: Cluster) -> Path | None:
-    """Returns the compiled kernels by which hosts of other devices compute, if they have KV."""
-    if given.device == "cpu" or not cluster.host_blocks:
-        return None
-    return kernels_of("auto", "cpu", dtype)
-
-
 def _map_hosts(cluster: Cluster, block_bytes: int, acquired: ExitStack) -> list[HostMemory]:
     """Map the memory of the KV pool of each host."""
-    from longspan.runtime.host_pool import HostMemory  # noqa: PLC0415 - an engine with a host tier alone
+    from longspan.runtime.host_pool import HostMemory  # noqa: PLC0415 - needed with a host tier only
 
     return [acquired.enter_context(closing(HostMemory(num_blocks * block_bytes))) for num_blocks in cluster.host_blocks]
 
@@ -353,10 +336,8 @@ def _open_disks(
     host_memory: Sequence[HostMemory],
     acquired: ExitStack,
 ) -> dict[int, DiskPool]:
-    """Opens the pool on the disk of each host, by its number. What depends on the model or on the size of blocks is in
-    a folder of its own; so is each host.
-    """
-    from longspan.runtime.disk_pool import DiskPool  # noqa: PLC0415 - an engine with a disk tier alone
+    """Open the pool on the disk of each host, by its number. Each model, block size and host has its own folder."""
+    from longspan.runtime.disk_pool import DiskPool  # noqa: PLC0415 - needed with a disk tier only
     from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415
 
     model, dtype = f"{files.weights.parent.name}-{given.block_size}", DTYPES[files.dtype]

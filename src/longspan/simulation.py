@@ -1,4 +1,4 @@
-"""Simulated serving from Python: reads the files that an experiment names, and runs it.
+"""The simulator's Python API: read the files that an experiment names, and run it.
 
     from longspan import ClusterSpec, WorkloadSpec, simulate
 
@@ -6,7 +6,7 @@
     result = simulate("llama-3-8b", cluster, WorkloadSpec(workload="medium", rate=2.0, num_requests=100))
     print(result.summary()["ttft_p99_s"])
 
-The simulator itself, `longspan.sim`, is pure: it reads no files and asks no hub.
+The simulator itself, `longspan.sim`, is pure: it reads no files and fetches nothing from the hub.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
@@ -29,9 +29,11 @@ from longspan.sim.experiment import Experiment
 from longspan.sim.resolve import computed_experiment, measured_experiment
 from longspan.sim.run import Result
 from longspan.sim.spec import ClusterSpec, Dtype, Faults
-from longspan.sim.timeline import Timeline
 from longspan.workload.requests import make_workload
 from longspan.workload.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from longspan.extras.timeline import Timeline
 
 _log = logging.getLogger("longspan")
 _SCHEDULING, _NO_FAULTS = SchedulingArgs(), Faults()
@@ -47,33 +49,32 @@ def simulate(
     faults: Faults = _NO_FAULTS,
     timeline: Timeline | None = None,
 ) -> Result:
-    """Serves a workload on a cluster that is not there, by the policies that serve.
+    """Serve a workload on a simulated cluster, with the policies of the real engine.
 
     Args:
         model: a name such as llama-3-8b, a folder with a config.json, or a hub id.
-        timeline: writes down what every instance did; see `longspan.sim.timeline`.
+        timeline: records the work of every instance; see `longspan.extras.timeline`.
 
     Returns:
-        The outcome of each request; `Result.summary` has percentiles and rates. Times are seconds of a virtual clock,
-            and the same arguments give the same numbers.
+        The outcome of each request; `Result.summary` has percentiles and rates. Times are seconds of a virtual clock.
+            Equal arguments give equal numbers.
 
     Raises:
-        ValueError: for values that are not possible, or files that cannot be read.
+        ValueError: for invalid values, or files that cannot be read.
     """
     experiment = make_experiment(model, cluster, scheduling, faults)
     for warning in experiment.resolved.warnings:
         _log.warning("%s", warning)
-    return experiment.run(make_workload(workload), timeline)
+    return experiment.run(make_workload(workload), timeline.observers(experiment.cost) if timeline else None)
 
 
 def make_experiment(
     model: str, cluster: ClusterSpec, scheduling: SchedulingArgs = _SCHEDULING, faults: Faults = _NO_FAULTS
 ) -> Experiment:
-    """Makes an experiment, which can be run with several workloads and options of its policy.
+    """Build an experiment, which can run several workloads and policy options.
 
     Raises:
-        ValueError: for unknown names, a model that does not fit the devices, or a profile that cannot be read or is of
-            another model.
+        ValueError: for unknown names, a model that does not fit the devices, or an unreadable or mismatched profile.
     """
     check_sparse(scheduling.policy, scheduling.all_policy_options())
     scheduling = replace(scheduling, csa=csa_settings(scheduling.csa, model))
@@ -83,7 +84,7 @@ def make_experiment(
         return computed_experiment(sizes, cluster, scheduling, faults)
     profile = _read_profile(cluster.profile)
     key = profile.profile_key
-    if _last_name(model) != _last_name(key.model):  # folders may lie elsewhere than on that machine
+    if _last_name(model) != _last_name(key.model):  # the profiled machine may use another folder
         problem = f"is of model {key.model}, but {model} given: give that, or a profile of {model}"
         raise ParameterError("profile", problem, cluster.profile)
     sizes = read_architecture(model, dtype=key.dtype)
@@ -91,37 +92,35 @@ def make_experiment(
 
 
 def each_policy(scheduling: SchedulingArgs) -> list[SchedulingArgs]:
-    """Returns the options of each of several policies, which `policy` names with commas between, to compare them.
+    """Return the scheduling options of each policy in the comma-separated `policy`.
 
-    Each gets those options of policies that it has, such as `exchange`.
+    Each policy gets the policy options that it has, such as `exchange`.
 
     Raises:
-        ValueError: for an unknown policy, one named twice, or an option that none of several has.
+        ValueError: for an unknown or repeated policy, or an option that none of several policies has.
     """
     names = [name.strip() for name in scheduling.policy.split(",")]
     if len(names) == 1:
         return [scheduling]
     if len(set(names)) < len(names):
-        problem = f"{scheduling.policy} names one twice: name each of them once"
+        problem = f"{scheduling.policy} repeats a policy: name each of them once"
         raise ParameterError("policy", problem, scheduling.policy)
-    known = {name: {one.name for one in fields(policy_class(name).Options)} for name in names}
+    option_names = {name: {field.name for field in fields(policy_class(name).Options)} for name in names}
     options = scheduling.all_policy_options()
     for key in options:
-        if not any(key in has for has in known.values()):
-            every = ", ".join(sorted(set().union(*known.values())))
+        if not any(key in names_of_policy for names_of_policy in option_names.values()):
+            every = ", ".join(sorted(set().union(*option_names.values())))
             raise ValueError(f"none of {', '.join(names)} has option {key!r}: their options are {every}")
     common = replace(scheduling, exchange="auto", layout="auto", fractions=None)
-    return [
-        replace(common, policy=name, policy_options={key: options[key] for key in options if key in known[name]})
-        for name in names
-    ]
+    given = {name: {key: options[key] for key in options if key in option_names[name]} for name in names}
+    return [replace(common, policy=name, policy_options=given[name]) for name in names]
 
 
 def read_architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = None) -> Architecture:
-    """Reads a model's sizes by its name in the catalog, from its folder or config.json, or from the hub.
+    """Read a model's sizes by its name in the catalog, from its folder or config.json, or from the hub.
 
     Raises:
-        ValueError: when there is none, or its config.json cannot be used.
+        ValueError: if there is no config.json, or an invalid one.
     """
     dtype, config = resolved_dtype(model, dtype), _read_config(model)
     ffn_bytes = None if ffn_dtype is None else _BYTES[ffn_dtype]
@@ -129,7 +128,7 @@ def read_architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None 
 
 
 def resolved_dtype(model: str, dtype: str) -> Dtype:
-    """Return the precision that a model's config states instead of `auto`, as engines do; `auto` if it states none."""
+    """Resolve `auto` to the precision in the model's config, as the engine does. Without one, keep `auto`."""
     stated = config_dtype(_read_config(model)) if dtype == "auto" else None
     if stated is None:
         return cast("Dtype", dtype)
@@ -156,7 +155,7 @@ def _fetched(model: str) -> Path:
     known = f"known are {', '.join(catalog.names('models'))}, folders with a config.json, and Hugging Face hub ids"
     if model.count("/") != 1 or model.startswith(("/", ".", "~")):
         raise ValueError(f"unknown model {model!r}: {known}")
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - only for models that are not here
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - only for models without local files
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:

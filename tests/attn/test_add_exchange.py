@@ -24,10 +24,8 @@ from longspan.attn.check import attend, member_call, random_batch, random_spec
 from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges import Call
-from longspan.attn.member import attend_runs, by_position, empty_kv_message, pack_kv
 from longspan.core import exchange as kinds
 from longspan.core.exchange import Exchange, Traits
-from longspan.core.runs import stretch
 from longspan.core.steps import Forward
 from longspan.cost import channels
 from longspan.cost.channels import Channel, ChannelTime, ExchangeCost, Layer, Topology, attention_s
@@ -37,19 +35,10 @@ from longspan.cost.channels import Channel, ChannelTime, ExchangeCost, Layer, To
 
 def broadcast(call: Call) -> None:
     """Every member sends all its keys and values to every other."""
-    group, parts, q, spec = call.group, call.parts, call.q, call.spec
-    needed = [[part.needed(holder, spec.window) for part in parts] for holder in range(group.size)]
-    blocks = [
-        pack_kv(parts, runs, holder, call.kv) if holder == group.rank else empty_kv_message(runs, spec.num_kv_heads, q)
-        for holder, runs in enumerate(needed)
-    ]
-    all_gather(group, blocks)
-    for index, part in enumerate(parts):
-        if q_runs := part.q_runs[group.rank]:
-            held = [runs[index] for runs in needed]
-            k, v = (by_position(held, [block.tensors[2 * index + kind] for block in blocks]) for kind in (0, 1))
-            keys = stretch(run for runs in held for run in runs)
-            call.out[:, part.rows] = attend_runs(parts.backend, q[:, part.rows], q_runs, k, v, (keys,), spec)[0]
+    messages = call.all_kv()
+    all_gather(call.group, messages)
+    for source, message in enumerate(messages):
+        call.attend(source, message)
 
 
 def seconds(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
@@ -64,14 +53,14 @@ def num_bytes(layer: Layer, channel: Channel) -> float:
 @pytest.fixture(name="added")
 def _added() -> Iterator[Exchange]:
     added = kinds.register_traits("broadcast", Traits(layouts=("zigzag", "striped")))
-    tensors.register_attention(added, broadcast)
+    tensors.exchange(added)(broadcast)
     channels.register_cost(added, ExchangeCost(num_bytes=num_bytes, time=seconds))
     yield added
     for registry in (kinds._TRAITS, tensors._REGISTERED, channels._COSTS):
-        del registry[added.kind]  # and not what was imported meanwhile: other exchanges register once
+        del registry[added.kind]  # keeps exchanges imported meanwhile, which register once
 
 
-# ---------------------------------------------------------------- what it is then part of
+# ---------------------------------------------------------------- the rest of the system
 
 
 def test_a_policy_schedules_it_in_the_simulated_engine_and_its_steps_have_a_cost(added: Exchange) -> None:
@@ -94,7 +83,7 @@ def test_its_layouts_are_kept(added: Exchange) -> None:
     with refused("exchange"):
         Cluster(Setup(num_instances=2, policy="context", options={"exchange": added.kind, "layout": "contiguous"}))
     assert added in kinds.exchanges()
-    assert added not in kinds.of_any_layout(), "what chooses by itself does not ask for layouts"
+    assert added not in kinds.of_any_layout(), "automatic choices ignore layouts"
 
 
 @pytest.mark.usefixtures("one_thread")

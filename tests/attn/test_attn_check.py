@@ -1,4 +1,4 @@
-"""`python -m longspan.attn.check`: what it prints, its exit codes, and that it leaves no process behind."""
+"""`python -m longspan.attn.check`: its output, its exit codes, and that it leaves no process behind."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LINE = re.compile(r"(\S.*?) +largest error (\S+) +([\d,]+) bytes sent on the sam
 
 
 def run(arguments: tuple[str, ...], ring_q: Callable[[Call], None] | None = None) -> None:
-    """The command, with another `ring_q` if there is one; processes are forked, so they have it, too."""
+    """Run the command, with a replaced `ring_q` if given. Forked processes inherit it."""
     if ring_q is not None:
-        exchanges.register_attention(RING_Q, ring_q)
+        exchanges.exchange(RING_Q)(ring_q)
     cyclopts.App(default_command=main)(arguments)
 
 
@@ -36,7 +36,7 @@ def check(
 
 
 def told(result: subprocess.CompletedProcess[str]) -> str:
-    """What it says on stderr, but for Python's warnings of code that is not ours, such as that of a debugger."""
+    """Return its stderr without Python's warnings about other code, such as a debugger."""
     return re.sub(r"^(?!\S*/longspan/)\S+:\d+: \w*Warning: .*\n(  .*\n)?", "", result.stderr, flags=re.MULTILINE)
 
 

@@ -85,7 +85,7 @@ def alone(size: int = 1) -> attn.Members:
 
 
 def refusal(model: nn.Module, **changes: Any) -> str:
-    """What the first of one member hears when it calls the model as it should be, but for the changes."""
+    """Return the error of a group of one member that calls the model correctly except for the changes."""
     runs = [shard_span("zigzag", 0, 20, 1)]
     split = attn.Split(alone(), runs)
     arguments = {"input_ids": ids(20)[None], "position_ids": torch.arange(20)[None], "use_cache": False, "split": split}
@@ -94,7 +94,7 @@ def refusal(model: nn.Module, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_models_that_would_compute_wrongly_are_refused(load: Callable[..., nn.Module]) -> None:
+def test_models_and_arguments_with_wrong_results_are_refused(load: Callable[..., nn.Module]) -> None:
     model = load("llama", attn.register())
     padded = torch.ones(1, 20, dtype=torch.int64)
     padded[0, :3] = 0

@@ -29,12 +29,12 @@ EXCHANGES: dict[str, Callable[..., Tensor]] = {
     for name, one in check.EXCHANGES.items()
     if one.traits.level == "attention"
 }
-"""A function for each attention exchange of the registry; whoever adds one without it is told here."""
+"""A function for each attention exchange of the registry. A new exchange without one fails here."""
 ALL = pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
 
 
 def in_order(request: Request) -> Request:
-    """The same, where everybody holds the new keys of its own queries."""
+    """The same request, with the new keys held by the members of their queries."""
     start = min((runs[0].start for runs in request.q_runs if runs), default=request.num_tokens)
     cached = [[Run(run.start, min(run.stop, start)) for run in runs if run.start < start] for runs in request.kv_runs]
     kv_runs = tuple(coalesce([*old, *new]) for old, new in zip(cached, request.q_runs, strict=True))
@@ -103,7 +103,7 @@ def test_process_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @ALL
 def test_queries_alone_suffice(exchange: Callable[..., Tensor]) -> None:
-    """Without kv_runs everybody holds the keys of its queries; the scale has a default; bytes are counted."""
+    """Without kv_runs members hold the keys of their queries. The scale has a default, and bytes are counted."""
     runs = shard_span("contiguous", 0, 90, 3, fractions=(0.5, 0.3, 0.2))
     spec = AttnSpec(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
     request = Request(q_runs=runs, kv_runs=runs, seed=3)
@@ -122,7 +122,7 @@ def test_queries_alone_suffice(exchange: Callable[..., Tensor]) -> None:
 
 
 def call(exchange: Callable[..., Tensor], runs: object, shapes: Sequence[Sequence[int]], **options: object) -> Tensor:
-    """What the first of two members gets; the other never comes."""
+    """Return the result of the first of two members. The other one never calls."""
     group = attn.Members(_Nobody(), range(2), 0)
     return exchange(group, *(torch.zeros(*shape) for shape in shapes), runs, **options)
 
@@ -132,7 +132,7 @@ class _Nobody:
     sums = None
 
     def start(self, *_: object) -> None:
-        raise AssertionError("what is wrong is found before anything is sent")
+        raise AssertionError("errors are found before a message is sent")
 
     def complete_sends(self) -> None: ...
 

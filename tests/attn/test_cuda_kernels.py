@@ -1,4 +1,4 @@
-"""Which of PyTorch's kernels CUDA devices use, and that these take and give what we think; no GPU is needed."""
+"""The choice among PyTorch's CUDA kernels, and their arguments and results. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_only_kernel_for_windows(
 @pytest.mark.parametrize(
     ("capability", "dtype"), [(HOPPER, torch.bfloat16), (AMPERE, torch.bfloat16), (AMPERE, torch.float32)]
 )
-def test_kernels_take_and_return_the_expected_shapes(
+def test_kernels_have_the_expected_arguments_and_results(
     capability: tuple[int, int], dtype: torch.dtype, causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By PyTorch's own rules for tensors without numbers."""
@@ -93,7 +93,7 @@ class Product:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
-    """Computes on the CPU what a Hopper device would be asked for; returns the list of its calls."""
+    """Compute the calls for a Hopper device on the CPU, and return the list of calls."""
     calls: list[Product] = []
 
     def call(
@@ -138,7 +138,7 @@ def test_cudnn_gets_most_of_an_odd_prompt(
 def test_cudnn_computes_nearly_all_of_a_prompt_among_chats_with_few_plans(
     products: list[Product], num_chats: int
 ) -> None:
-    """Steps of 8,192 tokens have room for that many less the chats' of the prompt."""
+    """A step of 8,192 tokens has as many prompt tokens, less the tokens of the chats."""
     spec = AttnSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1, window=None, softcap=None)
     step, num_tokens = 8192 - num_chats, 2**20
     for start in range(0, num_tokens, step):
@@ -170,7 +170,7 @@ def flash(
     window_size_right: int,
     **_: None,
 ) -> tuple[Tensor, ...]:
-    """Computes in float64 what FlashAttention says of windows.
+    """Compute FlashAttention's definition of windows in float64.
 
     Query i sees key j iff `i + S - T - left <= j <= i + S - T + right`, where -1 has no end. A row that sees nothing
     has a sum of plus infinity.
@@ -195,7 +195,7 @@ def flash(
 
 
 class OnCpu(TorchCuda):
-    """Computes what has no window with PyTorch's kernel for CPUs."""
+    """Compute attention without a window by PyTorch's kernel for CPUs."""
 
     _kernel = TorchCpu._kernel
 

@@ -1,6 +1,6 @@
-"""Every exchange gives every member what one device would compute, and sends just the bytes that arithmetic says.
+"""Every exchange gives every member the results of one device, and sends exactly the bytes of its formula.
 
-Members are threads with mailboxes; each holds its keys in scattered blocks. The formulas are in docs/exchanges.md.
+Members are threads with mailboxes. Each holds its keys in scattered blocks. The formulas are in docs/exchanges.md.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from longspan.attn.check import EXCHANGES, Request, attend, member_call
 from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import split_heads, spread_heads
 from longspan.core.exchange import CHAIN, LOCAL
 from longspan.core.layouts import shard_span
 from longspan.core.owners import Rotation
 from longspan.core.runs import Run, SpanShards, clip, coalesce, positions
+from longspan.core.splits import split_heads, spread_heads
 from longspan.core.steps import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,7 +97,7 @@ def requests(draw: st.DrawFn, num_members: int, *, in_order: bool = False) -> Re
 
 
 def rotated(kv_runs: SpanShards, start: int, stop: int) -> SpanShards:
-    """The same up to `start`; homes rotate by token from there on."""
+    """Return the same runs up to `start`. From there on the owner rotates by token."""
     before = [clip(runs, 0, start) for runs in kv_runs]
     rotation = Rotation(start=start, held=tuple(len(positions(runs)) for runs in before))
     return tuple((*runs, *rotation.runs(member, stop)) for member, runs in enumerate(before))
@@ -118,7 +118,7 @@ def cases(draw: st.DrawFn, *, in_order: bool) -> Case:
 def exchange(
     name: str, case: Case, faults: Callable[[int, Transport], FaultyTransport] | None = None
 ) -> tuple[list[list[Tensor]], Counter[Link], int]:
-    """Every member's outputs, the payload bytes sent by all, and the number of messages that nobody received."""
+    """Return the outputs of every member, the payload bytes sent by all, and the number of unreceived messages."""
     sent: list[Counter[tuple[str, Link]]] = [Counter() for _ in case.hosts]
     wires = Wires()
 
@@ -146,7 +146,7 @@ def assert_attention(outputs: list[list[Tensor]], case: Case) -> None:
 
 
 def seen(request: Request, member: int, spec: AttnSpec, asker: int | None = None, *, cached: bool = False) -> int:
-    """How many of a member's keys some query of `asker`, or of anybody, may still see; only `cached` ones if so."""
+    """Count the keys of a member, or only `cached` ones, that some query of `asker`, or of any, may still see."""
     span = sorted(position for runs in request.q_runs for position in positions(runs))
     queries = span if asker is None else positions(request.q_runs[asker])
     if not queries:
@@ -233,7 +233,7 @@ def test_exact_and_to_the_byte(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 4])
-def test_chain_sends_half_the_bytes_of_gather_kv(num_members: int) -> None:
+def test_chain_sends_half_of_the_bytes_of_gather_kv(num_members: int) -> None:
     """With even partitions and nothing cached, as the paper has it (equations 5 and 7)."""
     runs = shard_span("contiguous", 0, 24 * num_members, num_members)
     case = Case(hosts=(0,) * num_members, batch=(Request(q_runs=runs, kv_runs=runs, seed=0),), spec=spec_of())
@@ -294,7 +294,7 @@ def test_local(batch: list[Request], window: int | None, softcap: float | None, 
 
 @ALL
 def test_no_message_without_payload(name: str) -> None:
-    """One member has all keys and queries: the others have nothing to send, and nothing to wait for."""
+    """One member has all keys and queries, so its peers send nothing and wait for nothing."""
 
     class Counting(FaultyTransport):
         def start(self, sends, receives, tag):
@@ -307,7 +307,7 @@ def test_no_message_without_payload(name: str) -> None:
     case = Case(hosts=(0, 0, 0), batch=(alone,), spec=spec_of())
     found, sent, _ = exchange(name, case, lambda _, transport: Counting(transport))
     assert_attention(found, case)
-    quiet = name in ("ring_q", "chain")  # keys visit those without queries, too, and those have heads
+    quiet = name in ("ring_q", "chain")  # other exchanges send keys to members without queries, which have heads
     assert (sent.total() == 0 and not started) == quiet
     nobody = replace(case, batch=(replace(alone, q_runs=((), (), ())),))
     started.clear()

@@ -47,7 +47,7 @@ def dealt_evenly(num_members: int) -> Request:
 
 
 def three_layers(name: str, num_members: int, wires: Wires, **faults_of_rank_1: object) -> list[object]:
-    """What members return or raise when rank 1 fails; none can finish if it does so before the last layer."""
+    """Return the results or errors of members when rank 1 fails. None can finish if it fails before the last layer."""
     request, spec = dealt_evenly(num_members), spec_of()
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
@@ -99,7 +99,7 @@ def test_wrong_message_is_recognised(num_floats: int, tag: int) -> None:
         group.start(sends={}, receives={0: due}, hop=2).wait()
 
 
-def test_an_exchange_cannot_take_the_tags_of_others() -> None:
+def test_an_exchange_cannot_use_tags_of_other_exchanges() -> None:
     group = Group(MemoryTransport(Wires(), 1), range(2), 1, name="long", tags=range(5, 7))
     with pytest.raises(AssertionError, match="hop 2 of long, which has tags for 2"):
         group.start(sends={}, receives={}, hop=2)
@@ -129,7 +129,7 @@ def test_a_sender_that_reuses_a_buffer_is_found_out() -> None:
 
 @ALL
 def test_messages_are_copies(name: str) -> None:
-    """Pool and tensors may be written again as soon as an exchange returns: late messages carry what they should."""
+    """Pool and tensors may be overwritten when an exchange returns. Late messages still have the right contents."""
     request, spec = dealt_evenly(3), spec_of()
 
     def member(rank: int, transport: Transport) -> Tensor:
@@ -153,7 +153,7 @@ def test_messages_are_copies(name: str) -> None:
     ids=["shared memory", "gloo", "both", "two ranks"],
 )
 def test_processes(hosts: tuple[int, ...], tmp_path: Path) -> None:
-    """Real processes under random delays equal one device; when rank 1 is killed, the others get CommError.
+    """Real processes under random delays equal one device. When rank 1 is killed, its peers get CommError.
 
     Long before any time-out of theirs: gloo's is half an hour, and shared memory has none. Nothing is left where they
     met, but gloo's file.

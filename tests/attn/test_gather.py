@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter: everybody has everything, and each byte goes from one host to another once."""
+"""All-gather and reduce-scatter: every member has all blocks, and each byte is sent between hosts once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = st.integers(1, 6).flatmap(
 def run_group(
     hosts: Sequence[int], work: Callable[[Group], list[Tensor]], seed: int
 ) -> tuple[list[list[Tensor]], Counter[str]]:
-    """What the members return, and the bytes that all have sent, by link; messages are late and overtake each other."""
+    """Return the results of the members, and all bytes by link. Messages are late and overtake each other."""
     sent: list[Counter[tuple[str, str]]] = [Counter() for _ in hosts]
     wires = Wires()
 
@@ -94,7 +94,7 @@ def test_reduce_scatter(case: tuple[list[int], list[int]], seed: int, dtype: tor
     assert_crossings(links, hosts, sum(length * WIDTH * dtype.itemsize for length in lengths))
 
 
-def test_members_of_a_host_divide_the_bytes_between_hosts() -> None:
+def test_members_of_a_host_share_the_sends_between_hosts() -> None:
     hosts = (0, 0, 1, 1)
     sent: list[Counter[tuple[str, str]]] = [Counter() for _ in hosts]
 

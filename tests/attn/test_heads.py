@@ -1,4 +1,4 @@
-"""Every query head goes to one member, with the KV head that it reads, and nobody has more than must be."""
+"""Every query head goes to one member, with the KV head that it reads, and no member has more than necessary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.cluster import split_heads, spread_heads, uniform_pieces
+from longspan.core.splits import split_heads, spread_heads, uniform_pieces
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 40))

@@ -1,9 +1,8 @@
-"""A member whose keys lie partly on its host finds what it would with all of them."""
+"""A member with some keys in its host pool has the same results as with all keys on its device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,19 +10,19 @@ from torch import Tensor
 
 from longspan.attn import hosted
 from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.comm import ALONE
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.local import local
-from longspan.attn.hosted import HostSource, HostStaging, KeysAndValues, Shape, Staging
+from longspan.attn.hosted import HostSource, HostStaging, Shape, Staging
 from longspan.attn.member import MemberPart, MemberParts
-from longspan.attn.paged import PagedKv
+from longspan.attn.paged import KeysAndValues, PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
+from longspan.core.exchange import LOCAL
 from longspan.core.owners import Owners
 from longspan.core.runs import Run
 
 BLOCK, DEVICE, HOST = 4, 0, 9
-GROUP: Any = None
-"""Nothing is sent."""
 
 
 class LateStaging:
@@ -104,8 +103,8 @@ def attend(requests: list[tuple[int, int, set[int]]], spec: AttnSpec, staging: S
     q = torch.cat(queries, dim=1)
     source = HostSource(parts=MemberParts(there, backend), member=0, kv=joined(host_kv), staging=staging)
     call = Call(
-        exchange=GROUP,
-        group=GROUP,
+        exchange=LOCAL,
+        group=ALONE,
         parts=MemberParts(own, backend),
         q=q,
         k=q,
@@ -129,7 +128,7 @@ REQUESTS = [(40, 1, {0, 1, 2, 5}), (61, 1, set()), (37, 6, set(range(8))), (3, 1
 def test_both_sources_together_are_exact(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, early: bool
 ) -> None:
-    """Pieces of two blocks, so that most come in several."""
+    """Pieces of two blocks, so that most requests have several pieces."""
     monkeypatch.setattr(hosted, "PIECE_TOKENS", 2 * BLOCK)
     spec = AttnSpec(num_heads=4, num_kv_heads=kv_heads, head_dim=8, scale=0.3, window=window, softcap=None)
     out, wanted = attend(REQUESTS, spec, LateStaging(early=early))

@@ -1,4 +1,4 @@
-"""The in-order transport finds what hangs, or goes astray, where calls have no tags; exchanges do neither."""
+"""The in-order transport finds hangs and mismatched messages of calls without tags. Exchanges have neither."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from in_order import Fabric, InOrderTransport
 
 from longspan.attn.check import EXCHANGES, Request, attend, member_call
 from longspan.attn.collectives import all_reduce
-from longspan.attn.comm import CommError, DirectedTransport, Group, Message, Transport
+from longspan.attn.comm import CommError, Group, Message, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
+from longspan.attn.routing import DirectedTransport
 from longspan.attn.spec import AttnSpec
 from longspan.core.layouts import shard_span
 
@@ -22,7 +23,7 @@ Work = Callable[[int], object]
 
 
 def run_ranks(number: int, work: Work, fabric: Fabric) -> list[object]:
-    """Runs `work(rank)` on a thread each; returns what each returned or raised. One that raises is gone."""
+    """Run `work(rank)` on a thread per rank, and return each result or error. A rank that raises is closed."""
     results: list[object] = [TimeoutError("it hangs")] * number
 
     def rank(index: int) -> None:
@@ -57,8 +58,8 @@ def test_in_order_matching_calls_are_delivered() -> None:
     assert run_ranks(2, work, fabric) == [3.0, 2.0] and not fabric.left
 
 
-def test_in_order_a_circle_is_an_error() -> None:
-    """Each waits for what the other would send after it has received: the second calls never run."""
+def test_in_order_a_circle_is_told() -> None:
+    """Each rank waits for a message that the peer would send after its own receive. The second calls never run."""
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -72,8 +73,8 @@ def test_in_order_a_circle_is_an_error() -> None:
     assert any("nobody can go on: rank" in str(result) and "which waits for rank" in str(result) for result in results)
 
 
-def test_in_order_a_circle_over_two_lanes_is_an_error() -> None:
-    """Nobody has made the call that the other waits for, and nobody will."""
+def test_in_order_a_circle_over_two_lanes_is_told() -> None:
+    """Neither rank has made the call that the peer waits for, and neither will."""
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -88,7 +89,7 @@ def test_in_order_a_circle_over_two_lanes_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("hop", "size"), [(1, 4), (0, 5)], ids=["tag", "size"])
-def test_in_order_a_message_in_the_wrong_buffer_is_an_error(hop: int, size: int) -> None:
+def test_in_order_mismatched_messages_are_reported(hop: int, size: int) -> None:
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -106,7 +107,7 @@ SUMMED = ((0, 1), (2, 3), (0, 1, 2, 3))
 
 
 def test_in_order_sums_of_some_ranks() -> None:
-    """Each set has a communicator, and sums in the order of its calls; terms become sums."""
+    """Each set has a communicator, and sums in the order of its calls. Terms become sums."""
     fabric = Fabric()
 
     def work(rank: int) -> list[float]:
@@ -125,7 +126,7 @@ def test_in_order_sums_of_some_ranks() -> None:
 
 
 @pytest.mark.parametrize(("first", "words"), [(("sum", "message"), "nobody can go on"), (("message", "message"), None)])
-def test_in_order_sums_and_messages_come_in_one_order(first: tuple[str, str], words: str | None) -> None:
+def test_in_order_sums_and_messages_have_one_order(first: tuple[str, str], words: str | None) -> None:
     """Each rank ends its first before it begins its second, and so do devices: a circle if these are not alike."""
     fabric = Fabric()
 
@@ -144,7 +145,7 @@ def test_in_order_sums_and_messages_come_in_one_order(first: tuple[str, str], wo
 
 
 @pytest.mark.parametrize("fault", ["shape", "order", "not opened"])
-def test_in_order_sums_of_other_shapes_are_an_error(fault: str) -> None:
+def test_in_order_sums_that_do_not_fit_are_told(fault: str) -> None:
     fabric = Fabric()
 
     def work(rank: int) -> None:
@@ -229,14 +230,14 @@ def test_in_order_chains_are_begun_ahead(orders: Sequence[Sequence[int]]) -> Non
 
 
 def test_in_order_a_chain_needs_a_lane_of_its_own() -> None:
-    """On that of the other exchanges it is received before what the peer sends first, and gets that, or a circle."""
+    """On the lane of other exchanges its receive precedes a message of the peer and gets it, or there is a circle."""
     with pytest.raises(CommError, match=r"reaches|nobody can go on"):
         run_step(Fabric(), [(0, 1)], lambda _: None)
 
 
 @pytest.mark.parametrize("is_directed", [True, False])
 def test_in_order_blocks_move_both_ways_at_once(is_directed: bool) -> None:
-    """Each rank's threads receive before they send; a pair of ranks has one communicator per lane."""
+    """Each rank's threads receive before they send. A pair of ranks has one communicator per lane."""
     fabric = Fabric(timeout_s=10)
 
     def work(rank: int) -> float:

@@ -1,4 +1,4 @@
-"""Attention over kept keys, and the merge of results of some queries, against what they are for each head alone."""
+"""Attention over kept keys, and the merge of results of some queries, compared with each head alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_kv_head_attends_to_its_own_keys(
     torch.testing.assert_close(lse.double(), wanted_lse, atol=TOLERANCE[dtype], rtol=1e-6)
 
 
-def test_no_kept_tokens_and_no_queries() -> None:
+def test_no_kept_keys_or_no_queries() -> None:
     spec = AttnSpec(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
     q, k, v = random_qkv(spec, 3, 5, torch.float32, 0)
     out, lse = BACKEND.attend_kept(q, k, v, torch.empty(2, 0, dtype=torch.int32), spec)
@@ -74,7 +74,7 @@ def test_no_kept_tokens_and_no_queries() -> None:
 
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("num_kept", [0, 1, 8])
-def test_kept_tokens_are_copied_into_their_slots_only(readers: int, num_kept: int) -> None:
+def test_kept_tokens_are_copied_only_into_their_tensor(readers: int, num_kept: int) -> None:
     num_kv_heads, num_tokens, dim = 2, 11, 16
     tokens = torch.randn(2, num_tokens, num_kv_heads * readers, dim).transpose(1, 2)
     whole = torch.full((2, num_kv_heads * readers, num_kept + 3, dim), torch.nan)
@@ -149,7 +149,7 @@ def rated_by_key(q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec
 def rating_case(
     spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, AttnSpec]:
-    """Draws what `rate` gets; some queries see no key, and some all of them."""
+    """Draw the arguments of `rate`. Some queries see no key, and some see all keys."""
     generator = torch.Generator().manual_seed(seed)
     q, k, _ = random_qkv(spec, num_queries, num_keys, dtype, seed)
     seen = torch.randint(0, num_keys + 1, (num_queries,), generator=generator)

@@ -84,7 +84,7 @@ def test_head_dims(head_dim: int, heads: tuple[int, int]) -> None:
 @SHORT
 @given(specs(), st.integers(1, 700), st.integers(0, 900), st.integers(0, 600), st.integers(0, 9))
 def test_tiles_of_every_size(spec: AttnSpec, num_queries: int, behind: int, ahead: int, seed: int) -> None:
-    """Runs long enough to be cut into several tiles; some keys are seen by all queries, some by none."""
+    """Runs long enough for several tiles. Some keys are seen by all queries, some by none."""
     q_run, k_run = Run(behind, behind + num_queries), Run(0, behind + num_queries + ahead)
     q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.float32, seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -160,7 +160,7 @@ def test_merge_is_commutative_and_associative(data: st.DataObject, num: int, ran
     assert_equal(nested, (whole[0].double(), whole[1].double()), 1e-5)
 
 
-def test_merge_keeps_empty_partials_and_nan() -> None:
+def test_merge_keeps_results_without_keys_and_does_not_hide_nan() -> None:
     out, lse = merge(torch.zeros(2, 1, 1, 4), torch.full((2, 1, 1), -torch.inf))
     assert not out.any() and lse.isneginf().all()
     out, lse = merge(torch.ones(2, 1, 1, 4), torch.tensor([-torch.inf, 1.0]).view(2, 1, 1))

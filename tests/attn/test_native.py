@@ -38,7 +38,7 @@ def kernel() -> Iterator[None]:
 
 
 _DIMS = (32, 64, 96, 128, 256)
-"""Sizes of heads that the kernel knows; PyTorch computes all others."""
+"""Head dimensions that the kernel supports. PyTorch computes all other ones."""
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_the_kernel_is_attention(spec: AttnSpec, data: st.DataObject, step: int,
 @settings(deadline=None, max_examples=50)
 @given(specs(), st.integers(0, 900), st.integers(20, 400), st.integers(0, 9))
 def test_dense_scores_change_no_bit(spec: AttnSpec, start: int, num_queries: int, seed: int) -> None:
-    """Those that are not seen count for nothing, even where a whole block of them is computed."""
+    """Hidden keys have no effect, even if a whole block of them is computed."""
     q_run, k_run = Run(start, start + num_queries), Run(0, start + num_queries + 300)
     q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.bfloat16, seed)
     relation = relate(q_run, k_run, spec.window)
@@ -232,7 +232,7 @@ def test_a_model_is_as_exact_with_it_as_without(tmp_path: Path, monkeypatch: pyt
         wanted = [one.logits[step] for step in (0, 1) for one in expected]
         return float(np.mean([np.sqrt(np.mean((a - b) ** 2)) for a, b in zip(found, wanted, strict=True)]))
 
-    # Roundings to bfloat16 in another order; over 12 samples their sizes differ by chance (1.35 has been seen).
+    # Roundings to bfloat16 in another order. Over 12 samples their sizes differ by chance (1.35 was observed).
     limit = 2 * error("torch")
     assert limit < 0.4
     for options in ({}, {"instances": 2}, {"tp": 2}, {"pp": 2, "quantization": "int8"}):
@@ -263,12 +263,12 @@ def test_missing_requirements_are_named(tiny: Path, tmp_path: Path, monkeypatch:
             native.build(tmp_path)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(native.os, "getuid", lambda: 12345)
-    with pytest.raises(native.UnavailableError, match="belongs to somebody else"):
+    with pytest.raises(native.UnavailableError, match="belongs to another user"):
         native.build(tmp_path)
 
 
 def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come first. This one only says what it was given."""
+    """They come first. This compiler only prints its arguments."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\necho "error: $# words: $@" >&2\nexit 1\n')
     compiler.chmod(0o755)
@@ -320,7 +320,7 @@ def test_pytorch_computes_unsupported_dtypes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_some_heads_of_a_pool_are_left_to_pytorch_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paged kernel takes blocks for dense; a rank reads its share of the heads that a host's pool has."""
+    """The paged kernel assumes dense blocks. A rank reads its share of the heads in a host pool."""
     monkeypatch.setattr(native, "_library", None)
     spec = AttnSpec(num_heads=2, num_kv_heads=1, head_dim=32, scale=0.1, window=None, softcap=None)
     q, k, v = random_qkv(spec, 1, 48, torch.bfloat16, seed=1)

@@ -32,7 +32,7 @@ PAGE = 4096
 
 @contextmanager
 def ranks_of(num_ranks: int, *, waits_for_sends: bool = False) -> Iterator[list[SharedMemoryTransport]]:
-    """Connects ranks that are threads of this process. What nobody sends is an error after a while."""
+    """Connect ranks that are threads of this process. A message that is never sent is an error after a timeout."""
     found: dict[int, SharedMemoryTransport] = {}
 
     def meet(rank: int, prefix: str) -> None:
@@ -50,7 +50,7 @@ def ranks_of(num_ranks: int, *, waits_for_sends: bool = False) -> Iterator[list[
 
 
 def in_threads(calls: Sequence[partial[None]]) -> None:
-    """Makes calls at once; raises what one of them raises."""
+    """Make calls concurrently, and raise the error of a failed one."""
     errors: list[Exception] = []
 
     def run(call: partial[None]) -> None:
@@ -76,7 +76,7 @@ def filled(num_bytes: int, value: int) -> Tensor:
 def is_clean(transport: SharedMemoryTransport) -> bool:
     """Whether nothing is under way, once the last answers were read."""
     transport.start([], [], 0)
-    return not (transport._sent or transport._asked or transport._unasked or transport._sent_bytes)
+    return not (transport._sent or transport._expected or transport._unexpected or transport._sent_bytes)
 
 
 SIZES = st.one_of(st.integers(1, 64), st.integers(PAGE - 2, PAGE + 2), st.integers(1, 20 * PAGE))
@@ -92,7 +92,7 @@ SIZES = st.one_of(st.integers(1, 64), st.integers(PAGE - 2, PAGE + 2), st.intege
 def test_messages_arrive_in_any_order(
     num_ranks: int, sizes: list[int], bounds: tuple[int, int], data: st.DataObject
 ) -> None:
-    """Each rank asks for all of its messages and sends its own, in an order of its own; memory may be short."""
+    """Each rank posts all receives and sends its messages, in an order of its own. Memory may be short."""
     ends = data.draw(st.lists(st.permutations(range(num_ranks)), min_size=len(sizes), max_size=len(sizes)))
     messages = list(enumerate(zip(ends, sizes, strict=True)))
     orders = [data.draw(st.permutations(messages)) for _ in range(num_ranks)]
@@ -110,7 +110,7 @@ def test_messages_arrive_in_any_order(
             assert torch.equal(room, filled(len(room), tag))
 
     with (
-        mock.patch.multiple(shared_memory, OUTBOX_BYTES=bounds[0], _MOST_UNTAKEN=bounds[1], _FIRST_BYTES=PAGE),
+        mock.patch.multiple(shared_memory, OUTBOX_BYTES=bounds[0], _MAX_UNTAKEN=bounds[1], _FIRST_BYTES=PAGE),
         ranks_of(num_ranks) as transports,
     ):
         in_threads([partial(run, transport, rank) for rank, transport in enumerate(transports)])
@@ -130,7 +130,7 @@ def test_an_arena_lends_each_place_once_and_keeps_little(sizes: list[int], data:
         lent[number] = piece, place
         for other in data.draw(st.lists(st.sampled_from(sorted(lent)), unique=True)):
             piece, place = lent.pop(other)
-            assert torch.equal(piece, filled(len(piece), other)), "nobody else has written there"
+            assert torch.equal(piece, filled(len(piece), other)), "no other piece has written there"
             with mock.patch.object(shared_memory, "_IDLE_BYTES", kept):
                 arena.take_back(place, len(piece))
         in_use = sum(max(PAGE, 2 * len(piece)) for piece, _ in lent.values())
@@ -138,7 +138,7 @@ def test_an_arena_lends_each_place_once_and_keeps_little(sizes: list[int], data:
     arena.close()
 
 
-def test_an_arena_counts_kept_memory_and_not_released_memory() -> None:
+def test_an_arena_counts_the_memory_that_it_keeps_and_not_released_memory() -> None:
     kept = 8 * PAGE
     with mock.patch.multiple(shared_memory, _IDLE_BYTES=kept):
         arena = Arena()
@@ -165,8 +165,8 @@ def test_one_copy_serves_all_readers() -> None:
 
 
 def test_a_sender_waits_when_too_much_is_under_way() -> None:
-    """Until its peer has taken something; and without an error when nothing can be taken before the next message."""
-    with ranks_of(2) as (first, second), mock.patch.multiple(shared_memory, _MOST_UNTAKEN=4):
+    """Until its peer has received a message, and without an error if no receive is possible before the next message."""
+    with ranks_of(2) as (first, second), mock.patch.multiple(shared_memory, _MAX_UNTAKEN=4):
         started: list[int] = []
 
         def send() -> None:
@@ -188,7 +188,7 @@ def test_a_sender_waits_when_too_much_is_under_way() -> None:
 
 
 def test_threads_that_wait_for_sends_share_a_transport() -> None:
-    """As those of moves do: a thread for each peer sends, one more waits until that is taken, two others receive."""
+    """As for moves: a thread per peer sends, one more waits until messages are received, and two receive."""
     with ranks_of(3, waits_for_sends=True) as transports:
 
         def send(rank: int, peer: int) -> None:
@@ -208,7 +208,7 @@ def test_threads_that_wait_for_sends_share_a_transport() -> None:
         assert all(is_clean(transport) for transport in transports)
 
 
-def test_messages_sent_before_a_rank_ended_arrive_and_no_others() -> None:
+def test_messages_sent_before_a_rank_ended_arrive_and_nothing_else() -> None:
     with ranks_of(3) as transports:
         rooms = [filled(9, 0) for _ in range(3)]
         pending = [transports[1].start([], [(0, room)], tag) for tag, room in enumerate(rooms)]
@@ -222,17 +222,17 @@ def test_messages_sent_before_a_rank_ended_arrive_and_no_others() -> None:
             pending[2].wait()
         with pytest.raises(CommError, match="rank 0 is gone"):
             transports[1].start([(0, rooms[0])], [], 7)
-        transports[2].start([(1, filled(9, 6))], [], 8)  # the others go on
+        transports[2].start([(1, filled(9, 6))], [], 8)  # the other ranks continue
         transports[1].start([], [(2, rooms[0])], 8).wait()
         assert rooms[0].unique().tolist() == [6]
 
 
 @pytest.mark.parametrize("act", ["receives", "sends", "has sent too much"])
-def test_waiting_for_a_rank_that_ends_is_an_error(act: str) -> None:
+def test_every_wait_for_a_rank_ends_with_the_rank(act: str) -> None:
     waits_for_sends, most = act == "sends", 1 if act == "has sent too much" else 128
     with (
         ranks_of(2, waits_for_sends=waits_for_sends) as (first, second),
-        mock.patch.multiple(shared_memory, _MOST_UNTAKEN=most),
+        mock.patch.multiple(shared_memory, _MAX_UNTAKEN=most),
     ):
 
         def end() -> None:
@@ -265,12 +265,12 @@ def test_a_message_of_another_length_is_an_error(is_asked_first: bool) -> None:
 def test_a_wait_ends_when_nothing_comes() -> None:
     with ranks_of(2) as (first, _):
         first._timeout_s = 0.05
-        with pytest.raises(CommError, match=r"nothing has come for 0.05 s"):
+        with pytest.raises(CommError, match=r"no message arrived for 0.05 s"):
             first.start([], [(1, filled(1, 1))], 1).wait()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_without_a_peer_times_out(rank: int, tmp_path: Path) -> None:
-    with pytest.raises(CommError, match=r"nobody listens|does not call"):
+def test_a_rank_without_peers_raises(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(CommError, match=r"no rank listens|does not connect"):
         meet_on_host(f"{tmp_path}/met", rank, [1 - rank], timeout_s=0.05)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Sparse attention by levels: nothing dropped is full attention, and what is dropped is what the text says.
+"""Sparse attention by levels equals full attention without drops, and drops the tokens that its definition names.
 
 The reference is slow and knows no messages: it masks scores token by token. Members are threads with mailboxes.
 """
@@ -66,7 +66,7 @@ def run_layers(
 
 
 class Reference:
-    """What the text says, for one request, in float64: which pairs of tokens meet in each layer."""
+    """The definition for one request in float64: the pairs of tokens that meet in each layer."""
 
     def __init__(self, setting: SparseSetting, request: Request, spec: AttnSpec) -> None:
         self.setting, self.request, self.spec = setting, request, spec
@@ -80,7 +80,7 @@ class Reference:
         return next((level for level, width in enumerate(widths, 1) if query // width == key // width), len(widths) + 1)
 
     def kept(self, shards: SpanShards, layer: int, head: int, level: int) -> set[int]:
-        """The best rated tokens of what each member has of each partition."""
+        """Return the best rated tokens of each member in each partition."""
         found = set(range(self.tokens))
         if self.ratings is None or layer in (0, LAYERS - 1) or level == 1:
             return found
@@ -203,11 +203,11 @@ def test_dropped_tokens_follow_the_definition(seed: int) -> None:
 
 
 def test_ratios_follow_the_distance() -> None:
-    """Level 3 keeps half of what level 2 does, level 4 a quarter."""
+    """Level 3 keeps half of the tokens of level 2, level 4 a quarter."""
     assert ratios_by_rule(0.2, 4) == pytest.approx((0.2, 0.6, 0.8))
 
 
-def test_segments_are_joined_links() -> None:
+def test_segments_follow_links() -> None:
     assert segments_of(4, (0, 0, 1, 1), 3) == (1, 2)
     assert segments_of(16, (0,) * 8 + (1,) * 8, 3) == (1, 8)
     assert segments_of(4, (0, 0, 0, 0), 3) == (1, 2)
@@ -218,7 +218,7 @@ def test_segments_are_joined_links() -> None:
 def bytes_by_hand(setting: SparseSetting, tokens: int, heads: int, dim: int) -> int:
     """Of one layer, for four members with a partition each, of as many KV heads as query heads, float32.
 
-    At level 2 neighbours share the heads, at level 3 all do; who has a head at level 3 has it at level 2, too.
+    At level 2 neighbours share the heads, at level 3 all do. A member with a head at level 3 has it at level 2, too.
     """
     assert setting.segments == (1, 2)
     half, quarter = heads // 2, heads // 4
@@ -237,7 +237,7 @@ def bytes_by_hand(setting: SparseSetting, tokens: int, heads: int, dim: int) -> 
             queries = [asked[one] for one in in_segment if any(level[source][k] == one for k in range(source))]
             keys = [kept[one] for one in in_segment if any(level[source][q] == one for q in range(source + 1, 4))]
             vectors += max(queries, default=0) + 2 * max(keys, default=0)
-            # back: what the source has found for queries of the target
+            # back: results of the source for queries of the target
             for one in (2, 3):
                 if head in share[one][source] and level[source][target] <= one:
                     found = asked[one] * any(level[target][k] == one for k in range(target))
@@ -266,7 +266,7 @@ def test_bytes_fall_as_the_ratios_say(mode: DropMode, drop: float, pieces: tuple
     by_layer = {int(name): number for (name, _), number in sent.items()}
     assert by_layer[0] == exact + of_samples, "queries are sampled for the next layer"
     assert by_layer[1] == by_layer[2] == sparse + of_samples
-    assert by_layer[3] == sparse, "the last drops nothing, so nobody samples for it"
+    assert by_layer[3] == sparse, "the last drops nothing, so no member samples for it"
     assert by_layer[4] == exact
     assert sparse < exact or not drop
     runs = shard_span("contiguous", 0, 4 * tokens, 4)

@@ -1,4 +1,4 @@
-"""Triton's kernels against PyTorch's, in Triton's interpreter, and what its compiler says of them; no GPU is needed.
+"""Triton's kernels compared with PyTorch's in Triton's interpreter, and compiled. No GPU is needed.
 
 Whether Triton interprets is decided when it is imported, so a process of its own does that, and runs `compare_...`.
 """
@@ -123,7 +123,7 @@ def compare_empty() -> None:
             assert torch.equal(found, wanted)
 
 
-def test_no_kept_tokens_and_no_queries(assert_interpreted: Run) -> None:
+def test_no_kept_keys_or_no_queries(assert_interpreted: Run) -> None:
     assert_interpreted(compare_empty)
 
 
@@ -269,7 +269,7 @@ def compare_paged(
 def test_single_queries_read_blocks(
     assert_interpreted: Run, spec: AttnSpec, *, block_size: int, data: st.DataObject, dtype: torch.dtype, seed: int
 ) -> None:
-    spec = replace(spec, window=None)  # what a window hides is not among what is read
+    spec = replace(spec, window=None)  # hidden keys are not read
     all_reads = data.draw(st.lists(reads(12, block_size), min_size=1, max_size=4))
     assert_interpreted(compare_paged, spec, all_reads, block_size, dtype, seed)
 
@@ -283,12 +283,14 @@ def test_any_number_of_heads_reads_blocks(assert_interpreted: Run, heads: tuple[
 
 
 def compare_paged_anywhere(*arguments: Any) -> None:
-    with mock.patch.object(TorchCuda, "_kernel", TorchCpu._kernel):  # for very large heads; its own needs a GPU
+    with mock.patch.object(
+        TorchCuda, "_kernel", TorchCpu._kernel
+    ):  # for very large heads, whose own kernel needs a GPU
         compare_paged(*arguments)
 
 
 def compare_store(spec: AttnSpec, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Of keys and values that lie otherwise in memory; nothing else is written, and two tokens more go nowhere."""
+    """Of keys and values with other strides. Nothing else is written, and two more tokens are not stored."""
     generator = torch.Generator().manual_seed(num_tokens)
     shape = (num_tokens + 2, spec.num_kv_heads, spec.head_dim)
     k = torch.randn(shape, generator=generator).to(device, dtype).transpose(0, 1)
@@ -309,7 +311,7 @@ def test_new_tokens_are_stored(assert_interpreted: Run, num_tokens: int, dtype: 
 
 
 def compare_gather(spec: AttnSpec, block_size: int, span: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """Into parts of messages, of which nothing else is written; for some heads of the pool, too."""
+    """Into parts of messages without writing their other parts, and also for some heads of the pool."""
     start, stop = span
     whole = random_pool(spec, 12, block_size, dtype, 5, device)
     blocks = torch.randperm(12, generator=torch.Generator().manual_seed(stop)).tolist()
@@ -367,7 +369,7 @@ def test_large_heads_are_rated(assert_interpreted: Run, head_dim: int) -> None:
 
 
 def compare_selection(num_heads: tuple[int, int], dim: int, kept: tuple[int, int], dtype: torch.dtype) -> None:
-    """Queries alone, and keys with values that lie otherwise in memory; nothing is written beside their rooms."""
+    """Queries alone, and keys and values with other strides. Only the target tensors are written."""
     num_tokens = 150
     indices = kept_by(num_heads[1], num_tokens, num_tokens, seed=0)[:, slice(*kept)]
     num_kept = indices.shape[1]
@@ -441,7 +443,7 @@ def test_results_are_combined_as_by_pytorch(
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], arch: int) -> Any:
-    """Compiles for an architecture, of which no device need be there; strides are multiples of 16 as mostly."""
+    """Compile for an architecture without a device. Strides are multiples of 16, as in most calls."""
     from triton import compiler
     from triton.backends.compiler import GPUTarget
 
@@ -480,7 +482,7 @@ def _attention_constants(dim: int, dtype: torch.dtype, *, has_softcap: bool) -> 
 
 
 def _attention_types(dtype: torch.dtype) -> dict[str, str]:
-    types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype]) | dict.fromkeys(("lse", "found"), "*fp32")
+    types = dict.fromkeys(("q", "k", "v", "out"), _TYPES[dtype]) | dict.fromkeys(("lse", "ratings"), "*fp32")
     return types | {"indices": "*i32", "seen": "*i64", "scale": "fp32", "softcap": "fp32"}
 
 
@@ -511,9 +513,9 @@ def test_all_compile_for_a_single_query_and_key_too(ones: tuple[str, ...]) -> No
     assert compiles(ours.band_kernel, _attention_types(torch.bfloat16), attention)
     assert compiles(ours.rate_kernel, _attention_types(torch.bfloat16), attention)
     sizes: dict[str, object] = {"dim": 80, "width": 128, "tile": ours.COPIED}
-    types = dict.fromkeys(("first", "second", "room", "second_room"), "*bf16") | {"indices": "*i32"}
+    types = dict.fromkeys(("first", "second", "first_out", "second_out"), "*bf16") | {"indices": "*i32"}
     assert compiles(ours.select_kernel, types, sizes)
-    types = {"out": "*fp32", "lse": "*fp32", "some": "*bf16", "some_lse": "*fp32"}
+    types = {"out": "*fp32", "lse": "*fp32", "partial": "*bf16", "partial_lse": "*fp32"}
     assert compiles(ours.combine_kernel, types | {"rows": "*i32"}, sizes)
     assert compiles(ours.combine_kernel, types, sizes | {"rows": None})
 
@@ -540,7 +542,7 @@ def test_kernels_for_blocks_compile_and_fit_into_shared_memory(arch: int, dtype:
             assert compiled(ours.copy_kernel, to_copy, constants, arch).asm["cubin"]
 
 
-# ---------------------------------------------------------------- who uses it
+# ---------------------------------------------------------------- users
 
 
 def test_triton_is_imported_for_cuda_devices_only() -> None:

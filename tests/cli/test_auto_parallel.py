@@ -1,4 +1,4 @@
-"""`longspan batch --parallel auto`: the candidates, the choice, and the engine that runs it."""
+"""`longspan batch --parallel auto`: what is tried, what is taken, and that the engine runs so."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fake_llm import run
 from hypothesis import given
 from hypothesis import strategies as st
 from invented_profiles import measure
-from refusals import refused
 
 import longspan
 from longspan.args import EngineArgs
-from longspan.core.cluster import ParallelSpec
 from longspan.core.sampling import SamplingParams
+from longspan.core.splits import ParallelSpec
+from longspan.errors import ParameterError
 from longspan.planning import (
     DEFAULT_OUTPUT_TOKENS,
     Candidate,
@@ -31,8 +31,8 @@ from longspan.planning import (
     best,
     candidates,
     check_options,
-    drawn,
     explanation,
+    sample_indices,
     specs_of,
 )
 from longspan.text.input_processor import EngineRequest
@@ -68,35 +68,35 @@ def test_two_ranks() -> None:
     assert specs_of(2, 1) == [TWO, TP2]
 
 
-def test_a_candidate_equals_the_arguments_of_the_engine() -> None:
+def test_a_candidate_is_what_the_engine_is_told() -> None:
     given = EngineArgs(parallel="auto", host_kv_gib=1.0)
     static = Candidate(spec=PP2).options(given)
     assert static == replace(given, parallel="pp2", policy="chunked")
     pair = Candidate(spec=PP2, decode=TP2).options(given).resolve()
-    assert [one.spec for one in pair.turns] == [PP2, TP2]
+    assert [one.spec for one in pair.phases] == [PP2, TP2]
 
 
-def test_the_quickest_of_the_most_capable_candidates_is_chosen() -> None:
+def test_the_quickest_is_taken_of_those_that_serve_the_most() -> None:
     slow, quick = Outcome(candidate=Candidate(spec=PP2), requests_per_s=2.0), Candidate(spec=TP2)
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0)]).candidate == quick
     assert best([slow, Outcome(candidate=quick, requests_per_s=3.0, num_refused=1)]) is slow
     assert best([Outcome(candidate=quick, problem="no room"), slow]) is slow
     assert best([slow, replace(slow, candidate=quick)]) is slow
-    with refused("parallel"):
+    with pytest.raises(ParameterError, match=r"parallel auto finds no candidate that can run: tp2 cannot run: no room"):
         best([Outcome(candidate=quick, problem="no room")])
-    with refused("parallel"):
+    with pytest.raises(ParameterError, match="finds no candidate"):
         best([])
 
 
 def test_an_outcome_is_explained() -> None:
     pair = Outcome(candidate=Candidate(spec=PP2, decode=TP2), num_transitions=3, prefill_share=0.25, num_refused=2)
-    assert explanation(pair) == "25% of step time is prefill, 3 transitions, 2 requests have no room"
+    assert explanation(pair) == "25% of step time is prefill, 3 transitions, 2 requests do not fit"
     assert explanation(replace(pair, problem="no room")) == "not simulated: no room"
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))
-def test_requests_are_drawn_evenly(number: int, most: int) -> None:
-    indices = list(drawn(number, most))
+def test_requests_are_sampled_evenly(number: int, most: int) -> None:
+    indices = list(sample_indices(number, most))
     assert len(indices) == min(number, most)
     gaps = {b - a for a, b in pairwise(indices)}
     assert not gaps or (min(gaps) >= 1 and max(gaps) - min(gaps) <= 1)
@@ -117,16 +117,16 @@ def test_outputs_are_as_long_as_asked_for_or_as_is_usual() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "parameter"),
+    ("options", "words"),
     [
-        ({"policy": "context"}, "policy"),
-        ({"policy": "seesaw"}, "host_kv_gib"),
-        ({"instances": 2}, "parallel"),
-        ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "parallel"),
+        ({"policy": "context"}, "policy context is not simulated"),
+        ({"policy": "seesaw"}, "host_kv_gib must be above 0"),
+        ({"instances": 2}, "exclude each other"),
+        ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "exclude each other"),
     ],
 )
-def test_options_without_any_candidate_are_refused(options: dict[str, Any], parameter: str) -> None:
-    with refused(parameter):
+def test_what_leaves_no_choice_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
         check_options(EngineArgs(parallel="auto", **options))
 
 
@@ -135,7 +135,7 @@ def test_options_without_any_candidate_are_refused(options: dict[str, Any], para
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, thread_llm: None) -> list[ThreadLLM]:
-    """The engines that the command line starts, on a machine of two cores without a profile."""
+    """The engines that the command line starts, on a machine of two cores that nobody has measured."""
     del thread_llm
     found: list[ThreadLLM] = []
 
@@ -173,14 +173,14 @@ def test_a_pair_is_taken_where_each_is_good_at_one_thing(
     measure(tiny, tp=2, token_s=1e-2, decode_s=1e-3)
     assert batch("--host-kv-gib", "0.01", "--block-size", "16", "--num-gpu-blocks-override", "200") == 0
     [llm] = started
-    assert [one.spec for one in llm.engine.config.turns] == [PP2, TP2]
+    assert [one.spec for one in llm.engine.config.phases] == [PP2, TP2]
     assert len(llm.engine.transitions) >= 1
     out, err = capsys.readouterr()
     assert out == ""
     rows = [line for line in err.splitlines() if re.search(r"│ +[0-9.]+ +│ +[0-9.]+ +│", line.replace("┃", "│"))]
     assert len(rows) == 5, err
     assert "seesaw pp2 to tp2" in rows[0] and "1.00" in rows[0]
-    assert "longspan: takes seesaw pp2 to tp2: " in err
+    assert "longspan: uses seesaw pp2 to tp2: " in err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_REQUESTS
 
 
@@ -192,12 +192,12 @@ def test_without_memory_on_the_host_the_best_spec_is_taken(
     [llm] = started
     assert (llm.engine.config.cluster.spec, llm.service.policy_settings.name) == (TP2, "chunked")
     _, err = capsys.readouterr()
-    assert f"tp 1 were not measured, so not simulated: longspan profile {tiny} --parallel 2 " in err
+    assert f"tp 1 have no profile, so they were not simulated: longspan profile {tiny} --parallel 2 " in err
     assert "pairs for Seesaw need --host-kv-gib" in err
-    assert "longspan: takes tp2: " in err
+    assert "longspan: uses tp2: " in err
 
 
-def test_without_a_profile_the_message_shows_how_to_make_one(
+def test_without_a_profile_the_user_is_told_how_to_make_one(
     batch: Callable[..., int], tiny: Path, started: list[ThreadLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert batch("--attention-backend", "torch") == 2

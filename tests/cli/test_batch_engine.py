@@ -42,7 +42,9 @@ def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> lis
     """In the order of the requests."""
     requests = ((tag, url, json.dumps(body).encode()) for tag, (url, body) in enumerate(bodies))
     served = ServedModel(input_processor=llm.input_processor, names=("m", "n"))
-    found = (Answer(*answer) for answer in answer_each(llm, served, requests, most=most, most_waiting_tokens=2**21))
+    found = (
+        Answer(*answer) for answer in answer_each(llm, served, requests, max_groups=most, max_waiting_tokens=2**21)
+    )
     return sorted(found, key=lambda answer: answer.tag)
 
 

@@ -117,7 +117,7 @@ def test_a_full_context_is_said_and_asks_nothing(
     assert run("chat") == 0
     assert len(asked()) == 2, "the turn that did not fit left no trace"
     err = capsys.readouterr().err
-    assert "60 is the most" in err
+    assert "of at most 60" in err
     assert "/reset" in err
 
 

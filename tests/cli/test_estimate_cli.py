@@ -93,7 +93,7 @@ def test_kv_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*shape[:-1], "-1") == 2
     assert "--host-kv-gib -1 holds no token" in capsys.readouterr().err
     assert run(*shape) == 0
-    assert re.search("from the host *│ .*; room for KV of 262,144 tokens", capsys.readouterr().out)
+    assert re.search("from the host *│ .*; holds KV of 262,144 tokens", capsys.readouterr().out)
 
 
 def test_float32_is_computed_without_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,9 @@ from longspan.cli.options import verb
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
 from longspan.cli.simulate import simulate
-from longspan.core.cluster import ParallelArgs
 from longspan.core.exchange import exchanges
 from longspan.core.options import Option, SchedulingArgs, id_list, options_of
+from longspan.core.parallel_args import ParallelArgs
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
 from longspan.serve.settings import RequestLimits, ServerSettings

@@ -277,9 +277,9 @@ def test_pieces_that_are_larger_than_a_step_are_not_timed(monkeypatch: pytest.Mo
         (["--lengths", "0"], "from 1 to 999"),
         (["--lengths", "x"], "whole numbers"),
         (["--repeats", "0"], "repeats"),
-        (["--partitions"], "--partitions are of prompts over several instances, but there is 1"),
+        (["--partitions"], "--partitions needs several instances, but there is 1"),
         (["--partitions", "--parallel", "2", "--lengths", "999"], "--lengths must be at least two"),
-        (["--partitions", "--parallel", "2", "--max-num-batched-tokens", "64"], "64 given, but --partitions are of"),
+        (["--partitions", "--parallel", "2", "--max-num-batched-tokens", "64"], "64 given, but --partitions needs"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,7 +338,7 @@ def test_decodes_that_did_not_stay_together_are_no_measurement(
 ) -> None:
     monkeypatch.setattr(Machine, "together", False)
     assert run("profile", "m", "--parallel", "2", *LENGTHS) == 2
-    assert "2 requests behind 8 tokens did not decode on one instance" in capsys.readouterr().err
+    assert "2 requests with contexts of 8 tokens did not decode on one instance" in capsys.readouterr().err
     assert all(decode.batch == 1 for decode in stored().decodes if decode.members == 1)
 
 

@@ -117,8 +117,8 @@ Started = tuple[Any, Any]
         ("127.0.0.1", None, None),
         ("localhost", None, None),
         ("::1", None, None),
-        ("0.0.0.0", None, "there is no --api-key: everybody who reaches 0.0.0.0 port 8000 may ask"),
-        ("127.0.0.1", "", "LONGSPAN_API_KEY is empty, so there is no key: everybody who reaches 127.0.0.1"),
+        ("0.0.0.0", None, "there is no --api-key: any client that reaches 0.0.0.0 port 8000 can send requests"),
+        ("127.0.0.1", "", "LONGSPAN_API_KEY is empty, so there is no key: any client that reaches 127.0.0.1"),
         ("0.0.0.0", "", "LONGSPAN_API_KEY is empty"),
         ("0.0.0.0", "sesame", None),
     ],
@@ -461,7 +461,7 @@ def test_refusals_by_the_engine_name_the_flag(capsys: pytest.CaptureFixture[str]
     folder = make_tiny("llama", tmp_path)
     flags = ("--dtype", "float32", "--skip-tokenizer-init", "--disk-kv-gib", "1", "--port", "0")
     assert run("serve", str(folder), *flags) == 2
-    assert "longspan: --disk-kv-gib 1 is reached by way of the host's memory: " in capsys.readouterr().err
+    assert "longspan: --disk-kv-gib 1 needs " in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_start_is_no_mistake_of_the_user(

@@ -1,4 +1,4 @@
-"""The verb `tune csa`: measures a tiny model, resumes after a stop, and writes a file for `--csa`."""
+"""The verb `tune csa`: measures a tiny model, goes on where it was stopped, and writes what `--csa` takes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from engines import ThreadLLM
 from fake_llm import run
 from invented_tuned import invented_tuned
-from refusals import refused
 
 from longspan import tuning
 from longspan.core.sampling import SamplingParams
-from longspan.cost.csa_tuned import Tuned
 from longspan.cost.profile import Transfer
 from longspan.csa_file import csa_settings
+from longspan.errors import ParameterError
+from longspan.policy.csps.tuned import Tuned
 from longspan.tuning import drawn
 
 LENGTHS = (160, 256)
@@ -27,7 +27,7 @@ ENGINE = ("--block-size", "16", "--num-gpu-blocks-override", "100", "--policy-op
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, thread_llm: None) -> Callable[[int], None]:
-    """Prompts are short, links are not timed, and each reading of the clock is a minute later."""
+    """Prompts are short, links are not timed, and a minute has passed whenever somebody looks at the clock."""
     del thread_llm
     monkeypatch.setenv("LONGSPAN_HOSTS", "2")
     monkeypatch.setattr(tuning, "LENGTHS", LENGTHS)
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, thread_llm: None) -> Callable[[int], 
     def restart(fewest: int) -> None:
         minutes = count()
         monkeypatch.setattr("longspan.cli.tune.time", SimpleNamespace(monotonic=lambda: 60 * next(minutes)))
-        monkeypatch.setattr(tuning, "FEWEST_POINTS", fewest)
+        monkeypatch.setattr(tuning, "MIN_POINTS", fewest)
 
     return restart
 
@@ -66,12 +66,12 @@ def test_a_model_is_tuned_and_served(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It first stops at its time limit. Then it resumes, and writes a file for sparse prompts."""
+    """It stops for want of time first; then it goes on, and writes a file by which prompts are computed."""
     clock(8)
     journal = tmp_path / "t.json.journal"
     assert tune(12) == 2
     said = capsys.readouterr().err
-    assert "--max-minutes is too short: 2 of 2 exact points" in said and "run it again to go on" in said
+    assert "--max-minutes is too short: " in said and "2 of 2 exact points" in said and "run the command again" in said
     before = journal.read_text(encoding="utf-8").splitlines()
     assert not (tmp_path / "t.json").exists()
     journal.write_text("\n".join([*before, '{"num_tok']), encoding="utf-8")  # it was killed while it wrote
@@ -110,7 +110,7 @@ def test_a_model_is_tuned_and_served(
 def test_points_depend_on_their_numbers_only(
     clock: Callable[[int], None], tune: Callable[..., int], tmp_path: Path
 ) -> None:
-    """So a resumed run measures the same as a single run."""
+    """So who goes on measures what one run would have."""
     hosts = (0, 0, 1, 1)
     draws = [drawn(number, LENGTHS, hosts) for number in range(200)]
     assert draws == [drawn(number, LENGTHS, hosts) for number in range(200)]
@@ -155,7 +155,7 @@ def test_no_minutes_take_the_points_that_there_are(
     [
         (["--csa", "off", "--exchange", "ring_kv"], "--exchange is set by tuning itself"),
         (["--csa", "auto"], "--csa is set by tuning itself"),
-        (["--out", "gone/t.json"], "the folder 'gone' is not there"),
+        (["--out", "gone/t.json"], "the folder 'gone' does not exist"),
         (["--max-minutes", "-1"], "--max-minutes"),
         (["--max-minutes", "soon"], "--max-minutes"),
         (["--target-ttft", "3"], "--target-ttft is set by tuning itself"),
@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
     assert said.out == "" and words in said.err and len(said.err.splitlines()) == 1
 
 
-def test_models_that_cannot_be_tuned(
+def test_what_cannot_be_tuned(
     clock: Callable[[int], None],
     tune: Callable[..., int],
     tmp_path: Path,
@@ -179,7 +179,7 @@ def test_models_that_cannot_be_tuned(
     text.write_text("too short", encoding="utf-8")
     other = tmp_path / "t.json.journal"
     for arguments, words in (
-        (["--data", str(text)], "prompts are 160 tokens or more, but the text has"),
+        (["--data", str(text)], "prompts have at least 160 tokens, but the text has"),
         (["--data", "gone.txt"], "--data 'gone.txt' cannot be read"),
     ):
         assert tune(9, *arguments) == 2
@@ -191,7 +191,7 @@ def test_models_that_cannot_be_tuned(
     with monkeypatch.context() as one_host:
         one_host.setenv("LONGSPAN_HOSTS", "1")
         assert tune(9, "--parallel", "1") == 2
-        assert "--parallel must have 2 instances or more" in capsys.readouterr().err
+        assert "--parallel must have at least 2 instances" in capsys.readouterr().err
     assert tune(3) == 2
     capsys.readouterr()
     assert tune(9, "--parallel", "2") == 2
@@ -203,23 +203,23 @@ def test_auto_is_the_file_that_comes_with_the_package() -> None:
         found = Tuned.from_json(csa_settings("auto", name))
         assert found.tuned_for == "smollm2-135m" and found.points == ()
         assert found.shape.num_layers == 30
-    with refused("csa"):
+    with pytest.raises(ParameterError, match="auto has no tuned file for llama-9: make one with longspan tune csa"):
         csa_settings("auto", "llama-9")
 
 
 def test_a_tuned_file_is_known_by_its_content(tmp_path: Path) -> None:
-    """YAML of settings and a tuned file are different. The policy gets JSON of both."""
+    """YAML of settings is one thing, and a tuned file another; the policy gets JSON of both."""
     file = tmp_path / "any.name"
     file.write_text(invented_tuned().to_json(), encoding="utf-8")
     assert Tuned.from_json(csa_settings(str(file), "any")) == invented_tuned().brief
     file.write_text('{"tuned_for": "x"}', encoding="utf-8")
-    with refused("csa"):
+    with pytest.raises(ParameterError, match="not a file of longspan tune csa"):
         csa_settings(str(file), "any")
     file.write_text("levels: 2", encoding="utf-8")
     assert json.loads(csa_settings(str(file), "any")) == {"levels": 2}
     for odd in ("levels: 2024-01-01", "drop: &x {2: *x}"):
         file.write_text(odd, encoding="utf-8")
-        with refused("csa"):
+        with pytest.raises(ParameterError, match="values that settings cannot have"):
             csa_settings(str(file), "any")
 
 

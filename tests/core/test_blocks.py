@@ -36,7 +36,7 @@ def new_request(prompt: tuple[int, ...], *, rope_length: int = 0, number: int = 
 
 
 class Accounting(sf.RuleBasedStateMachine):
-    """Requests come, compute, grow and go. A model keeps the content of each slot of each block."""
+    """Requests come, compute, grow and go. A model keeps what each slot of each block holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Accounting(sf.RuleBasedStateMachine):
         self.complete_copies(request)
         free = Counter({i: self.account.pool(i).num_free for i in self.instances})
         gain = self.account.reclaimable(request)
-        self.account.release(request)
+        self.account.free(request)
         assert request.table == []
         assert free + gain == Counter({i: self.account.pool(i).num_free for i in self.instances})
 
@@ -129,7 +129,7 @@ class Accounting(sf.RuleBasedStateMachine):
     def teardown(self) -> None:
         for request in self.live:
             self.complete_copies(request)
-            self.account.release(request)
+            self.account.free(request)
         for instance in self.instances:
             pool = self.account.pool(instance)
             assert pool.num_free == self.num_blocks
@@ -280,7 +280,7 @@ def test_a_damaged_block_is_replaced_by_its_copy() -> None:
     pool.publish(second, full(1, 2, 3))
     pool.forget(first)
     assert pool.find(chain_key(ROOT, (1, 2, 3))) == second
-    assert pool.find_begun(ROOT, (1, 2)) == (second, 2)
+    assert pool.find_common_prefix(ROOT, (1, 2)) == (second, 2)
 
 
 def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
@@ -294,10 +294,10 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     with pytest.raises(AssertionError, match="beyond"):
         pool.allocate(1)
     pool.release(block)
-    assert pool.is_adoptable(block, 2, num_lost=0) and pool.find_begun(ROOT, (1, 2, 3)) == (block, 2)
+    assert pool.is_adoptable(block, 2, num_lost=0) and pool.find_common_prefix(ROOT, (1, 2, 3)) == (block, 2)
     pool.adopt(block)
     pool.release(block)
-    assert pool.find_begun(ROOT, (1, 2, 3)) == (-1, 0), "an adopted block is no longer known"
+    assert pool.find_common_prefix(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
 def test_a_content_takes_the_place_of_its_beginning(
     begun: tuple[int, ...], tokens: tuple[int, ...], takes_over: bool
 ) -> None:
-    """A block in use is not evicted."""
+    """Unless somebody uses it."""
     pool = new_pool()
     [block] = pool.allocate(1)
     pool.publish(block, Content(ROOT, begun))
@@ -327,7 +327,7 @@ _TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 
 @given(st.lists(_TOKENS, max_size=12), st.sets(st.integers(0, 11)), _TOKENS | st.just(()))
-def test_the_block_with_the_longest_common_beginning_is_found(
+def test_what_begins_most_alike_is_found(
     known: list[tuple[int, ...]], evicted: set[int], wanted: tuple[int, ...]
 ) -> None:
     pool = BlockPool(num_blocks=12, block_size=8)
@@ -339,14 +339,14 @@ def test_the_block_with_the_longest_common_beginning_is_found(
     left = [tokens for block, tokens in enumerate(known) if block not in evicted]
     pairs = [zip(tokens, wanted, strict=False) for tokens in left]
     longest = max([len(list(takewhile(lambda pair: pair[0] == pair[1], both))) for both in pairs], default=0)
-    block, length = pool.find_begun(ROOT, wanted)
+    block, length = pool.find_common_prefix(ROOT, wanted)
     assert length == longest
     assert not length or (block not in evicted and known[block][:length] == wanted[:length])
-    assert pool.find_begun(b"other", wanted) == (-1, 0)
+    assert pool.find_common_prefix(b"other", wanted) == (-1, 0)
 
 
 def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tuple[int, ...] = (0,)) -> Request:
-    """Run a request from admission to release. Its answer is always 7s."""
+    """Runs a request from admission to release; its answer is always 7s."""
     request = new_request(prompt, size=account.block_size)
     hit = account.match(request, group)
     account.take(request, hit)
@@ -359,7 +359,7 @@ def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tu
         start, request.num_computed = request.num_computed, request.num_tokens
         account.publish(request, start)
         request.take_token(Sampled(request_id=request.id, token=7), ())
-    account.release(request)
+    account.free(request)
     return request
 
 
@@ -382,8 +382,8 @@ def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> Non
 
 
 @pytest.mark.parametrize("size", [4, 16, 256])
-def test_prompts_share_a_beginning_of_any_length(size: int) -> None:
-    """A system prompt is no multiple of a block. Each conversation keeps its own last block."""
+def test_prompts_share_what_they_begin_with_whatever_its_length(size: int) -> None:
+    """A system prompt is no multiple of a block; each conversation keeps its own tail, also while another one runs."""
     account, system = KvAccount([64], block_size=size), tuple(range(1, 159))
     first = turn(account, (*system, *range(200, 230)), 5)
     second = turn(account, (*system, *range(300, 340)), 5)
@@ -398,7 +398,7 @@ def test_prompts_share_a_beginning_of_any_length(size: int) -> None:
     assert turn(account, (*range(500, 640), 2), 1).metrics.num_cached_tokens == 140
 
 
-def test_nothing_is_copied_for_a_few_tokens_or_without_free_blocks() -> None:
+def test_nothing_is_copied_for_a_few_tokens_or_without_room() -> None:
     """A request that would have to wait for the block that is copied could wait for ever."""
     account = KvAccount([3], block_size=64)
     turn(account, tuple(range(40)), 1)
@@ -412,7 +412,7 @@ def test_nothing_is_copied_for_a_few_tokens_or_without_free_blocks() -> None:
 
 
 def test_a_conversation_is_evicted_from_its_end() -> None:
-    """The remaining blocks can still be used, which need the first block."""
+    """What is left of it can still be used; without its first block nothing could."""
     account = KvAccount([6] * 1, block_size=4)
     first = turn(account, tuple(range(16)), 1)
     turn(account, tuple(range(100, 112)), 1)

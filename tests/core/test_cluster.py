@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from longspan.core.cluster import Cluster, Location, ParallelSpec, split_layers
+from longspan.core.cluster import Cluster
+from longspan.core.locations import Location
+from longspan.core.splits import ParallelSpec, split_layers
 
 SPECS = st.builds(ParallelSpec, instances=st.integers(1, 4), tp=st.integers(1, 4), pp=st.integers(1, 4))
 CLUSTERS = st.builds(Cluster, spec=SPECS, decode_spec=st.none() | SPECS)

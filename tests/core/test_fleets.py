@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
 
-from longspan.core.fleets import Fleet, fleet_text, parse_fleet, parts, without
+from longspan.core.fleets import Fleet, fleet_text, in_phases, parse_fleet, parts, without
 from longspan.errors import ParameterError
 
 SPECS = st.builds("{}x{}".format, st.integers(1, 4), st.sampled_from(["tp1", "tp2", "pp2", "tp2pp2"]))
@@ -15,7 +14,7 @@ SPECS = st.builds("{}x{}".format, st.integers(1, 4), st.sampled_from(["tp1", "tp
 
 def fleet_of(text: str, *, phases: bool = False) -> Fleet:
     cluster = parse_fleet(text)
-    return cluster.in_turns() if phases else (cluster,)
+    return in_phases(cluster) if phases else (cluster,)
 
 
 @given(SPECS, SPECS, st.sampled_from(["one", "roles", "phases"]))
@@ -73,14 +72,14 @@ def test_examples_of_a_loss(text: str, phases: bool, rank: int, left: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "phases", "rank"),
+    ("text", "phases", "rank", "problem"),
     [
-        ("tp2", False, 0),
-        ("2 prefill + 1 decode", False, 2),
-        ("1 prefill + 2 decode", False, 0),
-        ("pp2 prefill + tp2 decode", True, 0),
+        ("tp2", False, 0, "tp2 has no other instance"),
+        ("2 prefill + 1 decode", False, 2, "2 prefill \\+ 1 decode has no other decode instance"),
+        ("1 prefill + 2 decode", False, 0, "1 prefill \\+ 2 decode has no other prefill instance"),
+        ("pp2 prefill + tp2 decode", True, 0, "pp2 prefill \\+ tp2 decode needs all of its 2 ranks"),
     ],
 )
-def test_the_last_instance_of_a_fleet_or_role_cannot_be_lost(text: str, phases: bool, rank: int) -> None:
-    with refused("parallel"):
+def test_the_error_names_the_fleet_and_the_role(text: str, phases: bool, rank: int, problem: str) -> None:
+    with pytest.raises(ParameterError, match=f"{problem}.*restart all workers"):
         without(fleet_of(text, phases=phases), rank)

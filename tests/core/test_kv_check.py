@@ -48,7 +48,7 @@ def forgets_a_block(cluster: Cluster) -> None:
 
 
 def holds_a_block(cluster: Cluster) -> None:
-    cluster.engine.kv.account.hold([running(cluster).table[0]])
+    cluster.engine.kv.account.pin([running(cluster).table[0]])
 
 
 def forgets_a_copy(cluster: Cluster) -> None:

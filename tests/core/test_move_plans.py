@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from one_part import forward
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, split_heads
+from longspan.core.cluster import Cluster
+from longspan.core.splits import split_heads
 from longspan.core.steps import MoveKV, MoveWay
 from longspan.runtime.block_messages import head_routes
-from longspan.runtime.executor.control_plane import InFlight
+from longspan.runtime.executor.in_flight import InFlight
 from longspan.runtime.messages import Done, Moved
 
 
@@ -24,10 +25,10 @@ def test_each_target_gets_each_of_its_heads_once(kv_heads: int, readers: int, so
     got: list[Counter[int]] = [Counter() for _ in needs]
     load: dict[int, Counter[int]] = {head: Counter() for head in range(kv_heads)}
     for route in head_routes(heads, kv_heads, source_tp, target_tp):
-        given = [has[route.source][i] for i in route.given]
-        assert given == [needs[route.target][i] for i in route.taken]
-        got[route.target].update(given)
-        for head in given:
+        sent = [has[route.source][i] for i in route.source_heads]
+        assert sent == [needs[route.target][i] for i in route.target_heads]
+        got[route.target].update(sent)
+        for head in sent:
             load[head][route.source] += 1
     assert got == [Counter(one) for one in needs]
     for head, counts in load.items():
@@ -60,13 +61,13 @@ def moved(rank: int, number: int, num_bytes: int = 0) -> Moved:
 def test_a_move_by_itself() -> None:
     """Sources start at once, targets when all sources have sent. The last report completes the move."""
     steps = InFlight(CLUSTER)
-    assert steps.first_due_s() is None
+    assert steps.busy_since_s() is None
     steps.begin(move(1, 0, 1), 10.0)
-    assert (steps.stalled(10.0), steps.first_due_s()) == ([0, 1], 10.0)
+    assert (steps.stalled(10.0), steps.busy_since_s()) == ([0, 1], 10.0)
     assert steps.take(moved(0, 1, 5), 11.0) is None
     assert steps.stalled(99.0) == [1]
     assert steps.take(moved(1, 1, 6), 12.0) is None
-    assert (steps.stalled(99.0), steps.first_due_s()) == ([2, 3, 0, 1], 12.0), "no part has left"
+    assert (steps.stalled(99.0), steps.busy_since_s()) == ([2, 3, 0, 1], 12.0), "no part has left"
     steps.sent(0, 1)
     assert steps.stalled(99.0) == [2, 3, 1]
     steps.sent(1, 1)
@@ -75,7 +76,7 @@ def test_a_move_by_itself() -> None:
     completion = steps.take(moved(2, 1), 14.0)
     assert completion is not None and completion.number == 1
     assert completion.bytes_sent == {("kv_transfer", "same_host"): 11}
-    assert steps.first_due_s() is None
+    assert steps.busy_since_s() is None
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
@@ -89,7 +90,7 @@ def test_a_move_to_or_from_a_host(way: MoveWay) -> None:
     assert steps.stalled(99.0) == [2]
     completion = steps.take(moved(2, 1, 6), 12.0)
     assert completion is not None and completion.bytes_sent == {("kv_transfer", "same_host"): 11}
-    assert steps.first_due_s() is None
+    assert steps.busy_since_s() is None
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after the Forward", "before"])
@@ -119,7 +120,7 @@ def test_streams(early: bool) -> None:
         assert steps.stalled(99.0) == [2, 3]
         steps.take(moved(2, 3), 16.0)
         assert steps.take(moved(3, 3), 16.0) is not None
-    assert steps.first_due_s() is None
+    assert steps.busy_since_s() is None
 
 
 def test_a_source_that_reports_is_not_late() -> None:

@@ -65,7 +65,7 @@ def test_a_change_of_the_user_follows_a_change_of_the_policy() -> None:
     regrouping, asked = Regrouping(), Change(cluster=ONE, policy=policy())
     regrouping.ask(Change(cluster=TWO), 1.0)
     regrouping.ask(asked, 1.5)
-    with pytest.raises(RuntimeError, match="clusters change already"):
+    with pytest.raises(RuntimeError, match="a change of clusters is in progress"):
         regrouping.ask(asked, 1.5)
     assert switched(regrouping, 3) == Change(cluster=TWO)
     regrouping.resumed(3.0)

@@ -16,9 +16,9 @@ from test_tetris import GROUPS, machine
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.cluster import Location
 from longspan.core.config import EngineConfig
-from longspan.core.kv.transfers import Holder, who_gives_way
+from longspan.core.kv.transfers import Holder, holders_to_release
+from longspan.core.locations import Location
 from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
@@ -406,12 +406,12 @@ def test_the_most_recently_admitted_lose_reserved_blocks() -> None:
     first, second = Holder(1, 4, needs_block=True), Holder(2, 3, needs_block=True)
     coming, late = Holder(3, 0), Holder(4, 1)
     everyone = [late, second, coming, first]
-    assert who_gives_way(2, everyone) == []
-    assert who_gives_way(1, everyone) == [late]
-    assert who_gives_way(0, everyone) == [late, coming], "one is for the first; all of the second's are its own"
-    assert who_gives_way(-1, everyone) == [late, coming, second]
-    assert who_gives_way(0, [first]) == [], "no request is preempted for a later one, or for itself"
-    assert who_gives_way(0, [second, first._replace(needs_block=False)]) == []
+    assert holders_to_release(2, everyone) == []
+    assert holders_to_release(1, everyone) == [late]
+    assert holders_to_release(0, everyone) == [late, coming], "one is for the first; all of the second's are its own"
+    assert holders_to_release(-1, everyone) == [late, coming, second]
+    assert holders_to_release(0, [first]) == [], "nobody gives way to one that came later, or to itself"
+    assert holders_to_release(0, [second, first._replace(needs_block=False)]) == []
 
 
 def test_a_request_has_to_fit_the_instance_that_decodes_it() -> None:

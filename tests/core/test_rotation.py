@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.attn.member import row_slices
+from longspan.attn.gathered import row_slices
 from longspan.core.blocks import BlockRef
 from longspan.core.owners import Owners, Rotation
 from longspan.core.runs import Run, clip

@@ -94,7 +94,7 @@ def check(cluster: Cluster, view: ClusterView) -> None:
         assert set(view.running.within(group)) == {request for request in running if group.issuperset(request.group)}
     fresh = Running(3)
     for request in running:
-        fresh.join(request)
+        fresh.add(request)
     for instance in range(3):
         assert set(view.running.on(instance)) == {request for request in running if instance in request.group}
     assert view.running.due_tokens == fresh.due_tokens

@@ -20,6 +20,7 @@ from longspan.args import EngineArgs
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.steps import Completion, Executor, Forward, Free, MoveKV, Step
+from longspan.cost.memory import with_tiers
 from longspan.policy.registry import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
@@ -182,7 +183,7 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, spec: str,
         engine.step()
     num_blocks = [120 // cluster.num_instances] * cluster.num_instances
     cluster = cluster.with_blocks(num_blocks).with_layers(3, llm.info.head_layers)
-    cluster = cluster.with_tiers(llm.service.block_bytes, host_kv_gib=host_kv_gib, disk_kv_gib=0.0)
+    cluster = with_tiers(cluster, llm.service.block_bytes, host_kv_gib=host_kv_gib, disk_kv_gib=0.0)
     assert replace(config, swap=None) == EngineConfig(
         cluster=cluster,
         block_size=16,

@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, assert_lawful, jobs, play, setups_of
 
-from longspan.core.cluster import ParallelSpec, locations_of_ranks
 from longspan.core.config import capacity_tokens
 from longspan.core.exchange import RING_Q
+from longspan.core.locations import locations_of_ranks
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
-from longspan.core.steps import Step
+from longspan.core.splits import ParallelSpec
+from longspan.core.steps import MoveKV, Step
 from longspan.policy.registry import make_policy
 
 SMALL = Setup(num_blocks=6, block_size=4, policy="chunked", max_num_batched_tokens=8, host_blocks=(60,))
-"""24 tokens fit on the device, and 240 on the host."""
+"""Room for 24 tokens on the device, and 240 on the host."""
 TWO_HOSTS = locations_of_ranks(4, "2")
 
 
@@ -36,7 +37,7 @@ def test_a_request_longer_than_its_device() -> None:
     assert max(sum(part.hosted) for part in cluster.parts_of(request)) >= 229 // 4 - 6
 
 
-def test_only_blocks_that_the_device_lacks_are_moved_to_the_host() -> None:
+def test_no_more_goes_to_the_host_than_the_device_lacks_room_for() -> None:
     cluster = Cluster(replace(SMALL, num_blocks=40))
     request = cluster.add(range(180), max_tokens=1)
     cluster.run()
@@ -44,7 +45,7 @@ def test_only_blocks_that_the_device_lacks_are_moved_to_the_host() -> None:
     assert request.metrics.num_computed_tokens == 180
 
 
-def test_the_longest_request_fills_device_and_host() -> None:
+def test_all_there_is_room_for() -> None:
     cluster = Cluster(SMALL)
     capacity = (6 + 60) * 4
     with pytest.raises(ContextLengthError, match=f"maximum context length is {capacity} tokens"):
@@ -67,7 +68,7 @@ GROUPS = ["context", "tetris", "auto"]
 @pytest.mark.parametrize("policy", GROUPS)
 @pytest.mark.parametrize("num_instances", [2, 3])
 def test_a_request_longer_than_all_devices(policy: str, num_instances: int) -> None:
-    """Three times as long. Members share the blocks of their host."""
+    """Three times as long. Members share what is on their host."""
     cluster = Cluster(replace(SMALL, num_instances=num_instances, policy=policy, host_blocks=(100,)))
     most = 24 * num_instances
     request = cluster.add(range(3 * most), max_tokens=30)
@@ -91,7 +92,7 @@ def test_members_on_two_hosts_read_their_own(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_the_longest_request_of_a_group_fills_devices_and_host(policy: str) -> None:
+def test_a_group_has_room_for_all_there_is(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=4, policy=policy, locations=TWO_HOSTS, host_blocks=(20, 20)))
     capacity = (4 * 6 + 2 * 20) * 4
     with pytest.raises(ContextLengthError, match=f"maximum context length is {capacity} tokens"):
@@ -102,7 +103,7 @@ def test_the_longest_request_of_a_group_fills_devices_and_host(policy: str) -> N
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_the_next_turn_reads_blocks_of_a_group_on_hosts(policy: str) -> None:
+def test_the_next_turn_reads_what_a_group_has_on_hosts(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=2, policy=policy))
     first = cluster.add(range(150), max_tokens=9)
     cluster.run()
@@ -114,7 +115,7 @@ def test_the_next_turn_reads_blocks_of_a_group_on_hosts(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", GROUPS)
-def test_short_requests_run_concurrently_with_a_group(policy: str) -> None:
+def test_short_requests_go_on_beside_a_group(policy: str) -> None:
     cluster = Cluster(replace(SMALL, num_instances=2, policy=policy, num_blocks=16, host_blocks=(80,)))
     long = cluster.add(range(180), max_tokens=60)
     while not long.output:
@@ -126,8 +127,8 @@ def test_short_requests_run_concurrently_with_a_group(policy: str) -> None:
 
 
 @pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2), ("auto", 2), ("tetris", 2)])
-def test_blocks_are_loaded_once_devices_have_free_blocks(policy: str, num_instances: int) -> None:
-    """Other requests have filled the devices and ended. Loaded blocks are read there."""
+def test_blocks_come_back_once_devices_have_room(policy: str, num_instances: int) -> None:
+    """Others have ended that had filled the devices; what comes back is read there."""
     cluster = Cluster(
         replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=40, host_blocks=(200,), max_num_seqs=4)
     )
@@ -142,7 +143,7 @@ def test_blocks_are_loaded_once_devices_have_free_blocks(policy: str, num_instan
     assert any(swap.way == "in" and swap.request_id == long.id for swap in cluster.swaps)
 
 
-def test_workers_are_lost_while_a_step_reads_loaded_blocks() -> None:
+def test_workers_are_lost_while_a_step_reads_what_has_come_back() -> None:
     """The blocks on the host that the step still reads are free afterwards."""
     cluster = Cluster(replace(SMALL, policy="chunked", num_blocks=40, host_blocks=(200,), max_num_seqs=4))
     others = cluster.add([0] * 60, max_tokens=60)
@@ -161,7 +162,7 @@ def test_workers_are_lost_while_a_step_reads_loaded_blocks() -> None:
 
 @pytest.mark.parametrize(("policy", "num_instances"), [("chunked", 1), ("context", 2)])
 def test_a_prompt_of_several_steps_is_admitted_during_a_long_decode(policy: str, num_instances: int) -> None:
-    """Moves to the host free all blocks of the first waiting request, one step at a time."""
+    """Spills free all blocks of the first waiting request, one step at a time."""
     cluster = Cluster(replace(SMALL, num_instances=num_instances, policy=policy, num_blocks=16, host_blocks=(120,)))
     long = cluster.add(range(200), max_tokens=120)
     while not long.output:
@@ -181,8 +182,8 @@ def test_tokens_that_rotate_leave_hosts_out(policy: str) -> None:
         cluster.add(range(60))
 
 
-def test_short_requests_run_concurrently_with_a_long_decode() -> None:
-    """It leaves them free blocks on the device, and no request loses KV."""
+def test_short_requests_go_on_beside_the_answer_of_a_long_one() -> None:
+    """It gives them room on the device, and nobody loses KV."""
     cluster = Cluster(replace(SMALL, num_blocks=16))
     long = cluster.add(range(100), max_tokens=60)
     while not long.output:
@@ -194,7 +195,7 @@ def test_short_requests_run_concurrently_with_a_long_decode() -> None:
     assert not any(one.metrics.num_preemptions for one in (long, *short))
 
 
-def test_the_next_turn_reads_host_blocks_without_a_copy() -> None:
+def test_the_next_turn_finds_what_the_host_has_and_moves_nothing() -> None:
     cluster = Cluster(SMALL)
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -206,8 +207,8 @@ def test_the_next_turn_reads_host_blocks_without_a_copy() -> None:
     assert not any(swap.way == "in" for swap in cluster.swaps[num_swaps:])
 
 
-def test_a_request_with_host_blocks_starts_while_others_run() -> None:
-    """It needs few blocks on the device for its blocks on the host."""
+def test_it_waits_for_nobody_who_runs() -> None:
+    """Since it needs little room on the device for what the host has."""
     cluster = Cluster(replace(SMALL, num_blocks=20))
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -231,8 +232,8 @@ def test_a_device_of_one_block() -> None:
     assert turn.metrics.num_cached_tokens == 68
 
 
-def test_a_running_request_is_not_preempted_for_offloaded_blocks() -> None:
-    """The first request outgrows the device while the host is full of blocks of later requests."""
+def test_who_runs_does_not_give_way_to_what_others_gave_up() -> None:
+    """The first request outgrows the device while the host is full of what those behind it had."""
     cluster = Cluster(replace(SMALL, num_blocks=12, host_blocks=(8,), max_num_batched_tokens=64))
     first = cluster.add(range(8), max_tokens=60)
     others = [cluster.add([number] * 8, max_tokens=20) for number in range(3)]
@@ -242,8 +243,8 @@ def test_a_running_request_is_not_preempted_for_offloaded_blocks() -> None:
     assert first.metrics.num_preemptions == 0
 
 
-def test_short_requests_overtake_a_request_that_waits_for_blocks() -> None:
-    """The device cannot hold two of its chunks next to the short requests."""
+def test_others_go_ahead_while_it_waits_for_room() -> None:
+    """The device has no room for two of its chunks beside them."""
     cluster = Cluster(replace(SMALL, num_blocks=5))
     short = cluster.add([1, 2], max_tokens=6)
     long = cluster.add(range(100), max_tokens=2)
@@ -256,7 +257,7 @@ def test_short_requests_overtake_a_request_that_waits_for_blocks() -> None:
 
 
 def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
-    """As far as enough blocks are left for a step."""
+    """As far as it leaves room for a step."""
     cluster = Cluster(replace(SMALL, num_blocks=20))
     first = cluster.add(range(120), max_tokens=9)
     cluster.run()
@@ -265,8 +266,8 @@ def test_the_device_keeps_the_end_of_a_long_prefix() -> None:
     assert cluster.parts_of(turn)[0].hosted[0] == 128 // 4 - (20 - 3)
 
 
-def test_offloaded_blocks_are_released_for_a_running_request() -> None:
-    """Many preempted requests fill the host. The long request, which came first, needs these blocks."""
+def test_what_waits_on_the_host_gives_way_to_who_runs() -> None:
+    """A crowd that is preempted fills the host; the long request that came first needs the room."""
     cluster = Cluster(replace(SMALL, num_blocks=30, host_blocks=(40,), max_num_batched_tokens=64))
     others = [cluster.add([number] * 30, max_tokens=60) for number in range(3)]
     long = cluster.add(range(200), max_tokens=20)
@@ -275,7 +276,7 @@ def test_offloaded_blocks_are_released_for_a_running_request() -> None:
     assert all(one.output == cluster.expected_output(one) for one in (long, *others, *more))
 
 
-def test_answers_to_a_long_prompt_share_host_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_a_long_prompt_share_what_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(replace(SMALL, num_blocks=12))
     params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 20}
     first = cluster.add(range(100), **params)
@@ -285,11 +286,10 @@ def test_answers_to_a_long_prompt_share_host_blocks(monkeypatch: pytest.MonkeyPa
     def check(step: Step) -> None:
         nonlocal num_spilled
         submit(step)
-        copies = [copy for copy in cluster.engine.kv.swaps.copies if copy.spilled and copy.move is step]
-        for copy in copies:
+        if isinstance(step, MoveKV) and (copy := cluster.engine.kv.swaps.copies._copies[step.number]).owner is not None:
             pool = cluster.engine.kv.pool(0)
-            assert all(pool.references(ref.block) == 1 for ref in copy.held), "blocks that other requests read stay"
-            num_spilled += len(copy.held)
+            assert all(pool.references(ref.block) == 1 for ref in copy.pinned), "what others read stays"
+            num_spilled += len(copy.pinned)
 
     monkeypatch.setattr(cluster.executor, "submit", check)
     cluster.run()
@@ -306,7 +306,7 @@ def test_workers_lost_while_blocks_lie_on_the_host() -> None:
     cluster.restart()
     cluster.run()
     assert request.output == cluster.expected_output(request)
-    assert request.metrics.num_computed_tokens < 2 * 150 - 40, "blocks on the host are not computed again"
+    assert request.metrics.num_computed_tokens < 2 * 150 - 40, "what had come to the host is not computed anew"
 
 
 POLICIES = [
@@ -362,8 +362,8 @@ def test_workers_are_lost_at_any_time(policy: str, num_instances: int, data: st.
 
 @pytest.mark.full
 def test_random_operations_change_no_answer() -> None:
-    """Each of 2,000 answers, with lost workers and re-shards, equals a run alone. It may be cut where a smaller
-    cluster cannot hold more.
+    """2,000 answers at least, among losses of workers and re-shards: each is that of a run alone, or its beginning if
+    a smaller cluster had no room for more.
     """
     num_answers = num_hosted = num_reshards = seed = 0
     while num_answers < 2000 or num_hosted < 1000 or num_reshards < 50:
@@ -407,7 +407,7 @@ def _random_run(draw: random.Random) -> tuple[Cluster, list[Request]]:
             left, length = left - 1, draw.randint(1, max(1, longest - 1))
             same = draw.choice([0, 0, length // 2, length])
             prompt = shared[:same] + [draw.randrange(99) for _ in range(length - same)]
-            with suppress(ContextLengthError):  # it exceeds the smaller cluster
+            with suppress(ContextLengthError):  # a smaller cluster has no room for it
                 requests.append(cluster.add(prompt, max_tokens=draw.randint(1, 20)))
                 requests += [cluster.follow(requests[-1], 1)] if draw.random() < 0.2 else []
         if not (left or cluster.engine.has_unfinished):

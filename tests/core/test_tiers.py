@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 
-from longspan.core.cluster import Location
 from longspan.core.kv.account import KvAccount
+from longspan.core.locations import Location
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
 
@@ -192,9 +192,11 @@ def test_the_number_of_lookups_does_not_grow_with_the_queue(changes: dict[str, i
     def num_looked_up(length: int) -> int:
         cluster = swapping(2, num_blocks=10_000, **changes)
         crowd(cluster, length)
-        with patch.object(KvAccount, "find_begun", autospec=True, side_effect=KvAccount.find_begun) as find_begun:
+        with patch.object(
+            KvAccount, "find_common_prefix", autospec=True, side_effect=KvAccount.find_common_prefix
+        ) as find_common_prefix:
             cluster.engine.emit()
-        return find_begun.call_count
+        return find_common_prefix.call_count
 
     assert num_looked_up(60) == num_looked_up(600)
 
@@ -302,7 +304,7 @@ def test_members_share_copies_and_computation(block_s: float, pays: bool, group:
     first = cluster.add([1] * 30, max_tokens=4)
     crowd(cluster)
     cluster.run()
-    hit = cluster.engine.kv.view.match(cluster.add(first.prompt, max_tokens=1), group)
+    hit = cluster.engine.kv.account.match(cluster.add(first.prompt, max_tokens=1), group)
     assert (hit.num_tokens, hit.num_loaded) == ((28, 7) if pays else (0, 0)), "seven blocks of four tokens"
 
 

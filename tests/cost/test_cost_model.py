@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from one_part import part_of
 from refusals import refused
 
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
@@ -117,7 +118,7 @@ def test_decoding_reads_all_weights_but_the_embedding() -> None:
     )
     found = estimate_decode(model, 1, LOCAL, 1000).lower_bound_s
     assert found == pytest.approx(read / model.layer.device.bytes_per_s)
-    with pytest.raises(ValueError, match="gather_hidden is of prompts"):
+    with pytest.raises(ValueError, match="gather_hidden is for prompts only"):
         estimate_decode(model_on(instances=2), 2, GATHER_HIDDEN, 1000)
 
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from longspan.core.runs import Run
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import Heads, ratios_by_rule, segments_of, work_of_layer
-from longspan.cost import csa_search
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Duplex, LinkSpeed, MemberWork, Rates, Traffic, layer_time, member_works
-from longspan.cost.csa_search import Configuration, Grid, Group, least_loss, least_ttft
-from longspan.policy.csps import CsaConfig
+from longspan.policy.csps.search import Configuration, Grid, Group, least_loss, least_ttft
+from longspan.policy.csps.settings import CsaConfig
 
 SHAPE = ModelShape(num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, bytes_per_element=2)
 FREE = LinkSpeed(1e30)
@@ -65,7 +64,7 @@ UNIT = Rates(inside=LinkSpeed(1.0), between=LinkSpeed(1.0), pairs_per_s=1.0, qkv
     [((0, 0, 1, 1), 4096, 3), ((0,) * 5, 1001, 4), ((0, 0, 0, 1, 1, 1), 3000, 3), ((0,) * 5, 81, 2)],
 )
 def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, levels) -> None:
-    """The sums are those of `work_of_layer`, which tests compare with sent bytes."""
+    """The sums are those of `work_of_layer`, which tests compare with what is sent."""
     group = replace(GROUP, hosts=hosts, mode=mode)
     setting, works = works_of(group, num_tokens, levels, 0.22)
     starts = [min(num_tokens, member * setting.partition) for member in range(len(hosts) + 1)]
@@ -96,7 +95,7 @@ def test_exact_attention_of_one_level_overlaps_nothing() -> None:
     assert layer_time(work, (1,), RATES, rated=False, samples=False).total_s == pytest.approx(sum(seconds))
 
 
-def test_computation_of_a_partition_hides_incoming_messages() -> None:
+def test_what_comes_is_hidden_by_the_own_partition() -> None:
     found = layer_time(two_members(coming=7, results=0, near=7, at_once=4, by_piece=11), (1,), UNIT)
     assert found.exposed_s == 0
     assert layer_time(two_members(coming=8, results=0, near=7, by_piece=11), (1,), UNIT).exposed_s == 1
@@ -162,7 +161,7 @@ def test_doubling_micro_partitions_is_never_slower_where_results_weigh_nothing(l
 
 def test_messages_that_take_long_to_start_are_better_few() -> None:
     group = replace(GROUP, rates=msg_rates(LinkSpeed(100e9, 0.1), LinkSpeed(100e9, 0.1)))
-    assert Grid().quickest(group, 65536, 3, 0.0)[1].micro_partitions == (1, 1)
+    assert Grid().quickest(group, 65536, Configuration(3))[1].micro_partitions == (1, 1)
 
 
 def test_free_links_leave_computation_alone() -> None:
@@ -213,7 +212,7 @@ def test_ratios_of_layers_follow_deviations() -> None:
 
 
 @pytest.mark.parametrize("deviations", [(), (9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0)])
-def test_settings_can_be_read_by_the_policy(deviations) -> None:
+def test_settings_are_what_the_policy_reads(deviations) -> None:
     group, configuration = replace(GROUP, deviations=deviations, mode="kv"), Configuration(3, 0.2, (4, 2))
     config = CsaConfig.parse(json.dumps(group.settings(configuration)))
     assert (config.levels, config.pieces(), config.drop_mode) == (3, (4, 2), "kv")
@@ -248,35 +247,21 @@ def test_enumeration_finds_the_best_of_all(hosts, deviations) -> None:
     group = replace(GROUP, hosts=hosts, deviations=deviations)
     everything = brute_force(group, 40000, SMALL)
     for max_loss in (0.0, 1.0, 3.0, 6.0, 100.0):
-        found = least_ttft(group, 40000, invented, max_loss, SMALL)
+        found = least_ttft(SMALL.choices(group, 40000, invented), max_loss)
         assert found is not None
         assert found.ttft_s == min(ttft_s for ttft_s, loss in everything if loss <= max_loss)
         assert found.loss == invented(40000, group.mean_drop(found.configuration)) <= max_loss
     times = sorted(ttft_s for ttft_s, _ in everything)
     for max_ttft_s in (times[0], times[len(times) // 3], times[len(times) // 2], times[-1]):
-        found = least_loss(group, 40000, invented, max_ttft_s, SMALL)
+        found = least_loss(SMALL.choices(group, 40000, invented), max_ttft_s)
         assert found is not None
         best = min((loss, ttft_s) for ttft_s, loss in everything if ttft_s <= max_ttft_s)
         assert (found.loss, found.ttft_s) == best
         assert found.ttft_s == group.ttft_s(40000, found.configuration) <= max_ttft_s
 
 
-def test_unreachable_objectives_are_reported() -> None:
-    assert least_loss(GROUP, 40000, invented, 1e-9, SMALL) is None
+def test_what_no_configuration_meets_is_said() -> None:
+    assert least_loss(SMALL.choices(GROUP, 40000, invented), 1e-9) is None
     across = replace(GROUP, racks=2, hosts=(0, 0, 1, 1))
     assert across.levels() == (3,)
-    assert least_ttft(across, 40000, invented, 0.0, SMALL) is None, "by the rule, three levels always drop"
-
-
-def test_a_branch_ends_where_the_constraint_breaks(monkeypatch) -> None:
-    asked = []
-    quickest = Grid.quickest
-
-    def counted(grid: Grid, group: Group, num_tokens: int, levels: int, drop: float):
-        asked.append((levels, drop))
-        return quickest(grid, group, num_tokens, levels, drop)
-
-    monkeypatch.setattr(csa_search.Grid, "quickest", counted)
-    least_ttft(GROUP, 40000, invented, 1.0, SMALL)
-    assert asked == [(2, 0.0), (2, 0.2)]
-    assert invented(40000, GROUP.mean_drop(Configuration(2, 0.4))) > 1.0
+    assert least_ttft(SMALL.choices(across, 40000, invented), 0.0) is None, "by the rule, three levels always drop"

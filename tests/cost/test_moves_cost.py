@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from one_part import part_of
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config

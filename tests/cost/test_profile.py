@@ -27,12 +27,18 @@ from longspan.cost.profile import (
     profiled_prompts,
 )
 from longspan.cost.profile_key import ProfileKey
-from longspan.profiling.plan import SHARED, KvRoom, all_missing, default_lengths, kinds_of_links
+from longspan.profiling.plan import (
+    SHARED,
+    KvCapacity,
+    all_missing,
+    default_lengths,
+    kinds_of_links,
+)
 
 SUBJECT = ProfileKey(
     model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"
 )
-ROOM = KvRoom(max_model_len=8192, block_size=256, num_blocks=1000)
+ROOM = KvCapacity(max_model_len=8192, block_size=256, num_blocks=1000)
 COEFFICIENTS = st.tuples(
     st.floats(1e-4, 1e-2), st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([0.0, 1e-8, 1e-7]), st.just(5e-8)
 )
@@ -55,7 +61,7 @@ def prefill(new: int, cached: int, *seconds: float, members: int = 2, exchange: 
 
 
 @given(COEFFICIENTS)
-def test_a_fit_finds_the_true_parameters(coefficients: tuple[float, float, float, float]) -> None:
+def test_a_fit_finds_what_made_the_times(coefficients: tuple[float, float, float, float]) -> None:
     a, b, c, d = coefficients
     fit = fit_times([(n, p, a + b * n + c * p * n + d * n * n) for n, p in PROMPTS])
     assert fit is not None and fit.max_error < 1e-6
@@ -88,7 +94,7 @@ def test_errors_are_those_of_the_samples() -> None:
 
 @pytest.mark.parametrize("cpu", ["Nehalem", "Haswell", "SkylakeX"])
 def test_a_fit_is_the_same_on_every_cpu(cpu: str) -> None:
-    """OpenBLAS sums in another order for each of them. Other processors ignore the variable."""
+    """OpenBLAS sums in another order for each of them; others' processors ignore the variable."""
     code = f"from longspan.cost.profile import fit_times; [print(fit_times(s).square_s) for s in {_uneven_samples()!r}]"
     environment = os.environ | {"OPENBLAS_CORETYPE": cpu, "OPENBLAS_NUM_THREADS": "1"}
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -100,7 +106,7 @@ def _uneven_samples() -> list[list[tuple[int, int, float]]]:
     return [[(n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.9, 1.1)) for n, p in PROMPTS] for _ in range(20)]
 
 
-def test_predictions_equal_measurements_at_measured_points() -> None:
+def test_predictions_are_what_was_measured_where_it_was() -> None:
     draw = random.Random(1)
     samples = tuple((n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.8, 1.2)) for n, p in PROMPTS)
     fit = fit_times(samples)
@@ -149,7 +155,7 @@ def test_times_add_up_and_survive_the_file() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"subject": {}, "prefills": []}', '{"prefills": [{"members": 2, "exchange": "local"}]}']
 )
-def test_invalid_profiles_are_refused(text: str) -> None:
+def test_what_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a profile: "):
         Profile.from_json(text)
 
@@ -165,7 +171,7 @@ def test_invalid_profiles_are_refused(text: str) -> None:
         {"seconds": (0.0,)},
     ],
 )
-def test_invalid_prefill_measurements_are_refused(wrong: dict[str, object]) -> None:
+def test_what_is_no_prefill_is_refused(wrong: dict[str, object]) -> None:
     good = {"members": 2, "exchange": "ring_kv", "new_tokens": 5, "cached_tokens": 0, "seconds": (1.0,)}
     with pytest.raises(ValueError, match=r"not a profile: "):
         Profile.from_json(in_profile(prefills=[good | wrong]))
@@ -207,7 +213,7 @@ def test_links_are_of_a_kind_and_a_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 1.0), (5, 0.0), (5,)])
-def test_invalid_transfer_measurements_are_refused(wrong: tuple[float, ...]) -> None:
+def test_what_is_no_transfer_is_refused(wrong: tuple[float, ...]) -> None:
     transfer = {"kind": "host_copy", "members": 1, "num_bytes": int(wrong[0]), "seconds": wrong[1:]}
     with pytest.raises(ValueError, match="not a profile: "):
         Profile.from_json(in_profile(transfers=[transfer]))
@@ -235,7 +241,7 @@ def test_hardware_as_it_showed() -> None:
     assert hardware.bytes_per_s == pytest.approx(1e8)
 
 
-# ---------------------------------------------------------------- measurements to make
+# ---------------------------------------------------------------- what to measure
 
 
 @given(st.integers(2, 200_000))
@@ -250,7 +256,7 @@ def test_default_lengths_are_prompts_of_the_model(max_model_len: int) -> None:
         assert lengths[-1] == max_model_len - 1
 
 
-def test_missing_measurements_alternate_and_run_once() -> None:
+def test_what_is_missing_is_measured_in_turns_and_once() -> None:
     profile, prompts = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1, 2}, prompts, ROOM, 2)
     once = tasks[: len(tasks) // 2]
@@ -294,7 +300,7 @@ def named(tasks: list[Prefill | Decode]) -> list[tuple[Exchange, int, int]]:
     return [(task.kind[1], task.new_tokens, task.cached_tokens) for task in tasks if isinstance(task, Prefill)]
 
 
-def test_one_instance_is_measured_again_with_another_number_of_busy_ones() -> None:
+def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> None:
     profile, prompts = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1}, prompts, ROOM, 1)
     for one in (prefill(512, 0, 1.0, members=1, exchange="local"), prefill(16, 512, 1.0, members=1, exchange="local")):
@@ -315,10 +321,10 @@ def test_prompts_that_a_group_cannot_hold_are_left_out() -> None:
     assert prompts == {(1, 1023, 0), (2, 1023, 0), (2, 1024, 0), (2, 128, 1024)}
 
 
-def test_decodes_are_measured_up_to_the_longest_context() -> None:
+def test_decodes_are_measured_behind_as_many_tokens_as_there_is_room_for() -> None:
     prompts = [(100, 0), (1000, 0), (8000, 0)]
 
-    def decodes(members: int, room: KvRoom) -> list[tuple[int, int]]:
+    def decodes(members: int, room: KvCapacity) -> list[tuple[int, int]]:
         found = all_missing(Profile(profile_key=SUBJECT), {members}, prompts, room, 1)
         return [(task.batch, task.context_tokens) for task in found if isinstance(task, Decode)]
 

@@ -187,7 +187,7 @@ def test_hashes_are_found_without_the_right_to_write(
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    """Takes a quarter of an hour to read, and no room."""
+    """Make a sparse file that takes 15 minutes to read, and no disk space."""
     path = tmp_path / "endless"
     path.touch()
     os.truncate(path, 2**40)

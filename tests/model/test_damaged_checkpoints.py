@@ -72,7 +72,7 @@ def cut_pickle(folder: Path) -> None:
     cut(PICKLED, -300)(folder)
 
 
-# The kind of model, what happens to it, and what the error names.
+# The kind of checkpoint, the damage, and a part of the error text.
 DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "cut data": ("whole", cut(WEIGHTS, -100), WEIGHTS),
     "cut header": ("whole", cut(WEIGHTS, 200), WEIGHTS),
@@ -91,7 +91,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "adapter": ("whole", holds("adapter_config.json", b"{}"), "adapter_config.json"),
     "shard cut": ("shards", cut(SHARD, -50), SHARD),
     "shard pointer": ("shards", holds(SHARD, POINTER), f"{SHARD} is a git-lfs pointer"),
-    "shard gone": ("shards", gone(SHARD), f"names {SHARD}, which is not there"),
+    "shard gone": ("shards", gone(SHARD), f"names {SHARD}, which does not exist"),
     "shard folder": ("shards", is_folder(SHARD), SHARD),
     "index cut": ("shards", cut(INDEX, 100), INDEX),
     "index pointer": ("shards", holds(INDEX, POINTER), f"{INDEX} is a git-lfs pointer"),

@@ -34,7 +34,7 @@ def drawn(name: str, folder: Path, seed: int = 0) -> ModelFiles:
 
 @pytest.mark.parametrize("name", TINY)
 def test_only_the_matrices_are_in_no_file(name: str, tmp_path: Path, cache: Path) -> None:
-    """All else is as transformers makes it, and so is what is known of the model."""
+    """All other tensors, and the facts of the model, are as transformers makes them."""
     files = drawn(name, tmp_path / "model")
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 50_000
     written = prepare(str(tmp_path / "model"), dtype="float32", load_format="dummy")
@@ -86,7 +86,7 @@ def test_tied_weights_are_drawn_once(tmp_path: Path) -> None:
 def test_one_matrix_at_a_time_is_there_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: range
 ) -> None:
-    """Of those that are shared only slices stay, and those of other stages are never drawn."""
+    """Only slices of sharded matrices stay in memory, and matrices of other stages are never drawn."""
     made: dict[str, weakref.ref[NDArray[np.float32]]] = {}
     draw, kept = Matrices.draw, ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
 

@@ -1,4 +1,4 @@
-"""Layers computed by our own kernels, against their definition and against the modules that they stand for."""
+"""Layers computed by our own kernels, against their definition and against the modules that they replace."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_product_is_norm_matrices_and_epilogue(
 
 
 def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Stands for attention: every output depends on q, k and v."""
+    """Replace attention: every output depends on q, k and v."""
     num_readers = len(q) // len(k)
     return q + k.repeat_interleave(num_readers, 0) * v.repeat_interleave(num_readers, 0)
 
@@ -127,7 +127,7 @@ def random_weights(config: PreTrainedConfig) -> nn.Module:
 
 
 def fused_layers(module: Any) -> list[bool]:
-    """Fuses what can be fused, and tells for each layer whether it was."""
+    """Fuse the layers and the head. Return for each layer whether it is fused."""
     levels: dict[int, Levels] = {}
 
     def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def ministral3() -> nn.Module:
 
 
 def scaled_far_away(self: Any, hidden_states: Tensor, position_ids: Tensor, **arguments: Any) -> Any:
-    """Stands for the attention of a model that computes something else from position 16,384 on."""
+    """Replace the attention of a model, with other results from position 16,384 on."""
     is_far = (position_ids >= 16384)[..., None]
     return attention_of_llama(self, hidden_states * (1 + is_far), position_ids=position_ids, **arguments)
 
@@ -228,6 +228,16 @@ def test_a_class_that_is_not_known_is_not_fused(caplog: pytest.LogCaptureFixture
     assert caplog.text.count("a decode step can take twice as long: the forward of LlamaAttention") == 1
 
 
+def test_a_head_that_computes_something_else_keeps_its_forward(caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = random_model("llama", vocab_size=208)
+    head = module.lm_head
+    assert fuse_head(head, {}) is not None
+    doubled = head.forward = lambda hidden: 2 * nn.functional.linear(hidden, head.weight)
+    with caplog.at_level(logging.INFO, "longspan"):
+        assert fuse_head(head, {}) is None and head.forward is doubled
+    assert "the output head is computed by PyTorch: results would differ" in caplog.text
+
+
 @pytest.mark.parametrize("length", [1000, 4096, 16384])
 def test_both_sides_of_every_switch_are_checked(length: int) -> None:
     config = LlamaConfig(rope_parameters={"rope_type": "default", "original_max_position_embeddings": length})
@@ -251,7 +261,7 @@ def test_shapes_that_the_kernel_does_not_know_are_refused(
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(("int8", "int4")), st.sampled_from((1, 5, 40, 300)), st.booleans(), st.integers(0, 9))
-def test_levels_give_the_bits_of_the_weights_that_they_stand_for(
+def test_levels_give_the_bits_of_the_dequantised_weights(
     quantization: Quantization, num_tokens: int, is_gated: bool, seed: int
 ) -> None:
     numbers = torch.Generator().manual_seed(seed)

@@ -31,7 +31,8 @@ from longspan.model import graph_step
 from longspan.model.adapter import Model
 from longspan.model.graph_step import CudaRecorder, Record, Recording
 from longspan.model.source import prepare
-from longspan.model.whole_step import SingleTokens
+from longspan.model.step import Rows, SingleTokens
+from longspan.model.trunk import LayerTrunk
 from longspan.runtime import rank
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,20 +48,20 @@ def triton_backend() -> AttentionBackend:
 
 
 class Recordable(TorchCpu):
-    """Computes by PyTorch what recordable kernels do, out of nothing but tensors of fixed sizes."""
+    """Computes by PyTorch as recordable kernels do, from tensors of fixed sizes only."""
 
     def is_recordable(self, spec: AttnSpec) -> bool:
         return spec.head_dim > 0
 
     def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores the first token once more in place of those that go nowhere."""
+        """Store the first token again for each padding token."""
         row = torch.where(blocks == NOWHERE, 0, torch.arange(len(blocks)))
         super().store(kv, blocks[row], offsets[row], k[:, row], v[:, row])
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
         splits, size = plan.splits, kv.block_size
-        of_queries = splits.of_query.numpy()  # an operator would not be let through
-        assert (np.diff(of_queries) >= 0).all(), "splits of no query are behind all others"
+        of_queries = splits.of_query.numpy()  # an operator would be refused
+        assert (np.diff(of_queries) >= 0).all(), "padding splits are the last"
         assert (splits.first.numpy() < splits.last.numpy()).sum() == of_queries[-1], "and have no blocks"
         item, split = (torch.arange(len(one)) for one in (splits.blocks, splits.owner))
         of_split = (splits.first[:, None] <= item) & (item < splits.last[:, None])
@@ -90,14 +91,14 @@ class Decodes:
         self.change_pool(0)
 
     def change_pool(self, seed: int) -> None:
-        """Makes another, with a block before its first that nobody has: it would tell of tokens stored nowhere."""
+        """Make another pool, with an unused block before its first. A store at block -1 would change it."""
         generator = torch.Generator().manual_seed(seed)
         shapes = [(2, NUM_BLOCKS + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim) for spec in self.specs]
         self.pairs = [torch.randn(shape, generator=generator).to(self.device) for shape in shapes]
         self.kv = pool_of(self.pairs)
 
     def step(self, *stops: int, seed: int = 0) -> Tensor:
-        """Computes a token of each of some requests, of which it is the last of so many; returns the logits."""
+        """Compute the last token of requests with `stops` tokens. Return the logits."""
         generator = torch.Generator().manual_seed(seed)
         num_tokens, positions = len(stops), torch.tensor(stops) - 1
         tokens = torch.randint(0, 199, (64,), generator=generator)[:num_tokens]
@@ -115,9 +116,9 @@ class Decodes:
             plans=[plans[spec.window] for spec in self.specs],
         )
         own_pairs = [pair.clone() for pair in self.pairs]
-        row, lengths = (tokens, positions, torch.arange(num_tokens)), positions + 1
-        wanted = self.model.forward(*row, ByLayers(self, pool_of(own_pairs), step), lengths)
-        found = self.model.forward(*row, AtOnce(self, self.kv, step), lengths).clone()
+        rows = Rows(tokens=tokens, positions=positions, keep=torch.arange(num_tokens), rope_lengths=positions + 1)
+        wanted = self.model.trunk.run(rows, ByLayers(self, pool_of(own_pairs), step)).result
+        found = self.model.trunk.run(rows, AtOnce(self, self.kv, step)).result.clone()
         torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(self.pairs, own_pairs, atol=TOLERANCE, rtol=TOLERANCE)
         return found
@@ -151,7 +152,7 @@ class AtOnce(ByLayers):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_replay_equals_the_layers(folders: dict[str, Path], name: str) -> None:
-    """In sizes of graphs and between them; contexts grow and shrink, and the pool changes."""
+    """Batches have the size of a graph or are padded, contexts grow and shrink, and the pool changes."""
     tape = Tape()
     decodes = Decodes(folders[name], tape, Recordable())
     for number, stops in enumerate([(1,), (40, 3, 17), (8, 16, 9, 31), (150, 1), (149, 2), (5, 99, 7, 64, 33)]):
@@ -167,12 +168,12 @@ def test_a_replay_equals_the_layers(folders: dict[str, Path], name: str) -> None
 def test_graphs_are_few_and_small(tiny: Path) -> None:
     tape = Tape()
     decodes = Decodes(tiny, tape, Recordable())
-    with mock.patch.object(graph_step, "_MOST_GRAPHS", 2):
+    with mock.patch.object(graph_step, "_MAX_GRAPHS", 2):
         for stops in ((1,), (1, 2), (3,), (1, 2, 3), (4,), (2, 1)):  # that of one token is used again: it is kept
             decodes.step(*stops)
     assert (tape.num_recorded, tape.num_replayed) == (4, 6)
-    assert sorted(decodes.model._whole_step._logits) == [1, 2, 4], "graphs of as many tokens write to the same"
-    with mock.patch.object(graph_step, "_MOST_ROWS", 2):
+    assert sorted(decodes.model.trunk.step._logits) == [1, 2, 4], "graphs of as many tokens write to the same"
+    with mock.patch.object(graph_step, "_MAX_ROWS", 2):
         decodes.step(1, 2, 3)
         assert tape.num_replayed == 6
         decodes.step(2, 3)
@@ -194,8 +195,8 @@ class Refusing:
     ("name", "num_asked", "why"),
     [
         ("llama", 1, "stream is capturing"),
-        ("llama-longrope", 0, "aten._local_scalar_dense.default needs numbers"),
-        ("phi3-longrope", 0, "aten._local_scalar_dense.default needs numbers"),
+        ("llama-longrope", 0, "aten._local_scalar_dense.default needs values"),
+        ("phi3-longrope", 0, "aten._local_scalar_dense.default needs values"),
     ],
 )
 def test_a_model_that_cannot_be_recorded_is_computed_by_layers(
@@ -237,13 +238,13 @@ def test_a_share_of_a_model_is_not_recorded(tiny: Path) -> None:
     recording = Recording(backend=Recordable(), record=tape)
     files = prepare(str(tiny), dtype="float32")
     for split in ({"tp": 2}, {"layers": range(2)}):
-        assert Model(files, torch.device("cpu"), recording=recording, **split)._whole_step is None  # type: ignore[arg-type]
+        assert isinstance(Model(files, torch.device("cpu"), recording=recording, **split).trunk, LayerTrunk)  # type: ignore[arg-type]
 
 
 def test_only_kernels_that_follow_from_shapes_are_recorded(tiny: Path) -> None:
     recording = Recording(backend=TorchCpu(), record=Tape())
     model = Model(prepare(str(tiny), dtype="float32"), torch.device("cpu"), recording=recording)
-    assert model._whole_step is None
+    assert isinstance(model.trunk, LayerTrunk)
     assert rank.recording_of(TorchCpu(), torch.device("cpu")) is None
     assert rank.recording_of(TorchCpu(), torch.device("cuda")) is not None
 
@@ -259,7 +260,7 @@ def compare_steps(folder: Path, record: Record, device: str = "cpu") -> None:
 
 
 def compare_neighbours(folder: Path) -> None:
-    """Three tokens beside padding, and beside one of a longer request: it is the same graph, or a larger one."""
+    """Compute three tokens with padding, and with a token of a longer request, in the same graph or a larger one."""
     tape = Tape()
     decodes = Decodes(folder, tape, triton_backend())
     alone = decodes.step(9, 30, 17)
@@ -301,7 +302,7 @@ def test_reads_by_the_host_are_found(read: Callable[[Tensor], object]) -> None:
     numbers, places = torch.tensor([1, 0, 2]), torch.tensor([2, 1, 0])
     with graph_step._WithoutHostReads():
         numbers[places] = numbers[places] + torch.where(numbers > 1, 0, 1)  # nothing of this does
-        with pytest.raises(graph_step._HostReadError, match="needs numbers of the device on the host"):
+        with pytest.raises(graph_step._HostReadError, match="needs values of the device on the host"):
             read(numbers)
 
 
@@ -309,9 +310,9 @@ def test_copies_to_the_host_are_found() -> None:
     """By tensors that only say that they are on a device."""
     with FakeTensorMode(), graph_step._WithoutHostReads():
         there = torch.ones(3, device="cuda") * torch.tensor(2.0)
-        with pytest.raises(graph_step._HostReadError, match="copies numbers of the device to the host"):
+        with pytest.raises(graph_step._HostReadError, match="copies values of the device to the host"):
             there.cpu()
-        with pytest.raises(graph_step._HostReadError, match="copies numbers of the device to the host"):
+        with pytest.raises(graph_step._HostReadError, match="copies values of the device to the host"):
             torch.empty(3).copy_(there)
 
 
@@ -320,12 +321,12 @@ def test_a_buffer_is_filled_and_padded() -> None:
     buffer.fill([torch.tensor(one).numpy() for one in ([7, 8], [9], [5])], [-1, 0, 6])
     assert [one.tolist() for one in buffer.arrays] == [[7, 8, -1], [9], [5, 6, 6, 6]]
     assert [one.storage_offset() for one in buffer.arrays] == [0, 4, 6], "multiples of 16 bytes"
-    with pytest.raises(AssertionError, match="there is room"):
+    with pytest.raises(AssertionError, match="large enough"):
         buffer.fill([torch.arange(4).numpy()])
 
 
 def test_arrays_go_to_a_device_in_one_copy() -> None:
-    """One without memory; those that are there already stay."""
+    """A device without memory gets a copy. Arrays on the device are not copied."""
     here = torch.arange(3), torch.arange(5)
     assert on_device(here, torch.device("cpu")) is here
     there = on_device(here, torch.device("meta"))
@@ -334,7 +335,7 @@ def test_arrays_go_to_a_device_in_one_copy() -> None:
 
 
 class FakeCuda:
-    """Stands for PyTorch's CUDA graphs and streams; the whole device must not be waited for."""
+    """Replaces PyTorch's CUDA graphs and streams, and fails if the whole device is synchronised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools, self.replayed = list[Any](), list[Any]()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from longspan.attn.spec import AttnSpec
 from longspan.model.adapter import Model
 from longspan.model.source import prepare
+from longspan.model.step import Rows
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 100, 40, 70)  # on both sides of the sliding window and of longrope's switch
@@ -83,7 +84,11 @@ class Pack:
 
     def forward(self, model: Model) -> Tensor:
         everything = torch.arange(len(self.tokens))
-        return model.forward(self.tokens, self.positions, everything, self.attend(model), self.rope_lengths)
+        return model.trunk.run(self.rows(everything), self.attend(model)).result
+
+    def rows(self, keep: Tensor, part: slice = slice(None)) -> Rows:
+        numbers = {"tokens": self.tokens[part], "positions": self.positions[part]}
+        return Rows(**numbers, keep=keep, rope_lengths=self.rope_lengths[part])
 
 
 def load(folder: Path, dtype: str = "float32") -> Model:
@@ -109,7 +114,7 @@ def test_two_chunks_equal_one_call(tiny: Path) -> None:
     model, pack = load(tiny), Pack((90,))
     attend = pack.attend(model)
     chunks = [
-        model.forward(pack.tokens[part], pack.positions[part], torch.arange(n), attend, pack.rope_lengths[part])
+        model.trunk.run(pack.rows(torch.arange(n), part), attend).result
         for part, n in ((slice(0, 50), 50), (slice(50, 90), 40))
     ]
     torch.testing.assert_close(torch.cat(chunks), pack.forward(model), rtol=0, atol=3e-5)
@@ -117,11 +122,10 @@ def test_two_chunks_equal_one_call(tiny: Path) -> None:
 
 def test_keep_chooses_the_logits(tiny: Path) -> None:
     model, pack = load(tiny), Pack((20,))
-    row = (pack.tokens, pack.positions)
     chosen = torch.tensor([19, 3])
-    logits = model.forward(*row, chosen, pack.attend(model), pack.rope_lengths)
+    logits = model.trunk.run(pack.rows(chosen), pack.attend(model)).result
     torch.testing.assert_close(logits, pack.forward(model)[chosen], rtol=0, atol=3e-5)
-    nothing = model.forward(*row, chosen[:0], pack.attend(model), pack.rope_lengths)
+    nothing = model.trunk.run(pack.rows(chosen[:0]), pack.attend(model)).result
     assert nothing.shape == (0, model.info.vocab_size)
 
 
@@ -200,6 +204,7 @@ def test_the_head_can_be_asked_again(tiny: Path) -> None:
     """More logits of the latest forward, tile by tile, are those of asking for all at once."""
     model, pack = load(tiny), Pack((20, 7))
     everything = pack.forward(model)
-    model.forward(pack.tokens, pack.positions, torch.tensor([26]), pack.attend(model), pack.rope_lengths)
-    tiles = [model.logits(rows) for rows in (range(10), range(10, 26), [26])]
+    output = model.trunk.run(pack.rows(torch.tensor([26])), pack.attend(model))
+    pack.forward(model)  # another step does not change the output of an earlier one
+    tiles = [output.logits(rows) for rows in (range(10), range(10, 26), [26])]
     torch.testing.assert_close(torch.cat(tiles), everything, rtol=0, atol=3e-5)

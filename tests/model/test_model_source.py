@@ -1,5 +1,6 @@
-"""Preparing models: what is accepted, what is refused and how, and where the weights live."""
+"""Models that are prepared or refused, the errors, and the weights in the cache."""
 
+import importlib.util
 import os
 import re
 import sys
@@ -43,6 +44,7 @@ from longspan.model.adapter import Model
 from longspan.model.files import cache_root
 from longspan.model.skeleton import PROBE, check_supported, gather_info
 from longspan.model.source import ModelError, prepare, smollm2_folder, smollm2_gguf
+from longspan.model.step import Rows
 from longspan.model.store import build_once
 
 CPU = torch.device("cpu")
@@ -73,9 +75,9 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def last_logits(model: Model, tokens: Tensor) -> Tensor:
-    return model.forward(
-        tokens, torch.arange(len(tokens)), torch.tensor([len(tokens) - 1]), causal, torch.zeros(len(tokens))
-    )
+    positions, last = torch.arange(len(tokens)), torch.tensor([len(tokens) - 1])
+    rows = Rows(tokens=tokens, positions=positions, keep=last, rope_lengths=torch.zeros(len(tokens)))
+    return model.trunk.run(rows, causal).result
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -118,7 +120,7 @@ def test_unsupported_architectures_are_refused_by_their_configuration(name: str,
 
 
 def test_a_window_known_to_the_mask_only_is_refused(tmp_path: Path, cache: Path) -> None:
-    """Phimoe builds a sliding mask but does not tell its attention; without a window it is served."""
+    """Phimoe builds a sliding mask but does not pass the window to its attention. Without a window it is served."""
     sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "max_position_embeddings": 64}
     PhimoeConfig(**sizes, **heads, sliding_window=8).save_pretrained(tmp_path)
@@ -224,7 +226,7 @@ def test_hub_failures_get_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_only_needed_files_are_fetched_from_the_hub(
     with_weights: bool, published: str, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights only where they are wanted, and in PyTorch's own format only where there are no others."""
+    """Weights are not fetched for dummy models, and in PyTorch's own format only if there are no safetensors."""
 
     def snapshot(_: str, *, allow_patterns: list[str]) -> str:
         for name in ("config.json", published):
@@ -371,6 +373,19 @@ def test_the_alias_needs_its_package(monkeypatch: pytest.MonkeyPatch, cache: Pat
         prepare("smollm2-135m", dtype="float32")
 
 
+@pytest.mark.parametrize("missing", ["accelerate", "gguf"])
+def test_making_the_alias_without_its_extra_names_the_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
+    del cache
+    file, find_spec = tmp_path / "SmolLM2-135M-Instruct.gguf", importlib.util.find_spec
+    file.touch()
+    monkeypatch.setattr("longspan.model.source.smollm2_gguf", lambda: file)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(ModelError, match=re.escape(f"needs {missing}; run: pip install 'longspan[gguf]'")):
+        prepare("smollm2-135m", dtype="float32")
+
+
 # SmolLM2-135M-Instruct, from the cache of the machine (built at first use).
 
 
@@ -401,7 +416,7 @@ def test_the_alias_logits_equal_the_oracle(smollm2: Path) -> None:
 
 
 def test_the_alias_tokenizer(smollm2: Path) -> None:
-    """Ids of the published tokenizer; digits are split before spaces are merged."""
+    """Ids of the published tokenizer. Digits are split before spaces are merged."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert (tokenizer.bos_token, tokenizer.eos_token, len(tokenizer)) == ("<|im_start|>", "<|im_end|>", 49152)
     assert tokenizer.model_max_length == 8192

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from engines import ThreadLLM
-from refusals import refused
 from safetensors.torch import save_file
 from tiny_models import BASE
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -148,6 +147,6 @@ def test_auto_is_bfloat16_without_kernels_of_our_own_and_its_cost_is_logged_once
         model = EngineModel.of(EngineArgs(str(half)))
         assert (model.files.dtype, model.kernels) == ("bfloat16", None)
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "as with dtype float32, which needs twice the memory" in record.message
-    with refused("quantization"):
+    assert "of dtype float32, which needs twice the memory" in record.message
+    with pytest.raises(ValueError, match="quantization int8 needs longspan's own kernels"):
         EngineModel.of(EngineArgs(str(half), quantization="int8"))

@@ -223,7 +223,7 @@ def test_another_version_of_the_packaged_model_gets_a_folder_of_its_own(
 
 
 def test_a_profile_is_of_models_of_the_same_sizes_only(tmp_path: Path) -> None:
-    """In the same folder; other weights take the same time."""
+    """Models in one folder share a profile only if their sizes are equal. Other weights take the same time."""
 
     def key(name: str, seed: int) -> ProfileKey:
         folder = make_tiny(name, tmp_path / "m", seed)

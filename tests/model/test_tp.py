@@ -9,7 +9,7 @@ import torch
 
 from longspan import LLM
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import split_heads
+from longspan.core.splits import split_heads
 from longspan.model.files import ModelError
 from longspan.model.sharding import Shard
 

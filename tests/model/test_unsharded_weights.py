@@ -1,4 +1,4 @@
-"""`alltoall` with unsharded weights on split instances: exact beside every other exchange, and to the byte.
+"""`alltoall` with unsharded weights on split instances: exact in steps with every other exchange, and to the byte.
 
 Ranks are threads with mailboxes, each with its share of a real model. The formulas are in docs/exchanges.md.
 """
@@ -26,14 +26,16 @@ from transports import FaultyTransport, Wires, run_members
 
 from longspan.attn.backends import backend_of
 from longspan.attn.check import Request
-from longspan.attn.comm import NOBODY, Group, Transport
+from longspan.attn.comm import NO_PEERS, Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, Location, cut_evenly, split_heads
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
+from longspan.core.locations import Location
 from longspan.core.owners import Owners
 from longspan.core.runs import positions
+from longspan.core.splits import cut_evenly, split_heads
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
@@ -87,10 +89,10 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
         inside = HeadTokenSwap(Group(transport, range(size), me, hosts=hosts, sent=sent[me]), spec, num_tokens)
         share = split_heads(*heads, size)[me]
         wanted = [slice(one.start, one.stop) for one in (share.heads, share.kv_heads, share.kv_heads)]
-        found = inside.to_heads(*(tensor[:, inside.mine] for tensor in whole))
+        found = inside.to_heads(*(tensor[:, inside.own_tokens] for tensor in whole))
         assert all(torch.equal(one, all_[some]) for one, all_, some in zip(found, whole, wanted, strict=True))
-        assert torch.equal(inside.to_tokens(found[0]), whole[0][:, inside.mine])
-        assert torch.equal(inside.gather(rows[inside.mine]), rows)
+        assert torch.equal(inside.to_tokens(found[0]), whole[0][:, inside.own_tokens])
+        assert torch.equal(inside.gather(rows[inside.own_tokens]), rows)
 
     faults = lambda me, inner: FaultyTransport(inner, seed=me, max_delay_s=0.002)  # noqa: E731
     assert run_members(size, rank, wires=wires, faults=faults) == [None] * size
@@ -100,7 +102,7 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
 
 @pytest.mark.parametrize("name", TINY)
 def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> None:
-    """With as many ranks as KV heads, with fewer, and with more, who have copies of them: nothing is sent twice."""
+    """No weight is sent twice if there are as many ranks as KV heads, or fewer, or more, which have copies of heads."""
     model = Model(prepare(str(folders[name]), dtype="float32"), CPU)
     for attention, tp in itertools.product(attention_modules(model.module).values(), (2, 3, 5)):
         whole, layer = dict(attention.named_parameters()), attention.layer_idx
@@ -116,7 +118,7 @@ def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> Non
 
 
 def weight_bytes(whole: dict[str, Tensor]) -> int:
-    """Of projections and their biases; norms are everywhere."""
+    """Bytes of projections and their biases. Every rank has the norms."""
     return sum(weight.nbytes for name, weight in whole.items() if "norm" not in name)
 
 
@@ -188,7 +190,7 @@ def steps_of(chosen: Sequence[int]) -> list[Forward]:
 
 
 def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[int, Tensor], list[Counter[str]]]:
-    """The logits after each request's latest token, the same bits on all its ranks; and bytes by kind, of each step."""
+    """Return logits after each request's latest token, equal on all its ranks, and the bytes of each step by kind."""
     files = prepare(str(folder), dtype="float32")
     models = [Model(files, CPU, tp_index=rank % tp, tp=tp) for rank in range(2 * tp)]
     apart = tuple(Location(host=rank % 2, device=rank) for rank in range(2 * tp))  # neighbours are on two hosts
@@ -212,12 +214,11 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
             layers = model.info.num_layers
             comm = StepComm(StepLanes.one(transport), forward.number, cluster=cluster, rank=me, num_layers=layers)
             attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
-            with model.summed_by(comm.all_reduce):
-                if len(packed.tokens):
-                    row = packed.tokens, packed.positions, packed.keep
-                    found = model.forward(*row, attention, packed.rope_lengths)
-                    logits[me].update(zip(packed.request_ids, found, strict=True))
-                else:
+            if len(packed.tokens):
+                found = model.trunk.run(packed, attention, reduce=comm.all_reduce).result
+                logits[me].update(zip(packed.request_ids, found, strict=True))
+            else:
+                with model.summed_by(comm.all_reduce):
                     attention.without_tokens(torch.float32, CPU)
             for (kind, _), num_bytes in comm.sent.items():
                 sent[forward.number][kind] += num_bytes
@@ -272,7 +273,7 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
 def test_whole_weights_with_all_other_exchanges(
     folders: dict[str, Path], oracles: dict[str, Oracle], name: str, tp: int
 ) -> None:
-    """Two instances; heads that do not divide, fused projections, biases, norms of heads, windows, partial rotation."""
+    """Two instances, heads that do not divide, fused projections, biases, head norms, windows, partial rotation."""
     forwards = steps_of(range(len(CHATS)))
     logits, sent = run_ranks(folders[name], tp, forwards)
     for index in range(len(CHATS)):
@@ -306,7 +307,7 @@ def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(fol
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
         packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
-        comm = StepComm(StepLanes.one(NOBODY), 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
+        comm = StepComm(StepLanes.one(NO_PEERS), 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
         with patch(
             "longspan.runtime.layerwise.unsharded_alltoall.HostWeights",
             side_effect=AssertionError("no step needs them"),

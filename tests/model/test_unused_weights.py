@@ -54,7 +54,7 @@ def float8_scaled(tensors: Tensors, scale: str = "weight_scale_inv") -> None:
 
 
 def packed(*parts: str) -> Callable[[Tensors], object]:
-    """As GPTQ and others do: other tensors in place of the weight."""
+    """Replace the weight by other tensors, as GPTQ does."""
 
     def edit(tensors: Tensors) -> None:
         del tensors[f"{QUERIES}.weight"]

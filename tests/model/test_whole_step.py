@@ -22,7 +22,8 @@ from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import probe_positions
 from longspan.model.fused import Matrix, Product, Rotary, fuse_head, fuse_layers
 from longspan.model.quantization import quantise
-from longspan.model.whole_step import Attend, RotaryTable, SingleTokens, WholeStep, whole_step
+from longspan.model.step import Attend, SingleTokens
+from longspan.model.whole_step import RotaryTable, WholeStep, whole_step
 
 BLOCK_SIZE = 32
 
@@ -136,7 +137,7 @@ def test_a_model_with_more_to_it_is_found_out(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_whole_step_stands_for_known_classes_only() -> None:
+def test_a_whole_step_replaces_known_classes_only() -> None:
     """The class has the parts of Llama and computes the same, but nothing is known of its code."""
     model = Tiny("llama")
     model.module.__class__ = type("LlamaForCausalLM", (type(model.module),), {"__module__": __name__})
@@ -151,7 +152,7 @@ def longrope(folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["smollm2", "int4", "longrope"])
 def test_an_engine_decodes_by_whole_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not while prompts are computed beside, while times are recorded, nor if told not to; the tokens are the same."""
+    """Steps with prompts, recorded times or enforce_eager go layer by layer. The tokens are the same."""
     sizes: list[int] = []
     call = WholeStep.__call__
 

@@ -1,4 +1,4 @@
-"""The default policy: groups by what they cost everybody, and decodes on one instance."""
+"""The default policy: groups by their cost for all requests, and decodes on one instance."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 from cluster import Cluster, Setup
 from hypothesis import strategies as st
-from refusals import refused
 from test_tetris import GROUPS, machine
 from workloads import Job, assert_lawful, finishes_lawfully, play, repeats, setups_of
 
 from longspan.core.blocks import PrefixHit, Target
-from longspan.core.cluster import Location
+from longspan.core.locations import Location
 from longspan.core.policy import NoOptions, Policy
 from longspan.core.view import ClusterView, Plan
-from longspan.policy.auto import Auto, Choice
+from longspan.errors import ParameterError
+from longspan.policy.auto.candidates import CandidateGroups, Costs, Load
+from longspan.policy.auto.estimates import Estimates
+from longspan.policy.auto.history import History
+from longspan.policy.auto.waiting import Waiting, WaitingQueue
 from longspan.policy.batching import Batch, single_part
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
@@ -46,12 +49,12 @@ test_the_same_input_gives_the_same_steps = repeats(setups())
         (5, 0, [(0, 11, 11, None, None), (0, 19, 40, None, None), (1, 0, 10, 25, 0)]),
         (6, 1, [(27, 0, 11, None, None), (0, 40, 19, None, 2), (27, 0, 15, 26, 0)]),
     ],
-    ids=["the other's turn", "both want the last block"],
+    ids=["the phase of the other request", "both requests need the last block"],
 )
-def test_a_request_that_waits_for_blocks_delays_no_other(
+def test_a_request_that_waits_for_a_block_delays_no_other(
     room: int, seed: int, jobs: list[tuple[int, int, int, int, int]]
 ) -> None:
-    """With two stages requests take turns, and homes that rotate may have to wait for a block of somebody else's."""
+    """With two stages requests have phases, and decodes that rotate may have to wait for a block of another request."""
     setup = Setup(
         num_instances=2,
         num_blocks=room,
@@ -110,7 +113,7 @@ def test_a_queue_of_short_prompts_has_an_instance_for_each() -> None:
     assert {(i,) for i in range(4)} <= {made.parts_of(request)[0].group for request in requests}
 
 
-def test_short_prompts_of_a_burst_pass_long_ones_but_not_for_ever() -> None:
+def test_short_prompts_of_a_burst_pass_long_ones_for_a_bounded_time() -> None:
     made = cluster(2, num_blocks=4000)
     burst = [made.add([number] * length, max_tokens=1) for number, length in enumerate((4000, 40, 400))]
     made.run()
@@ -128,19 +131,40 @@ def test_short_prompts_of_a_burst_pass_long_ones_but_not_for_ever() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "group"), [(0.2, (0, 1, 2, 3)), (100.0, (0,))])
-def test_a_group_is_worth_waiting_for_if_it_is_soon_free(wait_s: float, group: tuple[int, ...]) -> None:
-    """One instance is idle, the others are busy for so long."""
-    facts = machine(1, 2, 4, start_s=0.001)
-    auto = make_policy("auto", num_instances=4, options={}, facts=facts)
-    assert isinstance(auto, Auto)
-    num_groups = len(auto._choice.groups)
-    seconds = auto._choice.spread([times.seconds(6000) for times in auto._times.values()])
-    waits = np.array([0.0, wait_s, wait_s, wait_s])
-    costs = auto._costs(seconds, float(seconds.min()), 0.0, 0.0, waits, np.zeros(num_groups))
-    assert auto._choice.groups[int(costs.argmin())] == group
+def test_a_prompt_waits_for_a_larger_group_that_is_soon_idle(wait_s: float, group: tuple[int, ...]) -> None:
+    """Instance 0 is idle, and instances 1 to 3 prefill for `wait_s` seconds."""
+    estimates = Estimates(machine(1, 2, 4, start_s=0.001), (), 4, None)
+    candidates = CandidateGroups([[0, 1, 2, 3]], estimates.sizes, {i: i for i in range(4)})
+    costs = Costs(candidates, estimates, History(estimates.token_s), 5.0, 3.0)
+    by_size, _ = estimates.prefills_s(6000, 0, 8192)
+    load = Load(wait_s=np.array([0.0, wait_s, wait_s, wait_s]), token_s=np.ones(4), decodes=np.zeros(4))
+    request = Cluster(Setup()).add(range(10), max_tokens=2)
+    found = costs.of(Waiting(request, float(by_size.min()), 1e9), candidates.by_size(by_size), 0.0, 0.0, load)
+    assert candidates.groups[int(found.argmin())] == group
 
 
-def test_a_further_turn_goes_where_all_of_it_is() -> None:
+def test_a_prefill_takes_as_long_as_its_steps_together() -> None:
+    facts = machine(1, 2, start_s=0.01)
+    estimates = Estimates(facts, (), 2, None)
+    assert facts.profile is not None
+    for members, alone_s in zip(estimates.sizes, estimates.prefills_s(5000, 300, 1024)[0], strict=True):
+        chunk = 1024 * members
+        starts = range(0, 5000, chunk)
+        whole_s = sum(estimates.prefill_s(members, min(chunk, 5000 - start), 300 + start, chunk) for start in starts)
+        assert estimates.prefill_s(members, 5000, 300, 1024) == pytest.approx(whole_s) == pytest.approx(alone_s)
+
+
+def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
+    made = Cluster(Setup())
+    queue = WaitingQueue(2, 1.25)
+    long, *short = [made.add([number] * 10, max_tokens=2) for number in range(6)]
+    queue.started(long, 8.0, 8.0)
+    for request in short:
+        queue.started(request, 0.1, 0.1)
+    assert queue.ordered(0.9)[-1].request is queue.ordered(5.3)[0].request is long, "overdue after 1.25 x 8 / 2 s"
+
+
+def test_a_further_turn_goes_where_its_whole_prefix_is() -> None:
     """Copies that its first group still has are no reason to bring that group together again."""
     made = cluster(num_blocks=1000)
     first = made.add(range(4000), max_tokens=20)
@@ -165,15 +189,15 @@ def test_groups_of_a_size_do_not_overlap(hosts: list[int], sizes: tuple[int, ...
     numbers = iter(range(9, 9 - sum(hosts), -1))
     places = [[next(numbers) for _ in range(size)] for size in hosts]
     everyone = [instance for host in places for instance in host]
-    choice = Choice(places, sizes, {instance: place for place, instance in enumerate(everyone)})
-    assert [len(group) for group in choice.groups] == groups == choice.sizes.tolist()
+    candidates = CandidateGroups(places, sizes, {instance: place for place, instance in enumerate(everyone)})
+    assert [len(group) for group in candidates.groups] == groups == candidates.sizes.tolist()
     for size in sizes:
-        members = [instance for group in choice.groups if len(group) == size for instance in group]
+        members = [instance for group in candidates.groups if len(group) == size for instance in group]
         assert len(members) == len(set(members))
     values = np.arange(1.0, len(everyone) + 1)
     ranks = dict(zip(everyone, values, strict=True))
-    assert choice.sums(values).tolist() == [sum(ranks[one] for one in group) for group in choice.groups]
-    assert choice.most(values).tolist() == [max(ranks[one] for one in group) for group in choice.groups]
+    assert candidates.sum(values).tolist() == [sum(ranks[one] for one in group) for group in candidates.groups]
+    assert candidates.max(values).tolist() == [max(ranks[one] for one in group) for group in candidates.groups]
 
 
 def test_a_document_leaves_instances_to_chats() -> None:
@@ -191,7 +215,7 @@ def test_a_document_leaves_instances_to_chats() -> None:
     assert chat.metrics.ttft_s < 0.1 * document.metrics.ttft_s
 
 
-def test_prompts_avoid_decoding_instances() -> None:
+def test_prefills_avoid_instances_that_decode() -> None:
     made = cluster(2, facts=machine(1, 2, start_s=0.1), num_blocks=1000)
     decoding = made.add(range(10), max_tokens=200)
     while len(decoding.output) < 5:
@@ -205,7 +229,7 @@ def test_prompts_avoid_decoding_instances() -> None:
 # ---------------------------------------------------------------- where requests decode
 
 
-def test_blocks_computed_by_the_target_are_not_sent() -> None:
+def test_blocks_that_the_target_computes_are_not_sent() -> None:
     made = cluster(2, num_blocks=1000)
     request = made.add(range(3200), max_tokens=5)
     made.run()
@@ -216,14 +240,14 @@ def test_blocks_computed_by_the_target_are_not_sent() -> None:
     assert [made.executor.pool(i).num_free for i in range(2)] == [1000, 1000]
 
 
-def test_kv_larger_than_any_instance_stays_in_place() -> None:
+def test_a_request_that_fits_on_no_instance_stays_on_its_group() -> None:
     made = cluster(2, num_blocks=20)
     request = made.add(range(500), max_tokens=5)
     made.run()
     assert not made.moves and made.parts_of(request)[-1].group == (0, 1)
 
 
-def test_kv_larger_than_any_instance_is_sharded_over_few_instances() -> None:
+def test_a_request_that_fits_on_no_instance_is_sharded_over_the_fewest_instances() -> None:
     made = cluster(num_blocks=20)
     request = made.add(range(500), max_tokens=5)
     made.run()
@@ -231,23 +255,24 @@ def test_kv_larger_than_any_instance_is_sharded_over_few_instances() -> None:
     assert len(made.parts_of(request)[0].group) == 4 and len(made.parts_of(request)[-1].group) == 3
 
 
-def test_a_prompt_is_chunked_for_concurrent_decodes() -> None:
-    made = cluster(2, num_blocks=1000, options={"target_tbt": "0.05"})
+def test_prefill_steps_are_shorter_on_instances_that_decode() -> None:
+    made, idle = (cluster(1, num_blocks=1000, options={"target_tbt": "0.05"}) for _ in range(2))
     answer = made.add([1] * 10, max_tokens=100)
     while len(answer.output) < 5:
         made.engine.step()
-    beside, alone = made.add(range(5, 2005), max_tokens=2), cluster(2, num_blocks=1000)
+    mixed, alone = made.add(range(5, 2005), max_tokens=2), idle.add(range(5, 2005), max_tokens=2)
     made.run()
-    prompt = alone.add(range(5, 2005), max_tokens=2)
-    alone.run()
-    assert made.parts_of(beside)[0].group == alone.parts_of(prompt)[0].group == (0, 1)
-    assert max(part.stop - part.start for part in made.parts_of(beside)) < 2 * 0.05 / 5e-4
-    assert alone.parts_of(prompt)[0].stop == 2000
+    idle.run()
+    longest, whole = (
+        max(part.stop - part.start for part in one) for one in (made.parts_of(mixed), idle.parts_of(alone))
+    )
+    assert longest < 0.3 * whole
 
 
-def test_a_target_that_is_no_time_is_refused() -> None:
-    with refused("target_tbt"):
-        make_policy("auto", num_instances=2, options={"target_tbt": "-1"})
+@pytest.mark.parametrize(("name", "value"), [("target_tbt", "-1"), ("ttft_slowdown", "0.5"), ("overtaking", "0")])
+def test_a_bad_option_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ParameterError, match=f"{name} must be (above 0 seconds|at least 1), but"):
+        make_policy("auto", num_instances=2, options={name: value})
 
 
 def test_a_request_is_recomputed_when_no_block_is_freed() -> None:

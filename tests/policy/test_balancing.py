@@ -99,9 +99,9 @@ def test_spread_blocks_are_hit_by_prompts_with_the_same_beginning() -> None:
     cluster.add(range(640), max_tokens=1)
     cluster.run()
     again = cluster.add(range(641), max_tokens=1)
-    assert cluster.engine.kv.view.match(again, (1,)).num_tokens == 0, "the first blocks have stayed"
-    assert cluster.engine.kv.view.match(again, (0,)).num_tokens >= 320
-    assert cluster.engine.kv.view.match(again, (0, 1, 2, 3)).num_tokens >= 640
+    assert cluster.engine.kv.account.match(again, (1,)).num_tokens == 0, "the first blocks have stayed"
+    assert cluster.engine.kv.account.match(again, (0,)).num_tokens >= 320
+    assert cluster.engine.kv.account.match(again, (0, 1, 2, 3)).num_tokens >= 640
     cluster.run()
 
 

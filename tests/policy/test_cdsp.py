@@ -13,7 +13,7 @@ from tetris_paper import Instance, Paper, numbers
 from tetris_paper import get_group as group_of_paper
 
 from longspan.cost.profile import PrefillTime
-from longspan.policy.tetris import FixedGroups
+from longspan.policy.baselines.fixed_sp import FixedGroups
 from longspan.policy.tetris.execution import QueueTimes
 from longspan.policy.tetris.planner import Groups, Planner, Prompt
 

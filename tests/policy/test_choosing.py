@@ -15,8 +15,8 @@ from test_profile import SUBJECT, prefill
 
 from longspan.core.blocks import PrefixHit
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.cluster import Location
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
+from longspan.core.locations import Location
 from longspan.core.runs import Run
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.partition_table import Entry, PartitionTable

@@ -10,7 +10,7 @@ from cluster import Cluster, Setup
 from hypothesis import strategies as st
 from workloads import finishes_lawfully, setups_of
 
-from longspan.core.cluster import Location
+from longspan.core.locations import Location
 from longspan.core.request import Request
 from longspan.errors import ParameterError
 from longspan.policy.registry import make_policy

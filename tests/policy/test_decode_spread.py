@@ -23,7 +23,7 @@ from longspan.cost.architecture import from_config
 from longspan.cost.estimate import estimate_decode
 from longspan.cost.forward import rooflines
 from longspan.cost.topology import Devices
-from longspan.policy.group_parts import Room, block_owners, shard_chunk
+from longspan.policy.shards import Capacity, block_owners, shard_chunk
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import simulate
 from longspan.workload.spec import WorkloadSpec
@@ -106,13 +106,13 @@ def test_questions_about_one_document_decode_on_all_members(num_shared: int) -> 
     assert steps and all(step == {0: 4, 1: 4} for step in steps)
 
 
-def test_members_hold_even_shares() -> None:
-    room = Room(tokens=(64,) * 4, blocks=(999,) * 4, block_size=16)
+def test_what_members_hold_stays_even() -> None:
+    capacity = Capacity(tokens=(64,) * 4, blocks=(999,) * 4, block_size=16)
     for first in range(4):
         for held in ([], [0, 1, 2, 3, 0], [1] * 9, [3, 3, 2]):
             owners = list(held)
             while len(owners) < 80:
-                shards = shard_chunk(16 * len(owners), 16 * len(owners) + 1, owners, room, first=first)
+                shards = shard_chunk(16 * len(owners), 16 * len(owners) + 1, owners, capacity, first=first)
                 assert shards is not None
                 owners += block_owners(shards, len(owners), len(owners) + 1, 16)
             counts = Counter(owners)

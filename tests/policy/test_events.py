@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, add, jobs, setups_of
 
-from longspan.core.cluster import ParallelSpec
 from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
 from longspan.core.regrouping import Change
 from longspan.core.request import ContextLengthError, Request
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Reshard
 from longspan.core.view import RequestView
 from longspan.policy.registry import make_policy
@@ -85,7 +85,7 @@ def setups(draw: st.DrawFn, policy: str, tier: str) -> Setup:
     num_held = {"fixed-sp": 2, "seesaw": 1, "loongserve-disagg": 1}.get(policy)
     if policy == "seesaw":
         other = ParallelSpec.parse(draw(st.sampled_from(["1xtp2", "1xpp2", "2xtp2", "3xpp2"])))
-        setup, num_held = replace(setup, turns=(ParallelSpec.parse("2"), other)), min(2, other.instances)
+        setup, num_held = replace(setup, phases=(ParallelSpec.parse("2"), other)), min(2, other.instances)
         setup = replace(setup, options=draw(st.sampled_from([{}, {"threshold": "20"}])))
     if num_held is not None:
         most = num_held * setup.num_blocks * setup.block_size
@@ -142,7 +142,7 @@ def test_each_request_arrives_once_and_ends_once(policy: str, tier: str, data: s
 def _resolved_again(cluster: Cluster) -> Events:
     """Start new workers and resolve the policy again, as after the loss of an instance."""
     setup = cluster.setup
-    facts = replace(setup.facts, cluster=setup.cluster, turns=setup.clusters)
+    facts = replace(setup.facts, cluster=setup.cluster, phases=setup.clusters)
     policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
     events = Events(policy)
     cluster.restart(policy)
@@ -196,7 +196,7 @@ def test_requests_end_once_although_a_cluster_is_re_sharded(policy: str, tier: s
 def test_phases_re_shard_the_cluster(strict: str, tier: str) -> None:
     """Prompts are prefilled on two instances and decoded on one."""
     host_blocks, disk_blocks = TIERS[tier]
-    turns = ParallelSpec.parse("2"), ParallelSpec.parse("1xtp2")
+    phases = ParallelSpec.parse("2"), ParallelSpec.parse("1xtp2")
     cluster = Cluster(
         Setup(
             num_instances=2,
@@ -205,14 +205,14 @@ def test_phases_re_shard_the_cluster(strict: str, tier: str) -> None:
             options={"strict": strict},
             host_blocks=host_blocks,
             disk_blocks=disk_blocks,
-            turns=turns,
+            phases=phases,
         )
     )
     for number in range(8):
         cluster.add([number] * 40, max_tokens=6)
     cluster.run()
     specs = [step.cluster.spec for step in cluster.executor.steps if isinstance(step, Reshard)]
-    assert specs and set(specs[::2]) == {turns[1]} and set(specs[1::2]) <= {turns[0]}
+    assert specs and set(specs[::2]) == {phases[1]} and set(specs[1::2]) <= {phases[0]}
     assert all(request.output == cluster.expected_output(request) for request in cluster.requests)
 
 

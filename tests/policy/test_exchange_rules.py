@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from longspan.core.cluster import parse_parallel
 from longspan.core.exchange import RING_KV, RING_Q
+from longspan.core.parallel_args import parse_parallel
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.estimate import estimate_prefill
 from longspan.cost.forward import rooflines

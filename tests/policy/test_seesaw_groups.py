@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, Job, finishes_lawfully, jobs, play, repeats, setups_of
 
-from longspan.core.cluster import Location, ParallelSpec
+from longspan.core.locations import Location
 from longspan.core.request import ContextLengthError, Request
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Reshard
 from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
@@ -44,7 +45,7 @@ def setups(draw: st.DrawFn, num_hosts: int = 1) -> Setup:
     assert setup.max_model_len is not None
     return replace(
         setup,
-        turns=(prefill, decode),
+        phases=(prefill, decode),
         pp=1,
         locations=locations,
         host_blocks=(draw(st.integers(most, 4 * most)),) * num_hosts,
@@ -69,8 +70,8 @@ def test_any_workload_on_two_hosts_has_the_expected_outputs(setup: Setup, work: 
 
 def cluster_of(prefill: str, decode: str, **given: object) -> Cluster:
     """Return two clusters with pools of 10 blocks of 16 tokens, and a host pool of 60 blocks."""
-    turns = phases_of(prefill, decode)
-    setup = Setup(num_instances=turns[0].instances, num_blocks=10, policy="seesaw", turns=turns, host_blocks=(60,))
+    phases = phases_of(prefill, decode)
+    setup = Setup(num_instances=phases[0].instances, num_blocks=10, policy="seesaw", phases=phases, host_blocks=(60,))
     return Cluster(replace(setup, **given))  # type: ignore[arg-type]
 
 
@@ -156,6 +157,6 @@ def test_the_limit_is_the_capacity_of_both_phases_and_of_a_host(
 )
 def test_wrong_options_are_refused(options: dict[str, str]) -> None:
     setup = cluster_of("2", "tp2").setup
-    facts = Facts(cluster=setup.cluster, turns=setup.clusters)
+    facts = Facts(cluster=setup.cluster, phases=setup.clusters)
     with pytest.raises(ValueError, match=next(iter(options))):
         make_policy("seesaw", num_instances=2, options=options, facts=facts)

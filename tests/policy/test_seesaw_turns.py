@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan import SamplingParams
-from longspan.core.cluster import ParallelSpec
 from longspan.core.options import SchedulingArgs
+from longspan.core.splits import ParallelSpec
 from longspan.policy.seesaw import drain
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
@@ -37,7 +37,7 @@ def test_passes_are_full_while_prompts_wait_for_blocks() -> None:
     """Prompts alone take as long as on the same stages without hosts."""
     arrivals = [Arrival(due_s=0.0, prompt=text(3 * i + 2, 3000), output_len=1) for i in range(40)]
     stages = ClusterSpec(hardware="a10", gpus_per_host=8, parallel="pp8")
-    turns = ClusterSpec(hardware="a10", gpus_per_host=8, prefill_parallel="pp8", decode_parallel="tp2pp4")
+    phases = ClusterSpec(hardware="a10", gpus_per_host=8, prefill_parallel="pp8", decode_parallel="tp2pp4")
     chunked_s, seesaw_s = (
         make_experiment(
             "llama-2-70b",
@@ -46,7 +46,7 @@ def test_passes_are_full_while_prompts_wait_for_blocks() -> None:
         )
         .run(Workload(arrivals=arrivals, shares=False))
         .makespan_s
-        for policy, cluster, host_kv_gib in (("chunked", stages, 0.0), ("seesaw", turns, 640.0))
+        for policy, cluster, host_kv_gib in (("chunked", stages, 0.0), ("seesaw", phases, 640.0))
     )
     assert seesaw_s == pytest.approx(chunked_s, rel=0.002)
 
@@ -54,22 +54,22 @@ def test_passes_are_full_while_prompts_wait_for_blocks() -> None:
 @pytest.mark.parametrize("strict", ["true", "false"])
 def test_a_prompt_is_assigned_to_a_host_with_free_blocks(strict: str) -> None:
     """One host is full of the first request's KV."""
-    turns = ClusterSpec(hardware="a10", hosts=2, gpus_per_host=2, prefill_parallel="2xpp2", decode_parallel="2xtp2")
+    phases = ClusterSpec(hardware="a10", hosts=2, gpus_per_host=2, prefill_parallel="2xpp2", decode_parallel="2xtp2")
     options = {"strict": strict}
     scheduling = SchedulingArgs(policy="seesaw", block_size=16, host_kv_gib=0.3, policy_options=options)
     arrivals = [
         Arrival(due_s=0.0, prompt=text(2, 400), output_len=150),
         Arrival(due_s=1.0, prompt=text(5, 300), output_len=20),
     ]
-    result = make_experiment("llama-7b", turns, scheduling).run(Workload(arrivals=arrivals, shares=False))
+    result = make_experiment("llama-7b", phases, scheduling).run(Workload(arrivals=arrivals, shares=False))
     assert len(result.served) == 2
 
 
 @pytest.mark.parametrize("host_blocks", range(10, 24))
 def test_further_outputs_of_a_prompt_are_loaded_before_the_cluster_changes(host_blocks: int) -> None:
     """A host pool that holds few prompts. Both outputs of a prompt use the same blocks."""
-    turns = ParallelSpec.parse("pp2"), ParallelSpec.parse("tp2")
-    setup = Setup(num_blocks=12, policy="seesaw", turns=turns, host_blocks=(host_blocks,), max_num_batched_tokens=48)
+    phases = ParallelSpec.parse("pp2"), ParallelSpec.parse("tp2")
+    setup = Setup(num_blocks=12, policy="seesaw", phases=phases, host_blocks=(host_blocks,), max_num_batched_tokens=48)
     cluster, params = Cluster(setup), SamplingParams(n=2, max_tokens=20, ignore_eos=True)
     for number, length in enumerate((20, 100, 45, 7, 90)):
         leader = cluster.add([number] * length, params)

@@ -16,10 +16,10 @@ from refusals import refused
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.cluster import Location
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.exchange import RING_KV, RING_Q
+from longspan.core.locations import Location
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import Hardware, ModelShape

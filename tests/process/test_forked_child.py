@@ -44,7 +44,7 @@ def use_in_child(llm: LLM, async_llm: AsyncLLM) -> None:
         partial(llm.generate, [[3, 4, 5]], SHORT, use_tqdm=False),
         lambda: next(llm.stream([3, 4, 5], SHORT)),
         partial(llm.chat, [{"role": "user", "content": "Hello"}]),
-        lambda: [*llm.finish_each([], most=1)],
+        lambda: [*llm.finish_each([], max_groups=1)],
         partial(llm.reshard, "1"),
         partial(llm.set_policy, "chunked", {}),
         llm.reset_prefix_cache,
@@ -123,7 +123,7 @@ def generate_until_interrupted(model: str) -> None:
         calls: list[Callable[[], object]] = [
             partial(llm.generate, [[3, 4, 5], [6, 7]], ENDLESS, use_tqdm=False),
             lambda: [*llm.stream([3, 4, 5], ENDLESS)],
-            lambda: [*llm.finish_each([(0, [llm.input_processor.process([8, 9], ENDLESS)])], most=2)],
+            lambda: [*llm.finish_each([(0, [llm.input_processor.process([8, 9], ENDLESS)])], max_groups=2)],
         ]
         for call in calls:
             llm.reset_prefix_cache()

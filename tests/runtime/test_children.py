@@ -111,7 +111,7 @@ def test_threads_of_workers_sleep_soon_unless_the_user_has_said_how_they_wait(
 
 def test_a_server_that_forks_nothing_in_time_is_ended_and_named(silent: Silent, tmp_path: Path) -> None:
     server = _ForkServer()
-    with pytest.raises(OSError, match=r"the process that forks workers does nothing for 0\.05 s"):
+    with pytest.raises(OSError, match=r"the process that forks workers did not answer for 0\.05 s"):
         server.start(start_worker(tmp_path))
     assert silent.was_killed
 

@@ -32,7 +32,7 @@ from longspan.runtime.worker import Worker
 from longspan.service import Service
 
 TOTAL, STEP, ROOM = 10**8, 10**6, 5 * 10**6
-RANK = RankMemory(room_bytes=ROOM, pool_bytes=0, weight_bytes=2 * 10**6, step_bytes=STEP, num_devices=8)
+RANK = RankMemory(available_bytes=ROOM, pool_bytes=0, weight_bytes=2 * 10**6, step_bytes=STEP, num_devices=8)
 RECORD = KvRecord(layers=(LayerRecord(num_heads=9, num_kv_heads=3, key_bytes=64, value_bytes=64),) * 3)
 """Of three layers that are alike."""
 TOKEN_BYTES = 3 * 2 * 3 * 16 * 4
@@ -131,7 +131,7 @@ def test_the_fullest_rank_decides(tiny: Path, measuring: Callable[..., type[LLM]
 
 def test_roles_have_pools_of_their_own() -> None:
     cluster = Cluster.of("2", "tp2").with_layers(3, 1.0)
-    ranks = [replace_memory(room_bytes=room) for room in (10**9, 10**9 + 5, 2 * 10**9, 2 * 10**9 - 8)]
+    ranks = [replace_memory(available_bytes=room) for room in (10**9, 10**9 + 5, 2 * 10**9, 2 * 10**9 - 8)]
     memory = DeviceMemory(record=RECORD, cluster=cluster, ranks=tuple(ranks))
     left = [room - STEP - 2 * WINDOW_BYTES for room in (10**9, 10**9, 2 * 10**9 - 8)]
     assert [memory.kv_bytes(cluster, one, 0) for one in cluster.instances] == [one * 3 // 6 for one in left]
@@ -194,7 +194,7 @@ def test_clusters_that_take_turns_have_pools_of_what_the_first_measures(
     """Also where a rank is a spare one in the first, and so has no weights yet."""
     roles = {"prefill_parallel": "1", "decode_parallel": "tp2", "policy": "seesaw", "host_kv_gib": 0.01}
     with measuring([FakeMemory(2 * ROOM) for _ in range(2)])(**options(tiny, **roles)) as llm:
-        first, second = llm.engine.config.turns
+        first, second = llm.engine.config.phases
         assert first.num_spare == 1 and first.num_blocks == (num_blocks(2 * ROOM),)
         info, left = llm.service.info, 2 * ROOM - STEP  # the spare rank has nothing but this
         weights = int(3 * info.layer_weights / 2 + 2 * info.vocab_size * info.hidden_size) * 4
@@ -239,7 +239,7 @@ def test_a_cuda_device_is_asked_for_its_peak(monkeypatch: pytest.MonkeyPatch) ->
     assert probe.step_bytes() == 0, "earlier steps do not count"
     taken.update(memory_reserved=300, max_memory_reserved=500)
     found = measured(probe, pool_bytes=7, weight_bytes=8)
-    assert found == RankMemory(room_bytes=0, pool_bytes=7, weight_bytes=8, step_bytes=380, num_devices=4)
+    assert found == RankMemory(available_bytes=0, pool_bytes=7, weight_bytes=8, step_bytes=380, num_devices=4)
 
 
 def test_too_little_memory_is_refused(tiny: Path, tmp_path: Path, measuring: Callable[..., type[LLM]]) -> None:

@@ -1,4 +1,4 @@
-"""The next run hits a prefix that an earlier run cached. Whole engines, and damaged files."""
+"""A prefix that one run has cached is found by the next: whole engines, and what becomes of files that are damaged."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from engines import ThreadLLM
 from oracle import Oracle, assert_exact
-from refusals import refused
 from test_exact import GREEDY, assert_all_exact, prompts_of
 from tiny_models import make_tiny
 
+from longspan.errors import ParameterError
 from longspan.outputs import RequestOutput
 from longspan.runtime.disk_pool import DiskPool
 
@@ -27,7 +27,7 @@ SIZES = {"block_size": 16, "host_kv_gib": 0.02, "disk_kv_gib": 0.02}
 
 @contextmanager
 def running(folder: Path, disk: Path, **given: Any) -> Iterator[ThreadLLM]:
-    """Blocks of 16 tokens. All fit on the disk."""
+    """Blocks of 16 tokens; the disk has room for all."""
     with ThreadLLM(str(folder), skip_tokenizer_init=True, disk_kv_dir=str(disk), **SIZES | given) as llm:
         yield llm
 
@@ -57,7 +57,7 @@ def test_another_layout_finds_it(tiny: Path, oracle: Oracle, tmp_path: Path, bef
 
 
 def test_each_tier_finds_the_kv_of_the_same_cache_salt_only(tiny: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """On the device in one run, on the disk in the next one. The answer does not depend on the salt."""
+    """On the device in one run, on the disk in the next one; the answer does not depend on the salt."""
 
     def cached(llm: ThreadLLM, **salt: str) -> list[int]:
         prompt: Any = {"prompt_token_ids": PROMPTS[0], **salt}
@@ -103,14 +103,14 @@ def lengthen(path: Path) -> None:
 def test_a_damaged_file_is_ignored_with_one_line(
     tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
-    """Earlier blocks of the prompt are used."""
+    """What comes before it in the prompt is used."""
     answered(tiny, tmp_path, oracle)
     damaged = files(tmp_path)[2]
     damage(damaged)
     assert num_cached(answered(tiny, tmp_path, oracle)) == [32, 41]
     [line] = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert damaged.name in line
-    assert num_cached(answered(tiny, tmp_path, oracle)) == [107, 41], "it was saved again"
+    assert num_cached(answered(tiny, tmp_path, oracle)) == [107, 41], "it has been saved anew"
 
 
 @pytest.mark.parametrize("position", [0, 20, 33, 40, 80, 200])
@@ -124,7 +124,7 @@ def test_any_byte_counts(tiny: Path, oracle: Oracle, tmp_path: Path, position: i
 def test_another_models_files_are_ignored(
     tiny: Path, oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In addition to the model's own, and even in their place."""
+    """Beside the model's own, and even in their place."""
     other = make_tiny("llama", tmp_path / "other", seed=5)
     disk = tmp_path / "disk"
     answered(other, disk, Oracle(other))
@@ -133,7 +133,7 @@ def test_another_models_files_are_ignored(
     for path in (first / "host-0").glob("*.kv"):
         path.replace(second / "host-0" / path.name)
     assert num_cached(answered(tiny, disk, oracle)) == [0, 0]
-    assert [line for line in caplog.messages if "11 files" in line and "it is of another model" in line]
+    assert [line for line in caplog.messages if "11 files" in line and "of another model" in line]
 
 
 def test_kv_of_a_model_that_was_replaced_is_not_taken_for_that_of_the_new_one(tmp_path: Path) -> None:
@@ -162,7 +162,10 @@ def test_block_sizes_have_folders_of_their_own(tiny: Path, oracle: Oracle, tmp_p
 
 def test_a_folder_has_one_server(tiny: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        with running(tiny, tmp_path), refused("disk_kv_dir"):
+        with (
+            running(tiny, tmp_path),
+            pytest.raises(ParameterError, match=f"{tmp_path}.* is used by another server: give another one"),
+        ):
             running(tiny, tmp_path).__enter__()
 
 
@@ -214,19 +217,19 @@ def test_the_prefix_cache_is_reset_on_disk_too(tiny: Path, oracle: Oracle, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("given", "parameter"),
+    ("given", "problem"),
     [
-        ({"disk_kv_gib": 1e9}, "disk_kv_gib"),
-        ({"disk_kv_gib": 500.0}, "disk_kv_gib"),
-        ({"disk_kv_gib": 1e-9}, "disk_kv_gib"),
-        ({"host_kv_gib": 0.0}, "disk_kv_gib"),
-        ({"disk_kv_dir": "/dev/null/kv"}, "disk_kv_dir"),
+        ({"disk_kv_gib": 1e9}, r"disk_kv_gib .* is more than .* blocks: allow at most"),
+        ({"disk_kv_gib": 500.0}, r"disk_kv_gib .*needs .* GiB more in .*: allow less"),
+        ({"disk_kv_gib": 1e-9}, r"disk_kv_gib.*holds no block of .* bytes: allow more"),
+        ({"host_kv_gib": 0.0}, r"disk_kv_gib.*needs host_kv_gib, too"),
+        ({"disk_kv_dir": "/dev/null/kv"}, r"disk_kv_dir .*cannot be used .*: give another one"),
     ],
 )
-def test_impossible_arguments_are_refused(
-    tiny: Path, tmp_path: Path, given: dict[str, Any], parameter: str, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_is_refused(
+    tiny: Path, tmp_path: Path, given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk with 100 GiB left."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100 * 2**30))
-    with refused(parameter):
+    with pytest.raises(ParameterError, match=problem):
         ThreadLLM(str(tiny), skip_tokenizer_init=True, **{"disk_kv_dir": str(tmp_path), **SIZES, **given})

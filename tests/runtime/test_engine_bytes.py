@@ -11,8 +11,8 @@ from engines import ThreadLLM
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.core.cluster import split_heads, spread_heads
 from longspan.core.layouts import shard_span
+from longspan.core.splits import split_heads, spread_heads
 
 HOSTS, MEMBERS, TOKENS, BLOCK = 2, 4, 200, 16
 

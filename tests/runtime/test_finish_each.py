@@ -40,7 +40,7 @@ def reasons(tracked: Sequence[RequestState]) -> list[str | None]:
 def test_groups_are_yielded_as_they_finish_and_taken_as_there_is_room(llm: LLM) -> None:
     order: list[int] = []
     taken: list[int] = []
-    for tag, tracked in llm.finish_each(groups(llm, [200, 2, 2, 0, 2], taken), most=2):
+    for tag, tracked in llm.finish_each(groups(llm, [200, 2, 2, 0, 2], taken), max_groups=2):
         order.append(tag)
         assert len(taken) - len(order) <= 1, "at most 2 at once, this one included"
         assert set(reasons(tracked)) <= {"length"}
@@ -49,7 +49,7 @@ def test_groups_are_yielded_as_they_finish_and_taken_as_there_is_room(llm: LLM) 
 
 def test_a_prompt_that_waits_keeps_others_from_being_taken(llm: LLM) -> None:
     taken: list[int] = []
-    steps = llm.finish_each(groups(llm, [1, 1, 1, 1], taken), most=9, most_waiting_tokens=1)
+    steps = llm.finish_each(groups(llm, [1, 1, 1, 1], taken), max_groups=9, max_waiting_tokens=1)
     assert next(steps)[0] == 0
     assert taken == [0, 1], "the second waits now, and keeps the third away"
     assert [tag for tag, _ in steps] == [1, 2, 3]
@@ -64,7 +64,7 @@ def test_a_group_can_be_put_off_until_others_have_tokens(llm: LLM) -> None:
             yield None
         yield "late", engine_requests(llm, 3)
 
-    steps = llm.finish_each(later(), most=2, stepped=lambda choices: tokens.append(choices[0].num_taken))
+    steps = llm.finish_each(later(), max_groups=2, stepped=lambda choices: tokens.append(choices[0].num_taken))
     found = {tag: state.output().metrics for tag, [state] in steps}
     early, late = found["early"], found["late"]
     assert [*found] == ["late", "early"]
@@ -77,23 +77,23 @@ def test_groups_of_several_jobs_give_what_generate_gives(llm: LLM) -> None:
     prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15]]
     params = SamplingParams(temperature=0, max_tokens=5)
     made = [llm.input_processor.process(prompt, params) for prompt in prompts]
-    found = dict(llm.finish_each([("pair", made[:2]), ("one", made[2:])], most=2))
+    found = dict(llm.finish_each([("pair", made[:2]), ("one", made[2:])], max_groups=2))
     outputs = [one.output().outputs[0].token_ids for tag in ("pair", "one") for one in found[tag]]
     assert outputs == [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
 def test_who_leaves_early_leaves_nothing_behind(llm: LLM) -> None:
     free = num_free_blocks(llm)
-    steps = llm.finish_each(groups(llm, [1, 900, 900], []), most=3)
+    steps = llm.finish_each(groups(llm, [1, 900, 900], []), max_groups=3)
     assert next(steps)[0] == 0
     steps.close()  # type: ignore[attr-defined]  # a generator
     assert num_free_blocks(llm) == free
-    assert [tag for tag, _ in llm.finish_each(groups(llm, [1, 1], []), most=3)] == [0, 1]
+    assert [tag for tag, _ in llm.finish_each(groups(llm, [1, 1], []), max_groups=3)] == [0, 1]
 
 
 def test_abort_ends_what_is_under_way_and_takes_no_more(llm: LLM) -> None:
     taken: list[int] = []
-    steps = llm.finish_each(groups(llm, [1, 900, 900, 900, 900, 900], taken), most=3)
+    steps = llm.finish_each(groups(llm, [1, 900, 900, 900, 900, 900], taken), max_groups=3)
     assert next(steps)[0] == 0
     llm.abort()
     assert [(tag, reasons(tracked)) for tag, tracked in steps] == [(tag, ["abort"]) for tag in (1, 2, 3)]
@@ -101,7 +101,7 @@ def test_abort_ends_what_is_under_way_and_takes_no_more(llm: LLM) -> None:
 
 
 def test_a_stream_goes_on_meanwhile(llm: LLM) -> None:
-    steps = llm.finish_each(groups(llm, [20, 20], []), most=2)
+    steps = llm.finish_each(groups(llm, [20, 20], []), max_groups=2)
     stream = llm.stream([9, 9], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     next(stream)
     assert [tag for tag, _ in steps] == [0, 1]

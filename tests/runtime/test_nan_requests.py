@@ -158,17 +158,17 @@ def test_a_token_that_the_model_rules_out_is_no_error(poisoned: Path) -> None:
 
 def rule_out_last_token(patch: pytest.MonkeyPatch) -> None:
     """Lets the model rule out the last token of its vocabulary."""
-    from longspan.model.adapter import Model
+    from longspan.model.trunk import LayerTrunk, Output
 
-    forward = Model.forward
+    run = LayerTrunk.run
 
-    def with_hole(self: Model, *row: Any) -> torch.Tensor:
-        logits = forward(self, *row)
-        if logits.shape[-1] == 199:
-            logits[..., -1] = -torch.inf
-        return logits
+    def with_hole(self: LayerTrunk, *row: Any, **others: Any) -> Output:
+        output = run(self, *row, **others)
+        if output.result.shape[-1] == 199:
+            output.result[..., -1] = -torch.inf
+        return output
 
-    patch.setattr(Model, "forward", with_hole)
+    patch.setattr(LayerTrunk, "run", with_hole)
 
 
 def test_a_batch_file_gets_the_answer_of_a_server(poisoned: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_batch_file_gets_the_answer_of_a_server(poisoned: Path) -> None:
     requests = ((index, COMPLETIONS, json.dumps(body).encode()) for index, body in enumerate(bodies))
     with engine(poisoned) as llm:
         served = ServedModel(input_processor=llm.input_processor, names=("m",))
-        answers = {tag: rest for tag, *rest in answer_each(llm, served, requests, most=2, most_waiting_tokens=999)}
+        answers = {tag: rest for tag, *rest in answer_each(llm, served, requests, max_groups=2, max_waiting_tokens=999)}
     assert {tag: status for tag, (status, _) in answers.items()} == {0: 500, 1: 200}
     error = answers[0][1]["error"]
     assert (error["code"], error["param"], error["type"]) == ("non_finite", None, "server_error")

@@ -19,7 +19,7 @@ from forked import run_ranks
 from hand_made import workers
 from tiny_models import make_tiny
 
-from longspan.attn.comm import polite_threads
+from longspan.attn.transports import polite_threads
 from longspan.core.cluster import Cluster
 from longspan.runtime import worker_process
 from longspan.runtime.executor.processes import ProcessLauncher

@@ -1,4 +1,4 @@
-"""Phases change on the same workers in the middle of requests. Outputs equal those of one rank."""
+"""Clusters take turns on the same workers, in the middle of everything: outputs stay those of one rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from engines import Engines, ThreadLLM, num_free_blocks
 from oracle import Oracle
-from refusals import refused
 from test_exact import assert_all_exact, prompts_of
 from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
@@ -17,13 +16,14 @@ from transformers import Phi3Config
 
 from longspan import SamplingParams
 from longspan.core.sampling import StructuredOutputsParams
+from longspan.errors import ParameterError
 from longspan.model.source import smollm2_folder
 
 SPECS = ("pp2 tp2", "2 tp2", "pp3 tp3", "pp4 tp2pp2", "pp2 3", "2xpp2 tp4", "tp2 4xpp2")
 LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_logits=True)
 LENGTHS = tuple(5 + 7 * number % 50 for number in range(24))
 SMALL_HOST = {"host_kv_gib": 0.00015, "num_gpu_blocks_override": 30}
-"""The host holds 15 blocks of the odd model: a fourth of the blocks of the prompts."""
+"""The odd model has room for 15 blocks on the host: a fourth of what the prompts need."""
 
 
 def turning(engines: Engines, model: Path, spec: str, **given: Any) -> ThreadLLM:
@@ -53,7 +53,7 @@ def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str
     assert all(one.asked_s <= one.idle_s <= one.begun_s <= one.ended_s for one in llm.engine.transitions)
     assert 10 < llm.engine.kv.counts.peak_host_blocks <= 15, "a turn fills the host"
     num_moved = sum(-(-length // 16) for length in LENGTHS)
-    assert llm.engine.kv.counts.num_swapped_blocks >= 2 * num_moved, "each is offloaded and loaded at least once"
+    assert llm.engine.kv.counts.num_swapped_blocks >= 2 * num_moved, "each leaves once, at least, and comes back"
     assert_all_free(llm)
 
 
@@ -78,7 +78,7 @@ WANTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize("spec", ["pp2 tp2", "pp2 3"])
-def test_outputs_equal_one_rank(engines: Engines, odd: Path, wanted: str, spec: str) -> None:
+def test_outputs_are_those_of_one_rank(engines: Engines, odd: Path, wanted: str, spec: str) -> None:
     params = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **WANTED[wanted]})
     prompts, found = prompts_of(*LENGTHS[:12]), []
     for llm in (engines(odd, parallel="1"), turning(engines, odd, spec)):
@@ -96,7 +96,7 @@ def _rounded(output: Any) -> object:
 
 
 def test_json_by_a_schema(engines: Engines, speaking_model: Path) -> None:
-    """The sampling rank after a change follows the grammar from its beginning."""
+    """Whoever samples after a change follows the grammar from its beginning."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     params = SamplingParams(
         temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema), ignore_eos=False
@@ -115,7 +115,7 @@ def test_json_by_a_schema(engines: Engines, speaking_model: Path) -> None:
 
 
 def test_fused_projections_are_copied_and_counted(engines: Engines, tmp_path: Path) -> None:
-    """Their pieces lie apart. A share is kept for the next phase."""
+    """Their pieces lie apart; a share that was made is kept for the next turn."""
     model = write_checkpoint(Phi3Config(**BASE), tmp_path / "phi3")
     llm = turning(engines, model, "pp2 tp2", host_kv_gib=0.0003)
     assert_all_exact(llm, Oracle(model), prompts_of(*LENGTHS), LONG)
@@ -131,25 +131,28 @@ def test_another_run_begins_where_the_last_has_ended(engines: Engines, odd: Path
 
 
 @pytest.mark.parametrize(
-    ("given", "parameter"),
+    ("given", "problem"),
     [
-        ({"parallel": "pp2", "prefill_parallel": None, "decode_parallel": None}, "prefill_parallel"),
-        ({"decode_parallel": "pp2"}, "decode_parallel"),
-        ({"host_kv_gib": 0.0}, "host_kv_gib"),
+        (
+            {"parallel": "pp2", "prefill_parallel": None, "decode_parallel": None},
+            "prefill_parallel needs decode_parallel",
+        ),
+        ({"decode_parallel": "pp2"}, "decode_parallel pp2 equals prefill_parallel"),
+        ({"host_kv_gib": 0.0}, "host_kv_gib must be above 0"),
     ],
 )
-def test_impossible_arguments_are_refused(odd: Path, given: dict[str, Any], parameter: str) -> None:
+def test_what_cannot_be_is_refused(odd: Path, given: dict[str, Any], problem: str) -> None:
     wanted = {"policy": "seesaw", "prefill_parallel": "pp2", "decode_parallel": "tp2", "host_kv_gib": 0.01}
-    with refused(parameter):
+    with pytest.raises(ParameterError, match=problem):
         ThreadLLM(str(odd), skip_tokenizer_init=True, **wanted | given)
 
 
-def test_a_prompt_larger_than_the_host_is_refused(engines: Engines, odd: Path) -> None:
+def test_a_prompt_that_the_host_has_no_room_for_is_refused(engines: Engines, odd: Path) -> None:
     llm = turning(engines, odd, "pp2 tp2")
     with pytest.raises(ValueError, match="maximum context length is 240 tokens"):
         llm.generate(prompts_of(250), LONG, use_tqdm=False)
 
 
 def test_the_policy_changes_to_none_of_one_cluster(engines: Engines, odd: Path) -> None:
-    with refused("policy"):
+    with pytest.raises(ParameterError, match="chunked supports one cluster, but this engine has two phases"):
         turning(engines, odd, "pp2 tp2").set_policy("chunked", {})

@@ -246,7 +246,7 @@ def test_a_copy_of_wide_layers_is_small_and_divides_alike(
 ) -> None:
     config = TINY["qwen3"]()
     config.hidden_size, config.intermediate_size, config.head_dim = 1024, 3 * 512, 64
-    monkeypatch.setattr("longspan.model.shrunken._MOST_WEIGHTS", 1 << 20)
+    monkeypatch.setattr("longspan.model.shrunken._MAX_WEIGHTS", 1 << 20)
     small = copy_of(config, tmp_path, tp=tp)
     width, inner = small.module.config.hidden_size, small.module.config.intermediate_size
     assert sum(weight.numel() for weight in small.module.parameters()) <= 1 << 20

@@ -20,7 +20,7 @@ from transports import Wires, run_members
 
 from longspan.attn.backends import backend_of
 from longspan.attn.check import random_qkv, reference
-from longspan.attn.comm import NOBODY, Transport
+from longspan.attn.comm import NO_PEERS, Transport
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
@@ -188,14 +188,14 @@ def test_which_steps_are_computed_as_a_whole(
     )
     forward = Forward(number=0, parts=parts)
     packed = pack(forward, rank_requests(), instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
-    comm = StepComm(StepLanes.one(NOBODY), 0, cluster=CLUSTER, rank=0, num_layers=len(specs))
+    comm = StepComm(StepLanes.one(NO_PEERS), 0, cluster=CLUSTER, rank=0, num_layers=len(specs))
     attention = StepAttention(
         packed,
         comm,
         pool=pool,
         specs=specs,
         watch=Stopwatch(enabled=record_times, device=CPU),
-        moves=SimpleNamespace(any_left=moves),  # type: ignore[arg-type]  # nothing else is asked
+        moves=SimpleNamespace(any_layered=moves),  # type: ignore[arg-type]  # nothing else is asked
     )
     found = attention.single_tokens()
     assert (found is not None) == is_whole

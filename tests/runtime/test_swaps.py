@@ -19,7 +19,7 @@ from tiny_models import BASE, write_checkpoint
 from torch import Tensor
 from transformers import LlamaConfig
 
-from longspan.attn.comm import NOBODY
+from longspan.attn.comm import NO_PEERS
 from longspan.attn.spec import AttnSpec
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
@@ -146,7 +146,7 @@ class Slow(HostPool):
 def moves_with(host: HostPool) -> Moves:
     record = kv_record([SPEC], 4, torch.float32)
     pool = KvPool(record, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    return Moves(BlockMessages(pool, Cluster.of("1").with_layers(1, 0.0), 0), NOBODY, host)
+    return Moves(BlockMessages(pool, Cluster.of("1").with_layers(1, 0.0), 0), NO_PEERS, host)
 
 
 def await_wakeup(moves: Moves) -> None:

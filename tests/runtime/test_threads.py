@@ -296,7 +296,7 @@ def start_calls(llm: ThreadLLM, pool: ThreadPoolExecutor) -> list[Future[Any]]:
     group = [llm.input_processor.process([9, 9], ENDLESS)]
     calls = [pool.submit(llm.generate, [[5, 6, n], [7, n]], ENDLESS, use_tqdm=False) for n in range(3)]
     calls += [pool.submit(lambda n: [*llm.stream([8, n], ENDLESS)], n) for n in range(2)]
-    calls.append(pool.submit(lambda: [*llm.finish_each([(0, group)], most=1)]))
+    calls.append(pool.submit(lambda: [*llm.finish_each([(0, group)], max_groups=1)]))
     wait_for(lambda: llm.with_engine(lambda engine: engine.load().num_running) == 9)
     return calls
 
@@ -375,7 +375,7 @@ def left(llm: ThreadLLM, prompt: list[int]) -> list[int]:
 
 def in_groups(llm: ThreadLLM, prompt: list[int]) -> list[int]:
     made = [llm.input_processor.process(prompt, greedy(24))]
-    return tokens_of(next(llm.finish_each([(0, made), (1, made)], most=2))[1][0].output())
+    return tokens_of(next(llm.finish_each([(0, made), (1, made)], max_groups=2))[1][0].output())
 
 
 def refused(llm: ThreadLLM, prompt: list[int]) -> list[int]:
@@ -461,7 +461,7 @@ def test_an_id_is_that_of_one_request_at_a_time(async_llm: ThreadAsyncLLM) -> No
     async def main() -> None:
         first = async_llm.generate([5, 6], ENDLESS, "same")
         await anext(first)
-        with pytest.raises(ValueError, match="request_id 'same' is that of a request under way"):
+        with pytest.raises(ValueError, match="request_id 'same' is the id of an unfinished request"):
             await anext(async_llm.generate([5, 6], ENDLESS, "same"))
         await anext(first)
         await first.aclose()

@@ -208,7 +208,7 @@ class ApiServer:
     def send(self, data: bytes) -> None:
         match self._decoder.decode(data):
             case Accepted(number):
-                choices = self.loop._outputs.choices.items()
+                choices = self.loop._running.choices.items()
                 ids = sorted((index, request) for request, (served, index) in choices if served.id == number)
                 self.asked[number].request_ids = [request for _, request in ids]
             case Failed(int(number), reason, is_full=True):
@@ -269,7 +269,7 @@ class ApiServer:
             assert sorted(self.longest) == sorted(asked.max_tokens for asked in accepted)
         assert self.num_gaps == sum(max(0, len(tokens) - 1) for tokens in outputs)
         assert not self.loop._served
-        assert not self.loop._outputs.choices
+        assert not self.loop._running.choices
         assert not any(self.cluster.engine.load().used_blocks)
 
 
@@ -372,10 +372,11 @@ def test_a_request_with_undecodable_tokens_fails_alone(monkeypatch: pytest.Monke
     server, take = ApiServer(), Choice.take_new_tokens
     bad, good = server.add(8, 12, n=2), server.add(8, 12)
 
-    def taking(choice: Choice, engine: Engine) -> None:
-        take(choice, engine)
+    def taking(choice: Choice) -> bool:
+        is_stopped = take(choice)
         if choice.request.id == server.asked[bad].request_ids[1] and choice.num_taken == 4:
             raise OverflowError("no such character")
+        return is_stopped
 
     monkeypatch.setattr(Choice, "take_new_tokens", taking)
     server.finish()
@@ -536,7 +537,7 @@ def test_a_smaller_fleet_that_does_not_start_is_followed_by_another_attempt(
     [
         (
             [WorkerLostError(0, "it does not start")] * 3,
-            "it does not start; --max-worker-restarts 0 allows .* cannot go on .* has no other .* allow more",
+            "it does not start; --max-worker-restarts 0 allows .* cannot continue .* has no other .* allow more",
         ),
         ([OSError("no process")] * 3, "no process"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -29,7 +30,7 @@ from msgspec.structs import replace
 
 from longspan import SamplingParams, limits
 from longspan.args import EngineArgs
-from longspan.serve import client, run
+from longspan.serve import core_process, run
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.messages import Delta, EngineSetup
@@ -45,7 +46,7 @@ def engine_request(what: int, max_tokens: int = 3) -> EngineRequest:
 async def started(
     events: Path, max_engine_requests: int = 1024, most_tokens: int = 2**20, engine_timeout_s: float = 60.0
 ) -> AsyncIterator[EngineClient]:
-    """A client whose engine runs. It must leave nothing behind."""
+    """A client whose engine runs; it must leave nothing behind."""
     client = EngineClient(
         EngineSetup(
             engine=EngineArgs(str(events)),
@@ -75,9 +76,9 @@ async def streamed(answer: OutputQueue, found: list[Output] | None = None) -> li
     return found
 
 
-async def kill_engine(number: signal.Signals = signal.SIGKILL) -> None:
-    [process] = [child for child in psutil.Process().children() if "fake_engine" in child.cmdline()]
-    process.send_signal(number)
+async def kill_engine(client: EngineClient, number: signal.Signals = signal.SIGKILL) -> None:
+    assert client._core is not None
+    os.kill(client._core.pid, number)
 
 
 @pytest.mark.parametrize("kind", [WRONG, ENDS_AT_ONCE])
@@ -124,7 +125,7 @@ def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
     assert not told(events, "Cancel")
 
 
-def test_requests_without_output_are_computed_by_the_next_engine_in_order(events: Path) -> None:
+def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(events: Path) -> None:
     async def check() -> None:
         async with started(events, max_engine_requests=10) as client:
             assert num_tokens(await streamed(await client.submit([engine_request(DIE_ONCE)]))) == 3
@@ -135,12 +136,12 @@ def test_requests_without_output_are_computed_by_the_next_engine_in_order(events
     assert len(told(events, "start")) == 2
 
 
-def test_requests_not_yet_accepted_are_accepted_by_the_next_engine(events: Path) -> None:
+def test_what_was_not_accepted_yet_must_be_by_the_next_engine(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             submitting = asyncio.create_task(client.submit([engine_request(UNACCEPTED), engine_request(SAY)]))
             await until(lambda: len(told(events, "Add")) == 2)
-            await kill_engine()
+            await kill_engine(client)
             await until(lambda: len(told(events, "Add")) == 3)  # the other has ended
             assert not submitting.done()
             submitting.cancel()
@@ -149,7 +150,7 @@ def test_requests_not_yet_accepted_are_accepted_by_the_next_engine(events: Path)
     assert not any(event["is_accepted"] for event in told(events, "Add"))
 
 
-def test_a_started_stream_fails_but_a_whole_answer_is_computed_again(events: Path) -> None:
+def test_a_stream_that_told_something_fails_but_a_whole_answer_is_made_anew(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             stream, whole = await asyncio.gather(
@@ -181,7 +182,7 @@ def test_a_request_that_ends_two_engines_is_not_sent_to_a_third(events: Path) ->
 def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
-            await kill_engine()
+            await kill_engine(client)
             for _ in range(20):  # some before the end is noticed, some after
                 answer = asyncio.create_task(client.submit([engine_request(SAY)]))
                 await asyncio.sleep(0.01)
@@ -194,7 +195,7 @@ def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(event
 def test_the_queue_is_bounded_while_there_is_no_engine(events: Path) -> None:
     async def check() -> None:
         async with started(events, max_engine_requests=2) as client:
-            await kill_engine()
+            await kill_engine(client)
             await until(lambda: client.state == "restarting")
             two = [asyncio.create_task(client.submit([engine_request(SAY)])) for _ in range(2)]
             await asyncio.sleep(0)
@@ -211,7 +212,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: 
         async with started(events, engine_timeout_s=1.5) as client:
             await asyncio.sleep(2)  # that it is idle is no reason
             assert client.state == "serving"
-            await kill_engine(signal.SIGSTOP)
+            await kill_engine(client, signal.SIGSTOP)
             start_s = time.monotonic()
             losses: list[int] = []
             client.on_loss = lambda: losses.append(1)
@@ -236,12 +237,12 @@ def test_an_api_server_that_was_stopped_does_not_take_its_engine_for_lost(events
     assert len(told(events, "start")) == 1
 
 
-def test_requests_that_an_engine_does_not_accept_are_bounded(events: Path) -> None:
-    """Requests that it could run at once (2 requests, 128 tokens) count in addition to its queue."""
+def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
+    """It hangs, say. What it could run at once (2 requests, 128 tokens) counts beside its queue."""
 
     async def check() -> None:
         async with started(events, max_engine_requests=3, most_tokens=30) as client:
-            await kill_engine(signal.SIGSTOP)
+            await kill_engine(client, signal.SIGSTOP)
             waiting = [asyncio.create_task(client.submit([engine_request(SAY)])) for _ in range(5)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match=r"6 requests .* of at most 5 \(--max-num-queued-reqs\)"):
@@ -251,7 +252,7 @@ def test_requests_that_an_engine_does_not_accept_are_bounded(events: Path) -> No
             long = EngineRequest(text=None, token_ids=(SAY,) * 155, params=SamplingParams(max_tokens=1))
             with pytest.raises(QueueFullError, match=r"159 tokens .* of at most 158 \(--max-num-queued-tokens\)"):
                 await client.submit([long])
-            await kill_engine(signal.SIGCONT)
+            await kill_engine(client, signal.SIGCONT)
             for answer in await asyncio.gather(*waiting[1:]):
                 assert num_tokens(await answer.get_all()) == 3
 
@@ -259,7 +260,7 @@ def test_requests_that_an_engine_does_not_accept_are_bounded(events: Path) -> No
 
 
 def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
-    """A send on the socket must not swallow the wake-up of a message that arrived meanwhile."""
+    """A send on the socket must not swallow the wake-up of a message that came in meanwhile."""
 
     async def ask(client: EngineClient) -> int:
         total = 0
@@ -278,7 +279,7 @@ def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [SILENT, UNACCEPTED, BEGIN])
-def test_a_client_that_disconnects_cancels(events: Path, what: int) -> None:
+def test_who_leaves_cancels(events: Path, what: int) -> None:
     async def check() -> None:
         async with started(events) as client:
             task = asyncio.create_task(_read(client, what))
@@ -311,7 +312,7 @@ def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
     asyncio.run(check())
 
 
-def test_a_failure_before_acceptance_reaches_submitter_and_reader() -> None:
+def test_what_fails_before_acceptance_reaches_who_submits_and_who_reads() -> None:
     async def check() -> None:
         answer = OutputQueue([engine_request(SAY)], lambda _: None)
         answer.fail(QueueFullError("full"))
@@ -336,14 +337,14 @@ def test_nothing_is_submitted_where_no_engine_will_be(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_an_engine_process_that_cannot_start_is_reported_at_once(
+def test_an_engine_whose_process_cannot_be_made_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start_child(*_: object, **__: object) -> None:
         raise OSError("no more processes")
 
     async def check() -> None:
-        monkeypatch.setattr(client, "start_child", start_child)
+        monkeypatch.setattr(core_process, "start_child", start_child)
         setup = EngineSetup(engine=EngineArgs(str(tmp_path)), max_num_queued_reqs=9, max_num_queued_tokens=99)
         engine = EngineClient(setup)
         with pytest.raises(EngineLostError, match=r"the engine core cannot be started \(no more processes\)"):
@@ -354,7 +355,7 @@ def test_an_engine_process_that_cannot_start_is_reported_at_once(
     asyncio.run(check())
 
 
-def test_only_unfinished_choices_without_output_are_repeated() -> None:
+def test_only_what_is_unfinished_and_untold_is_repeated() -> None:
     async def check() -> None:
         begun = Delta(id=0, choice=0, text="", token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)
         done = replace(begun, finish_reason="length")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from longspan.serve.app import body_schemas, name_what_is_there
+from longspan.serve.app import body_schemas, write_bounds
 
 GOOD: dict[str, Any] = {"prompt": [1, 9], "stop_token_ids": [9], "max_tokens": 7}
 
@@ -15,7 +15,7 @@ GOOD: dict[str, Any] = {"prompt": [1, 9], "stop_token_ids": [9], "max_tokens": 7
 @pytest.fixture(scope="module")
 def validator() -> Draft202012Validator:
     document = {"components": {"schemas": body_schemas()}}
-    name_what_is_there(document, ("one", "two"), vocab_size=10, max_model_len=8)
+    write_bounds(document, ("one", "two"), vocab_size=10, max_model_len=8)
     return Draft202012Validator({"$ref": "#/components/schemas/CompletionRequest", **document})
 
 

@@ -98,7 +98,7 @@ def test_a_fleet_grows_and_shrinks_while_it_serves(tiny: Path, tmp_path: Path, o
         for one in asking:
             one.result()
         client.wait_until_idle()
-        for spec, words in (("13xpp5", "a fleet grows to 64 at most"), ("x", "neither N nor [Nx][tpT][ppP]")):
+        for spec, words in (("13xpp5", "a fleet grows to at most 64"), ("x", "neither N nor [Nx][tpT][ppP]")):
             refused = client.ask("POST", "/admin/parallel", {"parallel": spec})
             assert refused.status == 400
             assert words in refused.body["error"]["message"]

@@ -1,4 +1,4 @@
-"""GET and POST /admin/policy: access, refusals, and changes that outlive an engine core."""
+"""GET and POST /admin/policy: who may, what is refused and how, and that changes outlive an engine core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from longspan.serve.server import Server
 # ---------------------------------------------------------------- the API server
 
 
-def test_the_policy_is_reported_and_changed(client: TestClient, server: Server) -> None:
+def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> None:
     before = {
         "policy": "tetris",
         "options": {"improvement_rate": "auto", "chunking": True, "min_chunk": 256, "sp_sizes": "1,2"},
@@ -47,7 +47,12 @@ def test_the_policy_is_reported_and_changed(client: TestClient, server: Server) 
     [
         ({"rate": 1}, 400, "rate", "policy tetris has no option 'rate'; its options that may change"),
         ({"x" * 5000: 1}, 400, "x" * 60, "has no option 'xxx"),
-        ({"sp_sizes": "1,4"}, 409, "sp_sizes", "start anew with policy option sp_sizes=VALUE; options that may change"),
+        (
+            {"sp_sizes": "1,4"},
+            409,
+            "sp_sizes",
+            "restart, and give policy option sp_sizes=VALUE; options that may change",
+        ),
         ({"min_chunk": 1, "sp_sizes": "1"}, 409, "sp_sizes", "cannot change while it serves"),
         ({"improvement_rate": [0.3]}, 400, "improvement_rate", "improvement_rate"),
         ({"improvement_rate": {"a": 1}}, 400, "improvement_rate", "improvement_rate"),
@@ -57,7 +62,7 @@ def test_the_policy_is_reported_and_changed(client: TestClient, server: Server) 
         ({}, 400, None, "give an option of policy tetris that is to change, and its value: improvement_rate, chunking"),
     ],
 )
-def test_requests_refused_by_the_api_server_never_reach_the_engine(
+def test_what_the_api_server_refuses_never_reaches_the_engine(
     client: TestClient, server: Server, body: Any, status: int, param: str | None, words: str
 ) -> None:
     error = error_of(client.post("/admin/policy", json=body), status)
@@ -67,13 +72,13 @@ def test_requests_refused_by_the_api_server_never_reach_the_engine(
     assert not fake_of(server).updates
 
 
-def test_refusals_by_the_engine_are_400_with_its_message(client: TestClient, server: Server) -> None:
+def test_what_the_engine_refuses_is_400_with_its_words(client: TestClient, server: Server) -> None:
     fake_of(server).failure = ValueError("min_chunk must be at least 1, but 0 given")
     error = error_of(client.post("/admin/policy", json={"min_chunk": 0}), 400)
     assert (error["message"], error["param"]) == ("min_chunk must be at least 1, but 0 given", "min_chunk")
 
 
-def test_without_the_key_the_policy_is_neither_reported_nor_changed(server: Server) -> None:
+def test_without_the_key_it_is_neither_told_nor_changed(server: Server) -> None:
     client = client_of(server)
     for method in ("GET", "POST"):
         error_of(client.request(method, "/admin/policy", json={"min_chunk": 1}), 401)
@@ -81,7 +86,7 @@ def test_without_the_key_the_policy_is_neither_reported_nor_changed(server: Serv
 
 
 @pytest.mark.parametrize("root_path", ["", "/api"])
-def test_a_server_without_keys_reports_the_policy_but_does_not_change_it(root_path: str) -> None:
+def test_a_server_without_keys_tells_but_is_not_changed(root_path: str) -> None:
     server = make_server(root_path=root_path)
     client = client_of(server)
     assert client.get("/admin/policy").status_code == 200
@@ -107,7 +112,7 @@ def test_nothing_is_changed_while_nothing_is_served(
     response = client.post("/admin/policy", json={"min_chunk": 1})
     error_of(response, 503)
     assert response.headers["retry-after"] == "5"
-    assert client.get("/admin/policy").status_code == 200, "the policy is known"
+    assert client.get("/admin/policy").status_code == 200, "what it is, is known"
 
 
 def test_the_document_has_the_options_that_may_change(client: TestClient) -> None:
@@ -144,7 +149,7 @@ def test_changes_reach_the_engine_and_the_next_one(events: Path) -> None:
     ]
 
 
-def test_a_new_engine_that_refuses_the_changes_is_reported(events: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_engine_that_refuses_the_changes_is_told_of(events: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with started(events) as client:
             await client.update_policy({"rate": "once"})
@@ -156,7 +161,7 @@ def test_a_new_engine_that_refuses_the_changes_is_reported(events: Path, caplog:
     asyncio.run(check())
 
 
-def test_calls_to_a_lost_engine_end_at_once(events: Path) -> None:
+def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             with pytest.raises(EngineLostError, match="the engine core was lost"):
@@ -173,8 +178,12 @@ def test_calls_to_a_lost_engine_end_at_once(events: Path) -> None:
 
 
 def num_losses(server: ServerProcess) -> int:
-    """The loss that the API server has noticed. No request is served until the processes are replaced."""
-    return len(re.findall("new workers are being started|the others go on|starting another engine core", server.text()))
+    """What the API server has noticed; nobody is served until what was lost is replaced."""
+    return len(
+        re.findall(
+            "new workers are being started|the other instances go on|starting another engine core", server.text()
+        )
+    )
 
 
 def rate_of(client: Client) -> object:
@@ -184,7 +193,7 @@ def rate_of(client: Client) -> object:
 def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_server: ServerProcess) -> None:
     client = tetris_server.client
     prompt = [n % 50 for n in range(300)]
-    usual = client.complete(prompt=prompt, max_tokens=60).token_ids
+    usual = client.complete(prompt=prompt, max_tokens=200).token_ids
     asked = []
 
     def change(rate: float) -> None:
@@ -197,7 +206,7 @@ def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_se
     long = json.dumps(completion(prompt=[1, 2, 3], max_tokens=4000)).encode()
     with Wire(client) as wire, ThreadPoolExecutor(4) as threads:
         wire.send(post(long, headers=headers))  # it runs until its client leaves
-        answers = [threads.submit(client.complete, prompt=prompt, max_tokens=60) for _ in range(4)]
+        answers = [threads.submit(client.complete, prompt=prompt, max_tokens=200) for _ in range(4)]
         client.wait_until_running(1)
         for rate in (0.3, 0.6):
             change(rate)
@@ -210,7 +219,7 @@ def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_se
 
 
 @pytest.mark.parametrize("what", ["worker", pytest.param("engine", marks=pytest.mark.attack)])
-def test_changes_outlive_lost_processes(tetris_server: ServerProcess, what: str) -> None:
+def test_what_was_changed_outlives_lost_processes(tetris_server: ServerProcess, what: str) -> None:
     client = tetris_server.client
     client.ask("POST", "/admin/policy", {"improvement_rate": 0.45})
     num_before = num_losses(tetris_server)

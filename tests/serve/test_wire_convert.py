@@ -165,7 +165,7 @@ def test_a_text_that_the_tokenizer_makes_nothing_of_is_named() -> None:
     input_processor = InputProcessor(tokenizer=knows_nothing, vocab_size=1, max_model_len=9)
     served = ServedModel(input_processor=input_processor, names=("m",), limits=SERVED.limits)
     request = read(CompletionRequest, {"prompt": ["a", "€"]})
-    with pytest.raises(WireError, match="tokenizer has no token for anything in this text") as caught:
+    with pytest.raises(WireError, match="tokenizer has no tokens for this text") as caught:
         completion_requests(request, served)
     assert caught.value.param == "prompt[1]"
 
@@ -264,7 +264,7 @@ def test_max_tokens_beyond_the_context_of_any_prompt_is_refused() -> None:
     assert ask(max_tokens=12) == [12, 12]
     assert ask() == [16, 16], "the engine cuts a default length"
     assert ask(max_tokens=0, echo=True) == [1, 1]
-    with pytest.raises(WireError, match="prompt of 500 tokens there is room for 12") as caught:
+    with pytest.raises(WireError, match="prompt of 500 tokens leaves 12") as caught:
         ask(max_tokens=13)
     assert (caught.value.param, caught.value.status) == ("max_tokens", 400)
 

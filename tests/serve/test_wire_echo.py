@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_model_tokenizer import BYTE_FALLBACK, BYTE_LEVEL, VOCAB, spell
 
-from longspan.core.sampling import SamplingParams
-from longspan.serve.responses import echo_of, pieces_of
-from longspan.text.input_processor import EngineRequest
-from longspan.text.tokenizer import token_bytes, token_text
+from longspan.text.tokenizer import echo_of, pieces_of, token_bytes, token_text
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=80))
@@ -31,8 +28,7 @@ def test_pieces_of_byte_tokens(text: str) -> None:
 @given(st.text(st.sampled_from("a é😀€"), min_size=1, max_size=9))
 def test_offsets_of_a_tokenizer_without_offsets(text: str) -> None:
     token_ids = tuple(spell(text))
-    engine_request = EngineRequest(text=None, token_ids=token_ids, params=SamplingParams())
-    echo, offsets = echo_of(engine_request, BYTE_LEVEL, True, with_offsets=True)
+    echo, offsets = echo_of(None, token_ids, BYTE_LEVEL, True, with_offsets=True)
     assert echo == text
     begins = [begin for begin, letter in enumerate(text) for _ in letter.encode()]
     assert offsets == begins

@@ -249,14 +249,14 @@ def test_bad_tools_are_named(fields: dict[str, Any], param: str, words: str) -> 
 
 
 def test_completions_have_no_tools() -> None:
-    with pytest.raises(WireError, match="only conversations have tools") as caught:
+    with pytest.raises(WireError, match="only chats have tools") as caught:
         read(CompletionRequest, {"prompt": "a", "tools": TOOLS})
     assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])
 def test_a_template_that_knows_no_tools_says_so(choice: Any) -> None:
-    with pytest.raises(WireError, match="the model's chat template knows no tools") as caught:
+    with pytest.raises(WireError, match="the model's chat template describes no tools") as caught:
         chat_request(request(tool_choice=choice), served(None))
     assert caught.value.param == "tools"
     assert chat_request(request(tool_choice="none"), served(None)).grammar == ""

@@ -217,16 +217,21 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
 
 def test_a_process_with_unfinished_work_ends_after_its_exit_handlers() -> None:
     script = """
-import asyncio, atexit, time
-from longspan.serve.server import WorkerPool, end_process_if_busy
+import asyncio, atexit, sys, time
+from importlib import import_module
+from longspan.serve.server import WorkerPool
+app = import_module("longspan.cli.app")
 atexit.register(print, "at exit")
 async def begin():
     pool = WorkerPool("test", 1)
     await pool.run(abs, -1)
     task = asyncio.create_task(pool.run(time.sleep, 60))
     await asyncio.sleep(0.1)
-asyncio.run(begin())
-end_process_if_busy(7)
+def main():
+    asyncio.run(begin())
+    sys.exit(7)
+app.main = main
+app.run_process()
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30, check=False, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "at exit\n", "")

@@ -14,8 +14,8 @@ from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
 from longspan.cost.memory import with_pools
+from longspan.cost.pricing import PricedPhases
 from longspan.model.source import own_dtype, smollm2_folder
-from longspan.policy.facts import TurnCost
 from longspan.policy.registry import policy_names
 from longspan.profiling.store import profile_file
 from longspan.resolve import ResolvedEngine
@@ -63,7 +63,7 @@ def comparable(cluster: Cluster | None) -> tuple[Cluster, list[range]]:
     return replace(cluster, locations=(), head_layers=0.0), layers
 
 
-def predictions(cost: TurnCost | None, cluster: Cluster) -> tuple[float, ...]:
+def predictions(cost: PricedPhases | None, cluster: Cluster) -> tuple[float, ...]:
     assert cost is not None
     times = cost.prefill_s(cluster, 1000, 500), cost.decode_s(cluster, 7, 300)
     return (*times, cost.reshard_s(cluster), cost.swap_s(cluster, 5))
@@ -75,7 +75,7 @@ def test_facts_of_an_engine_equal_those_of_a_simulation(tiny: Path, policy: str)
 
     - `partitions`: an engine reads those that were searched on its machine. They have a file of their own, which a
       simulation is not given, so it models them by the profile.
-    - `turn_cost`: prices hold functions, so their predictions are compared.
+    - `phase_cost`: prices hold functions, so their predictions are compared.
     - `Cluster.locations`: simulated hosts are those of `ClusterSpec`, and an engine is on this machine.
     - `Cluster.head_layers`: an engine counts the weights of norms. A config.json does not have them.
     """
@@ -86,9 +86,9 @@ def test_facts_of_an_engine_equal_those_of_a_simulation(tiny: Path, policy: str)
     for name in ("shape", "hardware", "profile", "model"):
         assert getattr(found, name) == getattr(simulated, name), name
     assert comparable(found.cluster) == comparable(simulated.cluster)
-    assert [*map(comparable, found.turns)] == [*map(comparable, simulated.turns)]
-    for one, other in zip(found.turns, simulated.turns, strict=True):
-        assert predictions(found.turn_cost, one) == pytest.approx(predictions(simulated.turn_cost, other), rel=HEAD)
+    assert [*map(comparable, found.phases)] == [*map(comparable, simulated.phases)]
+    for one, other in zip(found.phases, simulated.phases, strict=True):
+        assert predictions(found.phase_cost, one) == pytest.approx(predictions(simulated.phase_cost, other), rel=HEAD)
     assert engine.policy.settings == experiment.policy().settings
 
 

@@ -1,4 +1,4 @@
-"""Simulations: the engine on a virtual clock, with any arrivals and faults. Results repeat."""
+"""Simulations: the engine on a virtual clock, whatever comes and breaks; numbers that repeat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cost import LinearCost
 from one_part import part_of
-from refusals import refused
 
 import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
@@ -21,15 +20,14 @@ from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
 from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.request import Request
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import Forward, Part
+from longspan.extras import timeline
+from longspan.extras.timeline import Record, Timeline, chrome_trace
 from longspan.policy.registry import make_policy
-from longspan.sim import timeline
 from longspan.sim.executor import StepTiming, apply_slowdown
 from longspan.sim.run import Observers, Result, simulate
 from longspan.sim.spec import Faults
-from longspan.sim.timeline import Record, Timeline, chrome_trace
 from longspan.workload.arrivals import Arrival, as_conversations, prompt_of
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
@@ -102,9 +100,11 @@ def test_all_requests_finish_and_the_same_input_gives_the_same_result(
 
 @given(arrivals(), faults, st.sampled_from(["20", "100000"]))
 @settings(max_examples=40, deadline=None)
-def test_the_time_of_a_request_is_split_by_cause(asked: list[Arrival], broken: Faults, threshold: str) -> None:
+def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
+    asked: list[Arrival], broken: Faults, threshold: str
+) -> None:
     seen = Timeline()
-    for one in run(asked, 2, {"threshold": threshold}, faults=broken, watch=seen.watching(COST)).served:
+    for one in run(asked, 2, {"threshold": threshold}, faults=broken, watch=seen.observers(COST)).served:
         split = seen.split(one)
         assert split.exposed_communication_s is None, "this cost knows of none"
         parts = (split.queue_s, split.compute_s, split.transfer_s, split.decode_s)
@@ -112,22 +112,17 @@ def test_the_time_of_a_request_is_split_by_cause(asked: list[Arrival], broken: F
         assert split.queue_s + split.compute_s == pytest.approx(one.ttft_s) and split.compute_s > 0
 
 
-def test_outputs_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_those_of_the_engine() -> None:
     """Tokens depend on request and position only, through losses too."""
-    requests, seen, add = list[Request](), dict[int, list[int]](), Engine.add
+    seen: dict[int, list[int]] = {}
 
-    def added(*given: Any, **options: Any) -> Request:
-        requests.append(add(*given, **options))
-        return requests[-1]
-
-    def moment(*_: object) -> None:
-        for request in requests:
+    def moment(_: float, engine: Engine) -> None:
+        for request in engine._queues.requests.values():
             seen[request.id] = list(request.output)
             assert request.output == [
                 invented(request.id, len(request.prompt) + place) for place in range(len(request.output))
             ]
 
-    monkeypatch.setattr(Engine, "add", added)
     asked = [Arrival(due_s=0.0, prompt=prompt_of(place, 50), output_len=20) for place in range(3)]
     result = run(asked, faults=Faults(lost_at_s=(0.3,), restart_s=0.5), watch=Observers(moment=moment))
     assert len(result.served) == 3 and all(len(output) >= 19 for output in seen.values())
@@ -142,7 +137,7 @@ def invented(request_id: int, position: int) -> int:
 @given(arrivals(), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_more_instances_are_never_later_when_requests_never_meet(asked: list[Arrival], num_instances: int) -> None:
-    """Each request runs alone, so that unused instances cost nothing."""
+    """Each request alone, so that no other placement can pay: instances that nobody needs cost nothing."""
     alone = [
         Arrival(due_s=1000.0 * place, prompt=one.prompt, output_len=one.output_len) for place, one in enumerate(asked)
     ]
@@ -162,7 +157,7 @@ def test_more_instances_end_no_later_with_equal_work(lengths: list[int], num_ins
     assert more.makespan_s <= few.makespan_s + 1e-9
 
 
-# ---------------------------------------------------------------- simultaneous events, and times per instance
+# ---------------------------------------------------------------- what happens at one moment, and times per instance
 
 
 @dataclass(frozen=True)
@@ -185,11 +180,11 @@ def test_instances_start_together_and_end_by_their_own_times() -> None:
     assert result.served[0].ttft_s == 2.0, "a step is complete when its last instance is done"
     single = [one for one in steps if one.forward.instances == (0,)]
     free = [max(one.ends_s.get(0, 0.0) for one in steps[: steps.index(this)]) for this in single]
-    assert [one.start_s for one in single] == pytest.approx(free), "a member that ended early continues"
+    assert [one.start_s for one in single] == pytest.approx(free), "who ended early goes on"
 
 
 def test_completions_come_before_losses_and_these_before_arrivals() -> None:
-    """All at 1.0: the ending request has ended, the running one starts again, and the third waits for it."""
+    """All at 1.0: the request that ends then has ended, the one that runs starts anew, the third waits for that."""
     cost = LinearCost(base_s=1.0, per_token_s=0.0)
     asked = [
         Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1),
@@ -213,8 +208,8 @@ def chunk(request_id: int, group: tuple[int, ...], runs: SpanShards, exchange: E
     return part_of(group, request_id=request_id, stop=num_tokens, runs=runs, exchange=exchange)
 
 
-def test_members_of_a_group_wait_for_a_straggler() -> None:
-    """Members of a ring end together, also with a slow one. Earlier members of a chain do not wait."""
+def test_whoever_works_with_a_straggler_waits_for_it() -> None:
+    """Members of a ring end together, also with a slow one; of a chain, those before it do not wait."""
 
     def seconds(exchange: Exchange, slow: dict[int, float]) -> dict[int, float]:
         part = chunk(0, (0, 1, 2), shard_span("contiguous", 0, 6, 3), exchange)
@@ -228,10 +223,10 @@ def test_members_of_a_group_wait_for_a_straggler() -> None:
     assert seconds(RING_KV, {0: 0.5}) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
-def test_the_time_of_an_instance_is_shared_among_its_parts() -> None:
-    """By tokens. A part without tokens of its own, or of other instances, takes none of it."""
+def test_the_time_of_an_instance_is_shared_among_what_it_computes() -> None:
+    """By tokens; a part without tokens of its own, or of other instances, takes none of it."""
     seen = Timeline()
-    watch = seen.watching(LinearCost())
+    watch = seen.observers(LinearCost())
     assert watch.ran is not None
     parts = (
         chunk(0, (0, 1), ((Run(0, 6),), (Run(6, 8),))),
@@ -252,7 +247,7 @@ def test_the_queue_ends_when_the_first_step_starts() -> None:
     """Not when that is planned, while the step before still runs."""
     seen = Timeline()
     asked = [Arrival(due_s=0.05 * place, prompt=prompt_of(place, 100), output_len=1) for place in range(2)]
-    result = run(asked, 1, watch=seen.watching(COST))
+    result = run(asked, 1, watch=seen.observers(COST))
     starts_s = [min(one.start_s for one in seen.blocks if one.index == index) for index in range(2)]
     assert starts_s == [0.0, pytest.approx(0.11)]
     record = Record(policy="context", cluster=Cluster.of("1"), result=result, timeline=seen)
@@ -265,7 +260,7 @@ def test_moments_of_a_long_run_are_few_and_go_on_to_its_end(monkeypatch: pytest.
     monkeypatch.setattr(timeline, "_MAX_MOMENTS", 10)
     seen = Timeline()
     asked = [Arrival(due_s=0.5 * place, prompt=prompt_of(place, 100), output_len=20) for place in range(30)]
-    result = run(asked, watch=seen.watching(LinearCost()))
+    result = run(asked, watch=seen.observers(LinearCost()))
     times = [one.at_s for one in seen.moments]
     assert 5 <= len(times) < 10 and times == sorted(times)
     gaps = [later - earlier for earlier, later in pairwise([*times, result.makespan_s])]
@@ -273,29 +268,29 @@ def test_moments_of_a_long_run_are_few_and_go_on_to_its_end(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("wrong", "parameter"),
+    ("wrong", "words"),
     [
-        ({"slow": {0: 0.0}}, "slow"),
-        ({"slow": {0: float("nan")}}, "slow"),
-        ({"slow": {-1: 2.0}}, "slow"),
-        ({"lost_at_s": (-1.0,)}, "lost_at_s"),
-        ({"restart_s": float("inf")}, "restart_s"),
+        ({"slow": {0: 0.0}}, "must be above 0"),
+        ({"slow": {0: float("nan")}}, "must be above 0"),
+        ({"slow": {-1: 2.0}}, "instance -1"),
+        ({"lost_at_s": (-1.0,)}, "-1.0 seconds"),
+        ({"restart_s": float("inf")}, "inf seconds"),
     ],
 )
-def test_faults_that_cannot_be_are_refused(wrong: dict[str, Any], parameter: str) -> None:
-    with refused(parameter):
+def test_faults_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         Faults(**wrong)
 
 
 def test_an_instance_that_is_not_there_cannot_be_slow() -> None:
-    with refused("slow"):
+    with pytest.raises(ValueError, match="instance 2 does not exist, there are 2"):
         run([Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1)], 2, faults=Faults(slow={2: 2.0}))
 
 
 # ---------------------------------------------------------------- requests
 
 
-def test_a_conversation_that_is_too_long_is_refused_with_its_further_turns() -> None:
+def test_who_asks_for_too_much_is_refused_with_all_that_follows() -> None:
     asked = as_conversations(
         [
             Arrival(due_s=1.0 * place, prompt=prompt_of(place, 2000 if place == 2 else 9), output_len=2)
@@ -309,7 +304,7 @@ def test_a_conversation_that_is_too_long_is_refused_with_its_further_turns() -> 
     assert [one.index for one in result.served] == [0, 1, 4, 5]
 
 
-def test_a_shared_prefix_is_computed_once() -> None:
+def test_what_prompts_share_is_computed_once() -> None:
     asked = [
         Arrival(due_s=10.0 * place, prompt=prompt_of(place, 100, shared_len=64), output_len=1) for place in range(3)
     ]
@@ -356,7 +351,7 @@ def test_the_numbers_are_those_of_the_requests() -> None:
     }
 
 
-def test_the_longest_queue_is_reported() -> None:
+def test_the_longest_queue_is_told() -> None:
     asked = [Arrival(due_s=0.0, prompt=prompt_of(place, 128), output_len=1) for place in range(5)]
     assert run(asked).max_queue == 3, "with a step in flight and one behind it"
 

@@ -20,7 +20,7 @@ from longspan.cost import catalog
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import RooflineCost
-from longspan.sim import report, timeline
+from longspan.extras import report, timeline
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.requests import make_workload
@@ -136,7 +136,7 @@ def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.Cap
     found = json.loads(shown.out)
     assert found["max_rate"] is None
     assert shown.err == (
-        "longspan: context: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
+        "longspan: context: max_rate is null: if all 3 requests arrive at once, P99 TTFT is still below 25 times the "
         f"{found['light_ttft_p99_s']:.3g} s of light load: give a larger --num-requests\n"
     )
 
@@ -220,7 +220,7 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert sum(prompts.values()) == found["num_prompt_tokens"]
     text = page.read_text()
     assert all(f'id="{name}"' in text for name in ("instances", "ttft-by-length", "ttft", "tbt"))
-    assert "How far from reality" in text and "computed for" not in text, "a profile has no data sheet"
+    assert "<h2>Accuracy</h2>" in text and "computed for" not in text, "a profile has no data sheet"
     assert "<td>in compute</td>" in text, "nor does it tell communication apart"
     linked = re.findall(r'(?:src|href)="([^"]+)"', text.partition("</head>")[2])
     assert not linked, "everything is in the page"
@@ -271,7 +271,7 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--profile", "nowhere.json", "--rate", "1"), "nowhere.json"),
         (("--hardware", "a1", "--rate", "1"), "a100-sxm-80g"),
         (("--hardware", "l4", "--profile", "P"), "--hardware l4 and profile exclude each other: give one of them"),
-        (("--hardware", "l4", "--max-num-batched-tokens", "90000000"), "beside a step of 90000000 tokens"),
+        (("--hardware", "l4", "--max-num-batched-tokens", "90000000"), "with a step of 90000000 tokens"),
         (
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
             "--gpus-per-host(2) * hosts(1) = 2 devices, but instances(3) * tp(1) = 3 given",
@@ -289,12 +289,12 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--profile", "P", "--dtype", "float32"), "--dtype float32 refines data sheets"),
         (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 refines data sheets"),
         (("--profile", "P", "--attention", "flash"), "--attention flash refines data sheets"),
-        (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 is of lost workers"),
-        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 is of starts that prompts share"),
-        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is between turns of a conversation"),
-        (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
-        (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
-        (("--profile", "P", "--profile-improvement-rates"), "goes up to --rate: give the highest rate"),
+        (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 needs a lost worker"),
+        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 counts shared prefixes"),
+        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is the time between turns"),
+        (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is for a single run"),
+        (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is for a single run"),
+        (("--profile", "P", "--profile-improvement-rates"), "needs --rate: give the highest expected rate"),
         (("--profile", "P", "--rate", "inf", "--find-max-rate"), "varies the time between them: give a number"),
         (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
         (("--profile", "P"), "give rate"),
@@ -307,14 +307,14 @@ def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         ),
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
-        (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
+        (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 does not exist, there are 8"),
         (("--profile", "P", "--lose-worker-at", "x"), "--lose-worker-at must be a number of seconds, but x given"),
         (
             ("--profile", "P", "--rate", "1", "--policy", "best"),
             "--policy 'best' is unknown: choose from auto, chunked",
         ),
         (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
-        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
+        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' does not exist"),
         (
             ("--profile", "P", "--rate", "1", "--gpus-per-host", "4", "--policy", "context", "-o", "threshold=9"),
             "4 inst",
@@ -362,6 +362,7 @@ def test_a_result_that_cannot_be_written_is_reported(
 def test_a_page_needs_the_library_that_draws(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delitem(sys.modules, "longspan.extras.report", raising=False)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     page = str(tmp_path / "out.html")
     assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1", "--report", page) == 2
@@ -457,7 +458,7 @@ def test_truncated_answers_are_reported(profile: Path, tmp_path: Path, capsys: p
     found = json.loads(shown.out)
     assert found["num_truncated"] == found["num_completed"] == 2
     assert found["num_prompt_tokens"] + found["num_output_tokens"] == 2 * 9_000
-    assert "2 answers are shorter than asked for, the first, 0, by" in shown.err
+    assert "2 answers are shorter than requested, the first, 0, by" in shown.err
 
 
 @pytest.mark.parametrize("kind", ["searched", "predicted"])
@@ -527,7 +528,7 @@ def test_lengths_that_are_no_lengths_are_refused_with_their_line(
 
 def test_a_rate_that_takes_years_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1e-300") == 2
-    assert "--rate 1e-300 has 1000 requests come in more than 1e+08 s: give 1e-05 or more" in capsys.readouterr().err
+    assert "--rate 1e-300 spreads 1000 requests over more than 1e+08 s: give 1e-05 or more" in capsys.readouterr().err
 
 
 def test_a_trace_that_is_too_short(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -557,4 +558,4 @@ def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixtu
     assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0
     assert "phase_decode" in capsys.readouterr().out
     assert run("simulate", "smollm2-135m", *options, "--offline", "--rate", "2") == 2
-    assert "--rate 2 is of requests that come one by one" in capsys.readouterr().err
+    assert "--rate 2 excludes offline" in capsys.readouterr().err

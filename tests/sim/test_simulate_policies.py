@@ -18,11 +18,11 @@ from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.estimate import activation_bytes, estimate_prefill
 from longspan.cost.step_cost import RooflineCost
+from longspan.extras.timeline import Timeline
 from longspan.sim import run as simulation
 from longspan.sim.executor import StepTiming
 from longspan.sim.run import Observers
 from longspan.sim.spec import ServiceLevel
-from longspan.sim.timeline import Timeline
 from longspan.simulation import each_policy, make_experiment, read_architecture
 from longspan.workload.arrivals import Arrival, Workload, text
 from longspan.workload.requests import make_workload
@@ -107,12 +107,12 @@ def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]
     [
         (("--policy", "chunked,context", "-o", "sp=4"), "none of chunked, context has option 'sp': their options are"),
         (("--policy", "chunked,best"), "--policy 'best' is unknown: choose from auto, chunked"),
-        (("--policy", "auto,auto"), "--policy auto,auto names one twice"),
-        (("--policy", "context,context"), "--policy context,context names one twice"),
+        (("--policy", "auto,auto"), "--policy auto,auto repeats a policy"),
+        (("--policy", "context,context"), "--policy context,context repeats a policy"),
         (("--policy", "context,fixed-sp"), "sp must be 1 or more: give the number of instances"),
         (("--policy", "chunked", "--exchange", "ring_kv"), "policy chunked has no option 'exchange'"),
         (("--policy", "tetris,chunked", "--profile-improvement-rates"), "--policy must be tetris"),
-        (("--profile-improvement-rates", "--slo-tbt", "1"), "--slo-tbt is of a single run"),
+        (("--profile-improvement-rates", "--slo-tbt", "1"), "--slo-tbt is for a single run"),
         (("--slo-ttft", "0"), "--slo-ttft must be above 0 seconds, but 0.0 given"),
         (("--slo-tbt", "nan"), "--slo-tbt must be a number of at most 1e+15, but nan given"),
     ],
@@ -155,7 +155,7 @@ def test_a_service_level_that_light_load_does_not_keep_has_no_rate(capsys: pytes
     rates = {policy: found["max_rate"] for policy, found in json.loads(shown.out).items()}
     assert rates["chunked"] == 0 != rates["context"]
     assert "longspan: chunked: max_rate is 0: only " in shown.err
-    assert "when none meets another, but 90% must" in shown.err
+    assert "when requests do not overlap, but 90% must" in shown.err
 
 
 def test_highest_rates_by_light_loads_of_their_own_are_not_to_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_highest_rates_by_light_loads_of_their_own_are_not_to_be_compared(capsys
     for bound, told in (((), 1), (("--slo-ttft", "9"), 0)):
         assert run("simulate", *HOST, *REQUESTS, *few, *bound, "--json") == 0
         shown = capsys.readouterr()
-        assert shown.err.count("each max_rate is told by the policy's own light load: give --slo-ttft") == told
+        assert shown.err.count("each max_rate is relative to the policy's own light load: give --slo-ttft") == told
         assert json.loads(shown.out)["chunked"]["max_rate"] is None
 
 
@@ -175,7 +175,7 @@ def test_exposed_communication_is_that_of_the_estimate() -> None:
     )
     experiment, seen = make_experiment("llama-3-8b", SPEC, scheduling), Timeline()
     [arrival] = make_workload(alone).arrivals
-    [served] = experiment.run(make_workload(alone), seen).served
+    [served] = experiment.run(make_workload(alone), seen.observers(experiment.cost)).served
     split = seen.split(served)
     assert isinstance(experiment.cost, RooflineCost) and split.exposed_communication_s is not None
     [line] = experiment.cost.lines
@@ -249,11 +249,11 @@ def test_a_trace_of_several_policies_has_their_processes_apart(tmp_path: Path) -
     [
         ("a100-sxm-80g", ("--policy", "tetris"), ("computed for a100, flash attention", "Tetris, Table 1")),
         ("a100-sxm-80g", ("--attention", "eager"), ("computed for a100, eager attention", "KV-Runahead, Table 3")),
-        ("h100-sxm-80g", ("--policy", "tetris"), ("None of them was measured with what tetris does", "TP64 / CP8")),
-        ("a40", (), ("No paper&#x27;s times were compared for a40 with flash attention", "Tetris, Table 1")),
-        ("h100-sxm-80g", ("--policy", "context"), ("against what papers measured.</p>", "TP64 / CP8", ">context<")),
-        ("h100-sxm-80g", (), ("None of them was measured with what auto does", "TP64 / CP8")),
-        ("a100-sxm-80g", ("--policy", "loongserve"), ("Those of loongserve have not been compared", ">chunked<")),
+        ("h100-sxm-80g", ("--policy", "tetris"), ("None of them applies to tetris", "TP64 / CP8")),
+        ("a40", (), ("No times of a paper were compared for a40 with flash attention", "Tetris, Table 1")),
+        ("h100-sxm-80g", ("--policy", "context"), ("against times measured in papers.</p>", "TP64 / CP8", ">context<")),
+        ("h100-sxm-80g", (), ("None of them applies to auto", "TP64 / CP8")),
+        ("a100-sxm-80g", ("--policy", "loongserve"), ("There is no comparison for loongserve", ">chunked<")),
     ],
 )
 def test_the_page_says_how_far_it_is_from_reality(
@@ -262,7 +262,7 @@ def test_the_page_says_how_far_it_is_from_reality(
     page = tmp_path / "page.html"
     host = ("llama-3-8b", "--hardware", hardware, "--gpus-per-host", "4", *REQUESTS)
     assert run("simulate", *host, *options, "--report", str(page)) == 0
-    text = page.read_text().partition("How far from reality")[2].partition("Slowest requests")[0]
+    text = page.read_text().partition("<h2>Accuracy</h2>")[2].partition("Slowest requests")[0]
     assert all(one in text for one in words)
     computed, _ = catalog.errors()
     assert ("Context Parallelism" in text) == (hardware != "a100-sxm-80g")

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_llm import run
+from invented_tuned import invented_tuned
 from msgspec import structs
 from test_profile import SUBJECT
 
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, Exchange, exchange_of
 from longspan.core.layouts import shard_span
 from longspan.core.options import SchedulingArgs
 from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_price import prompt_s, rates_of_profile
-from longspan.cost.csa_search import Configuration, Group
 from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.partition_table import PartitionTable
+from longspan.cost.pricing import whole_prompt_s
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
+from longspan.cost.step_cost import StepCost
+from longspan.policy.csps.chooser import CsaChooser
+from longspan.policy.csps.search import Configuration
+from longspan.policy.facts import Facts, known_facts
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import make_experiment
 
@@ -134,56 +141,75 @@ def test_bytes_count_where_links_are_slow() -> None:
     assert shares[0] > shares[1] > shares[2]
 
 
-def test_the_chooser_and_the_step_cost_have_one_price() -> None:
-    """The step cost of sparse and exact attention has the ratio that the chooser predicts."""
-    profile, sparse = measured(), setting(0.5)
-    cost, rates = FittedCost(profile, SMOLLM, block_size=256), rates_of_profile(profile, SMOLLM, 2)
-    assert rates is not None
-    sparse_s, exact_s = (prompt_s(one, 8192, 4096, (0, 0), SMOLLM, rates) for one in (sparse, None))
-    taken_s = [cost.seconds(prompt(one))[0] for one in (ALLTOALL.sparse_form(sparse), ALLTOALL)]
-    assert taken_s[0] / taken_s[1] == pytest.approx(sparse_s / exact_s, rel=1e-9)
+def chooser_of(facts: Facts, kind: str) -> CsaChooser:
+    """Choose for two instances, by a tuned file of the facts' model."""
+    return CsaChooser(structs.replace(invented_tuned(), shape=facts.shape), facts, (0, 1), kind)
 
 
-@pytest.mark.parametrize("chosen", [(2, 0.0, (1,)), (2, 0.4, (1,)), (2, 0.4, (4,)), (2, 0.9, (1,))])
-@pytest.mark.parametrize(("hosts", "gpus_per_host", "parallel"), [(1, 2, "2"), (2, 1, "2"), (2, 2, "2xtp2")])
-def test_the_chooser_and_the_step_cost_have_one_price_on_data_sheets(
-    hosts: int, gpus_per_host: int, parallel: str, chosen: tuple[int, float, tuple[int, ...]]
+def predicted_s(chooser: CsaChooser, cost: StepCost, kind: str, configuration: Configuration) -> tuple[float, float]:
+    """Predict the seconds of a prompt by the chooser, and by the step cost, without the output head."""
+    group, _ = chooser.tables(2)[0]
+    exact, setting = exchange_of(kind), group.setting(8192, configuration)
+    exchange = exact if setting is None else exact.sparse_form(setting)
+    [step_s] = set(cost.seconds(prompt(exchange, sampled=False)).values())
+    return chooser.ttft_s(group, 8192, configuration), step_s
+
+
+CONFIGURATIONS = [(1, 0.0, ()), (2, 0.0, (1,)), (2, 0.4, (1,)), (2, 0.4, (4,)), (2, 0.9, (1,))]
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "gather_hidden"])
+@pytest.mark.parametrize("chosen", CONFIGURATIONS)
+def test_the_chooser_and_the_step_cost_predict_the_same_seconds(
+    kind: str, chosen: tuple[int, float, tuple[int, ...]]
 ) -> None:
-    """The members lie on one host, on two hosts, or have two ranks each."""
+    profile = measured()
+    cost, cluster = FittedCost(profile, SMOLLM, block_size=256), Cluster.of("2")
+    facts = known_facts(
+        profile.profile_key,
+        SMOLLM,
+        cluster,
+        profile=profile,
+        partitions=PartitionTable(),
+        exact_s=partial(whole_prompt_s, cost),
+    )
+    chooser_s, step_s = predicted_s(chooser_of(facts, kind), cost, kind, Configuration(*chosen))
+    assert chooser_s == pytest.approx(step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "gather_hidden"])
+@pytest.mark.parametrize("chosen", CONFIGURATIONS)
+@pytest.mark.parametrize(("hosts", "gpus_per_host", "parallel"), [(1, 2, "2"), (2, 1, "2"), (2, 2, "2xtp2")])
+def test_the_chooser_and_the_step_cost_predict_the_same_seconds_on_data_sheets(
+    hosts: int, gpus_per_host: int, parallel: str, chosen: tuple[int, float, tuple[int, ...]], kind: str
+) -> None:
+    """The members are on one host, are on two hosts, or have two ranks each."""
     experiment = make_experiment(
         "llama-3-8b",
         ClusterSpec(hardware="a100-sxm-80g", hosts=hosts, gpus_per_host=gpus_per_host, parallel=parallel),
         SchedulingArgs(policy="csps", block_size=256),
     )
-    facts, length, configuration = experiment.facts, 8192, Configuration(*chosen)
-    assert facts.rates is not None and facts.shape is not None and facts.cluster is not None
-    members = tuple([facts.cluster.hosts[facts.cluster.rank(instance)] for instance in (0, 1)])
-    group = Group(shape=facts.shape, hosts=members, rates=facts.rates(members), block_size=256)
-    sparse = SparseSetting(
-        partition=group.partition(length),
-        segments=(1,),
-        drop=tuple(((ratio,),) for ratio in group.layer_ratios(configuration.drop)),
-        micro_partitions=configuration.micro_partitions,
-    )
-    exact = prompt_s(None, length, group.partition(length), members, facts.shape, group.rates)
-    taken_s = [
-        experiment.cost.seconds(prompt(one, sampled=False))[0] for one in (ALLTOALL.sparse_form(sparse), ALLTOALL)
-    ]
-    assert taken_s[0] / taken_s[1] == pytest.approx(group.ttft_s(length, configuration) / exact, rel=1e-9)
+    chooser = chooser_of(experiment.facts, kind)
+    chooser_s, step_s = predicted_s(chooser, experiment.cost, kind, Configuration(*chosen))
+    assert chooser_s == pytest.approx(step_s, rel=1e-9)
+
+
+def test_an_engine_s_facts_price_exact_prompts_by_the_profile() -> None:
+    """Without a step cost the measured seconds of the exchange count, or the speeds alone if none were measured."""
+    profile, cluster = measured(), Cluster.of("2")
+    facts = known_facts(profile.profile_key, SMOLLM, cluster, profile=profile, partitions=PartitionTable())
+    assert facts.exact_s is not None
+    assert facts.exact_s(ALLTOALL, (0, 1), 8192) == profile.times()[2, ALLTOALL].seconds(8192)
+    assert facts.exact_s(ALLTOALL, (0, 1, 2), 8192) is None
 
 
 def test_slow_instances_slow_the_prices_of_the_chooser() -> None:
-    cluster = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=2)
-    facts = [
-        make_experiment("llama-3-8b", cluster, SchedulingArgs(policy="csps"), Faults(slow=slow)).facts
-        for slow in ({}, {0: 2.0, 1: 2.0})
-    ]
-    quick, slow = (
-        Group(shape=one.shape, hosts=(0, 0), rates=one.rates((0, 0))).ttft_s(8192, Configuration(2, 0.5, (2,)))
-        for one in facts
-        if one.shape is not None and one.rates is not None
-    )
-    assert slow == pytest.approx(2 * quick)
+    cluster, seconds = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=2), []
+    for slow in ({}, {0: 2.0, 1: 2.0}):
+        experiment = make_experiment("llama-3-8b", cluster, SchedulingArgs(policy="csps"), Faults(slow=slow))
+        chooser = chooser_of(experiment.facts, "alltoall")
+        seconds.append(chooser.ttft_s(chooser.tables(2)[0][0], 8192, Configuration(2, 0.5, (2,))))
+    assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
 @pytest.mark.parametrize("policy", ["chunked", "csps"])

@@ -258,7 +258,7 @@ class CheckedExecutor:
     @staticmethod
     def _told(request: Request) -> list[BlockRef]:
         """The table that its next step is told, if that is told all."""
-        return [request.spilling.get(ref, ref) for ref in request.table]
+        return [request.moving.get(ref, ref) for ref in request.table]
 
     def _is_spilled(self, part: Part, old: BlockRef, new: BlockRef) -> bool:
         """Return True if a block has moved to its host, back from it, or both, and the copy is complete."""

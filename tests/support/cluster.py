@@ -34,10 +34,10 @@ class Cluster:
     def __init__(self, setup: Setup, *, before: Cluster | None = None) -> None:
         self.setup = setup
         self.clock = VirtualClock()
-        turns = setup.clusters
-        facts = replace(setup.facts, cluster=setup.cluster, turns=turns)
+        phases = setup.clusters
+        facts = replace(setup.facts, cluster=setup.cluster, phases=phases)
         self.policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
-        capacity = capacity_tokens(self.policy, turns or [setup.cluster], setup.block_size)
+        capacity = capacity_tokens(self.policy, phases or [setup.cluster], setup.block_size)
         self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(setup)), setup)
         self.engine = Engine(
             policy=self.policy,
@@ -45,7 +45,7 @@ class Cluster:
             clock=self.clock,
             config=EngineConfig(
                 cluster=setup.cluster,
-                turns=turns,
+                phases=phases,
                 block_size=setup.block_size,
                 max_model_len=setup.max_model_len or capacity,
                 eos_token_ids=setup.eos_token_ids,
@@ -72,7 +72,7 @@ class Cluster:
 
     def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
         """Of a request whose KV is on its way, to all of its targets."""
-        transfers = self.engine.kv.in_transfer
+        transfers = self.engine.kv.transfers
         return tuple(one for one in (transfers.in_progress if transfers else ()) if one.request.id == request_id)
 
     def restart(self, policy: Policy | None = None) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from linear_cost import LinearCost
 
-from longspan.core.cluster import Cluster, Location, ParallelSpec
+from longspan.core.cluster import Cluster
+from longspan.core.fleets import in_phases
 from longspan.core.kv.lookup import SwapCost
+from longspan.core.locations import Location
 from longspan.core.request import Request
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV
 from longspan.cost.flows import Flow
 from longspan.cost.step_cost import ReshardCost
@@ -45,7 +48,7 @@ class Setup:
     """A cluster. Sizes that are not given are large. The default policy on several instances is `context`.
 
     Attributes:
-        turns: the specs of the prefill and the decode phase. The first has `num_instances`.
+        phases: the specs of the prefill and the decode phase. The first has `num_instances`.
     """
 
     num_instances: int = 1
@@ -65,7 +68,7 @@ class Setup:
     tp: int = 1
     pp: int = 1
     roles: Roles | None = None
-    turns: tuple[ParallelSpec, ParallelSpec] | None = None
+    phases: tuple[ParallelSpec, ParallelSpec] | None = None
     decode_blocks: int | None = None
     locations: tuple[Location, ...] = ()
     host_blocks: tuple[int, ...] = ()
@@ -80,13 +83,13 @@ class Setup:
     @property
     def clusters(self) -> tuple[Cluster, ...]:
         """The clusters of the two phases. Empty without phases."""
-        if self.turns is None:
+        if self.phases is None:
             return ()
-        return tuple(map(self._with_pools, Cluster(spec=self.turns[0], decode_spec=self.turns[1]).in_turns()))
+        return tuple(map(self._with_pools, in_phases(Cluster(spec=self.phases[0], decode_spec=self.phases[1]))))
 
     @property
     def cluster(self) -> Cluster:
-        if self.turns is not None:
+        if self.phases is not None:
             return self.clusters[0]
         bare = Cluster(spec=ParallelSpec(instances=self.num_instances, tp=self.tp, pp=self.pp))
         cluster = bare if self.roles is None else self.roles.cluster

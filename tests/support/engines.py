@@ -12,7 +12,8 @@ import pytest
 from in_order import Fabric, InOrderTransport
 
 from longspan import LLM
-from longspan.attn.comm import DirectedTransport, Transport
+from longspan.attn.comm import Transport
+from longspan.attn.routing import DirectedTransport
 from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.step_comm import StepLanes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from longspan.serve import client
+from longspan.serve import core_process
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def fake_engine_installed() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ls-") as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", name)
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        patch.setattr(client, "_ENGINE_MODULE", "fake_engine")
+        patch.setattr(core_process, "ENGINE_MODULE", "fake_engine")
         yield
         assert not list(Path(name).glob("longspan-*"))
 

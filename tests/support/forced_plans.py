@@ -11,7 +11,8 @@ from longspan.core.policy import Policy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import GroupParts, SharingOptions
+from longspan.policy.group_parts import GroupParts
+from longspan.policy.sharing import SharingOptions
 from longspan.policy.tetris.execution import Cdsp, ChunkPlanner
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
 

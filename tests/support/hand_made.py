@@ -14,9 +14,9 @@ from oracle import Expected, assert_exact
 
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.cluster import Location
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
+from longspan.core.locations import Location
 from longspan.core.runs import Layout, positions
 from longspan.core.steps import Completion, Forward, MoveKV, MoveWay, Part, Sample, Sampling
 from longspan.model.source import prepare

@@ -8,8 +8,8 @@ from functools import cache
 from longspan.core.sparse import DropMode
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import LinkSpeed, Rates
-from longspan.cost.csa_search import Configuration, Group
-from longspan.cost.csa_tuned import Point, Tuned, tuned
+from longspan.policy.csps.search import Configuration, Group
+from longspan.policy.csps.tuned import Point, Tuned, tuned
 
 TINY_SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, bytes_per_element=4)
 RATES = Rates(inside=LinkSpeed(2e9, 1e-5), between=LinkSpeed(2e8, 1e-5), pairs_per_s=1e9, rest_s=1e-5)

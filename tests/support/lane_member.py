@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from longspan.attn.comm import Group, Message, TorchTransport, meet
+from longspan.attn.comm import Group, Message
+from longspan.attn.transports import TorchTransport, meet
 from longspan.runtime.worker_process import GroupSums, open_lane
 
 

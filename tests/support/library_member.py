@@ -20,7 +20,7 @@ def main(store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
     pair = dist.new_group([1, 2])
-    with pytest.raises(ValueError, match=r"'cpu:gloo', but one of gloo, nccl is needed: join"):
+    with pytest.raises(ValueError, match=r"'cpu:gloo', but one of gloo, nccl is needed: for example join"):
         attn.join(dist.new_group(backend="cpu:gloo"))
     with attn.join(hosts=[0, 0, 1]) as everyone:
         if everyone.rank == 0:

@@ -24,7 +24,7 @@ from longspan.args import EngineArgs
 from longspan.errors import WorkerLostError
 from longspan.runtime.executor.threads import WorkerThread
 from longspan.runtime.messages import WorkerConfig, command_address
-from longspan.serve import client, engine_loop
+from longspan.serve import core_process, engine_loop
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.engine_loop import EngineLoop
@@ -202,7 +202,7 @@ def thread_server(given: EngineArgs, *, max_worker_restarts: int | None = None) 
             server.cores.append(ThreadCore(server, folder))
             return server.cores[-1]
 
-        patch.setattr(client, "start_child", start_core)
+        patch.setattr(core_process, "start_child", start_core)
         patch.setattr(engine_loop, "Service", _Service)
         patch.setattr(engine_loop, "EngineLoop", _Loop)
         try:

@@ -17,6 +17,7 @@ from longspan.core.steps import TokenLogprobs
 from longspan.llm import Progress, count_tokens
 from longspan.model.source import smollm2_folder
 from longspan.outputs import CompletionOutput, Logprob
+from longspan.running_requests import RunningRequests
 from longspan.text.output_processor import EngineRequest, RequestState, by_token
 
 EOS = 2
@@ -45,6 +46,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.requests: list[ScriptedRequest] = []
         self.grammars: list[str] = []
+        self.stepped: list[ScriptedRequest] = []
 
     def add(
         self,
@@ -62,6 +64,10 @@ class ScriptedEngine:
         self.grammars.append(grammar)
         return request
 
+    def step(self, timeout_s: float | None) -> list[ScriptedRequest]:
+        del timeout_s
+        return self.stepped
+
     def finish(self, request: ScriptedRequest, reason: str) -> None:
         """As in the engine: an ended request keeps its reason, except for a stop string in the last token."""
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
@@ -77,12 +83,24 @@ class Run:
     """One job on a scripted engine."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int] = (5, 6), **wishes: Any
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        prompt: Sequence[int] = (5, 6),
+        *,
+        grammar: str = "",
+        **wishes: Any,
     ) -> None:
         self.engine: Any = ScriptedEngine()
-        self.engine_request = EngineRequest(text=None, token_ids=tuple(prompt), params=SamplingParams(**wishes))
+        self.engine_request = EngineRequest(
+            text=None, token_ids=tuple(prompt), params=SamplingParams(**wishes), grammar=grammar
+        )
         self.tracked = RequestState(self.engine_request, tokenizer)
-        self.tracked.start(self.engine)
+        self.running: RunningRequests[Run] = RunningRequests(self.engine)
+        self.running.start(self)
+
+    @property
+    def state(self) -> RequestState:
+        return self.tracked
 
     def give(self, *tokens: int, choice: int = 0, finish: str | None = None, stop_reason: int | None = None) -> None:
         request = self.engine.requests[choice]
@@ -91,7 +109,8 @@ class Run:
             if request.params.logprobs is not None:
                 request.logprobs.append(report(token))
         request.finish_reason, request.stop_reason = finish, stop_reason
-        self.tracked.choices[choice].take_new_tokens(self.engine)
+        self.engine.stepped = [request]
+        self.running.step()
 
     @property
     def only(self) -> CompletionOutput:
@@ -181,9 +200,9 @@ def test_an_abort_releases_text_that_was_held_back(tokenizer: PreTrainedTokenize
     run = Run(tokenizer, stop="two three")
     run.give(*ids(tokenizer, " one two"))
     assert run.only.text == " one "
-    run.tracked.choices[0].abort(run.engine)
+    assert run.running.abort(run) is None
     assert (run.only.text, run.only.finish_reason) == (" one two", "abort")
-    run.tracked.choices[0].abort(run.engine)
+    assert run.running.abort(run) is None
     assert run.only.text == " one two"
 
 
@@ -235,8 +254,5 @@ def test_a_bar_is_drawn_for_several_prompts_on_a_terminal(
 
 
 def test_every_choice_of_a_job_follows_its_grammar() -> None:
-    engine: Any = ScriptedEngine()
-    RequestState(EngineRequest(text=None, token_ids=(5,), params=SamplingParams(n=3), grammar="one"), None).start(
-        engine
-    )
-    assert engine.grammars == ["one"] * 3
+    run = Run(None, (5,), grammar="one", n=3)
+    assert run.engine.grammars == ["one"] * 3

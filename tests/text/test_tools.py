@@ -19,7 +19,7 @@ from longspan.text import tools
 from longspan.text.grammar_check import LIMITS
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import Detokenizer, grammar_vocabulary
-from longspan.text.tools import FORMATS, CallReader, Function, calls_grammar, found_format
+from longspan.text.tools import FORMATS, CallReader, Function, calls_grammar, detect_format
 
 WEATHER = {
     "type": "object",
@@ -108,14 +108,14 @@ def read(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("with_markers", [False, True])
 def test_the_form_of_calls_is_found_in_the_template(form: str, with_markers: bool) -> None:
-    assert found_format(processor(form, with_markers=with_markers)) is FORMATS[form]
+    assert detect_format(processor(form, with_markers=with_markers)) is FORMATS[form]
 
 
 def test_a_template_may_write_the_arguments_first() -> None:
     name = '"name": "{{ call.function.name }}"'
     template = TEMPLATES["hermes"].replace(name + ", ", " ").replace("| tojson }}}", "| tojson }}, " + name + "}")
     assert '{{ call.function.arguments | tojson }}, "name"' in template
-    assert found_format(processor(template)) is FORMATS["hermes"]
+    assert detect_format(processor(template)) is FORMATS["hermes"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_template_may_write_the_arguments_first() -> None:
     ],
 )
 def test_a_form_that_is_not_sure_is_none(template: str | None) -> None:
-    assert found_format(processor(template)) is None
+    assert detect_format(processor(template)) is None
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,23 +1,23 @@
 """Exact attention over sequences that are split between processes, for any model and without the engine.
 
-Every process holds the queries, keys and values of some tokens. All of them call the same exchange, with the same
-runs, and each gets the attention of its own queries over the keys of all:
+Every process holds the queries, keys and values of some tokens. All processes call the same exchange with the same
+runs. Each gets the attention of its own queries over the keys of all processes:
 
-    with longspan.attn.join() as group:  # of torch.distributed, say under torchrun
+    with longspan.attn.join() as group:  # the process group of torch.distributed, for example under torchrun
         runs = longspan.attn.shard_span("zigzag", 0, num_tokens, group.size)
         mine = longspan.attn.positions(runs[group.rank])
         out = longspan.attn.ring_kv(group, q[:, mine], k[:, mine], v[:, mine], [runs])
 
-| | what travels |
+| | tensors that are sent |
 |---|---|
-| `ring_kv` | keys and values, around a ring, while the present ones are used |
-| `ring_q` | queries, to those who hold keys, and partial outputs back: for few queries and many cached keys |
-| `alltoall` | everything, so that each member has some heads for all tokens, and outputs back |
-| `gather_kv` | all keys and values, to everybody |
-| `chain` | keys and values, from each member to the next; for contiguous runs |
+| `ring_kv` | keys and values, around a ring, while the previous ones are used |
+| `ring_q` | queries to the members that hold keys, and partial outputs back: for few queries and many cached keys |
+| `alltoall` | queries, keys and values, so that each member has some heads for all tokens, and outputs back |
+| `gather_kv` | all keys and values, to every member |
+| `chain` | keys and values, from each member to the next, for contiguous runs |
 
-`register` and `Split` do it to an unmodified Hugging Face model. docs/exchanges.md says what is sent, to the byte. The
-names load on first use; `import longspan.attn` needs no torch.
+`register` and `Split` apply exchanges to an unmodified Hugging Face model. docs/exchanges.md counts the bytes. Names
+are loaded on first use, and `import longspan.attn` needs no torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""`python -m longspan.attn.check`: every exchange between processes, against attention on one device.
+"""`python -m longspan.attn.check`: every exchange between processes, compared with attention on one device.
 
-Each rank is a process; gloo connects them, through host memory where they compute on a CUDA device, which they may
-share. All ranks draw the same random cases, and each compares its own outputs.
+Each rank is a process. gloo connects them, through host memory if they compute on CUDA devices, which they may share.
+All ranks draw the same random cases, and each compares its own outputs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, backend_of
 from longspan.attn.collectives import hidden_hops
-from longspan.attn.comm import Group, TorchTransport, meet
+from longspan.attn.comm import Group
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.gather_hidden import GatherHidden
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import hosts_of, locations_of_ranks
+from longspan.attn.transports import TorchTransport, meet
 from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, exchanges
 from longspan.core.layouts import shard_span
+from longspan.core.locations import hosts_of, locations_of_ranks
 from longspan.core.runs import Run, SpanShards, coalesce, positions
 from longspan.core.steps import Link
 
@@ -46,22 +47,22 @@ _MAX_RANKS = 64
 _TIMEOUT_S = 60.0
 _CPU = torch.device("cpu")
 _NOISE = 1e4
-"""A value for slots that nobody may read."""
+"""The value of slots that must not be read."""
 _HEADS = ((4, 4), (5, 5), (9, 3), (6, 2), (14, 2), (10, 5), (8, 1), (5, 1))
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128)
 _MAX_TOKENS = 300
-_Found = tuple[dict[str, float], Counter[tuple[str, Link]]]
+_Report = tuple[dict[str, float], Counter[tuple[str, Link]]]
 """The largest error of each exchange, and the bytes sent by exchange and link."""
 
 
 def _checked() -> dict[str, Exchange]:
     first = (RING_KV, RING_Q, GATHER_KV)
-    found = {}
-    for kind in (*first, *(one for one in exchanges() if one not in first)):
-        found[kind.kind] = kind
+    checked = {}
+    for kind in (*first, *(kind for kind in exchanges() if kind not in first)):
+        checked[kind.kind] = kind
         if "dense" in kind.traits.parameters:
-            found[f"{kind.kind}, dense"] = kind._replace(dense=True)
-    return found
+            checked[f"{kind.kind}, dense"] = kind._replace(dense=True)
+    return checked
 
 
 EXCHANGES = _checked()
@@ -112,9 +113,9 @@ def _failed(message: str, *, code: int) -> int:
     return code
 
 
-def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, device: str) -> _Found:
-    """Runs a process per rank; returns what all of them found. No process is left when it returns or raises."""
-    # Whatever was imported is there at once after a fork, which CUDA does not survive.
+def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, device: str) -> _Report:
+    """Run a process per rank, and return the joint report. No process is left when it returns or raises."""
+    # A fork keeps the imported modules, but CUDA does not work after it.
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
     processes = []
@@ -135,11 +136,11 @@ def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, 
                 for report in [report for report in reports if report in ready]:
                     rank = reports.pop(report)
                     try:
-                        found = report.recv()
+                        rank_errors, rank_sent = report.recv()
                     except EOFError:
-                        sys.exit(f"rank {rank} failed")  # it has said why
-                    errors = {name: max(errors[name], found[0][name]) for name in names}
-                    sent += found[1]
+                        sys.exit(f"rank {rank} failed")  # the rank has printed its error
+                    errors = {name: max(errors[name], rank_errors[name]) for name in names}
+                    sent += rank_sent
         finally:
             for process in processes:
                 process.kill()
@@ -148,19 +149,19 @@ def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, 
     return errors, sent
 
 
-def _work(rank: int, num_ranks: int, store: str, compare: Callable[[], _Found], report: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+def _work(rank: int, num_ranks: int, store: str, compare: Callable[[], _Report], report: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group, and the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     meet(store, rank, num_ranks, timeout_s=_TIMEOUT_S)
-    found = compare()
+    result = compare()
     dist.barrier()
-    report.send(found)
+    report.send(result)
     dist.destroy_process_group()
 
 
-def _compare(rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, kind: str) -> _Found:
+def _compare(rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, kind: str) -> _Report:
     device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
     transport = TorchTransport(staged=kind == "cuda")
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
@@ -169,13 +170,13 @@ def _compare(rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, n
     for number, in_order in itertools.product(range(num_cases), (False, True)):
         draw = random.Random(f"{seed} {number}")
         spec, batch = random_spec(draw), random_batch(draw, len(hosts), in_order=in_order)
-        wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
+        expected = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
         for name in (name for name in names if EXCHANGES[name].traits.in_order == in_order):
             first_tag = next(first_tags)
             tags = range(first_tag, first_tag + num_hops)
             group = Group(transport, range(len(hosts)), rank, hosts=hosts, name=name, tags=tags, sent=sent)
             out = attend(member_call(EXCHANGES[name], group, batch, spec, seed=number, device=device))
-            error = (out.cpu() - wanted).abs().nan_to_num(torch.inf)
+            error = (out.cpu() - expected).abs().nan_to_num(torch.inf)
             errors[name] = max(errors[name], error.max().item() if error.numel() else 0.0)
             transport.complete_sends()
     return errors, sent
@@ -196,14 +197,14 @@ def attend(call: Call) -> Tensor:
 
 
 def _gather_hidden(call: Call) -> Tensor:
-    """Exchanges queries, keys and values as they are, in place of hidden states and projections."""
+    """Exchange queries, keys and values instead of hidden states and projections."""
     spec, shared = call.spec, GatherHidden(call.group, call.parts, call.kv, call.spec)
     hidden = torch.cat([call.q, call.k, call.v]).transpose(0, 1)
     gathered = shared.gather(hidden.flatten(1)).view(-1, *hidden.shape[1:]).transpose(0, 1)
     q, k, v = gathered.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
-    heads, kv_heads = (slice(some.start, some.stop) for some in (shared.share.heads, shared.share.kv_heads))
+    heads, kv_heads = (slice(x.start, x.stop) for x in (shared.share.heads, shared.share.kv_heads))
     out, *stored = shared.attend(q[heads], k[kv_heads], v[kv_heads])
-    assert all(torch.equal(kept, own) for kept, own in zip(stored, (call.k, call.v), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(stored, (call.k, call.v), strict=True))
     partial_sums = q.new_zeros(q.shape)
     partial_sums[heads] = out
     own = shared.scatter(partial_sums.transpose(0, 1).flatten(1))
@@ -212,7 +213,7 @@ def _gather_hidden(call: Call) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A span of a request: who computes its queries, and who holds which keys of everything up to its end."""
+    """A span of a request: the queries of each member, and the keys that each member holds up to the span's end."""
 
     q_runs: SpanShards
     kv_runs: SpanShards
@@ -220,14 +221,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Cached tokens and those of the span."""
+        """The number of cached tokens and tokens of the span."""
         return max((run.stop for runs in self.kv_runs for run in runs), default=0)
 
     def tensors(self, spec: AttnSpec) -> list[Tensor]:
         return random_qkv(spec, self.num_tokens, self.num_tokens, torch.float32, self.seed)
 
     def wanted(self, member: int, spec: AttnSpec) -> Tensor:
-        """Computes a member's queries on one device, in float64."""
         q, k, v = self.tensors(spec)
         rows = positions(self.q_runs[member])
         return reference(q[:, rows], rows, k, v, range(self.num_tokens), spec)[0]
@@ -243,9 +243,9 @@ def member_call(
     seed: int = 0,
     device: torch.device = _CPU,
 ) -> Call:
-    """Makes the call of one member for some requests: keys lie in blocks among noise, scattered for odd seeds.
+    """Make the call of one member for some requests. All unused slots have noise, and odd seeds scatter the blocks.
 
-    Where the exchange stores after it, the pool has noise for the keys and values of the spans, too.
+    If the exchange stores KV afterwards, the pool also has noise for the keys and values of the spans.
     """
     counts = [-(-len(positions(request.kv_runs[group.rank])) // block_size) for request in batch]
     shape = (sum(counts) + 3, spec.num_kv_heads, block_size, spec.head_dim)
@@ -257,19 +257,19 @@ def member_call(
     rows: list[list[Tensor]] = [[], [], []]
     for request, count in zip(batch, counts, strict=True):
         tensors = request.tensors(spec)
-        asked, held = positions(request.q_runs[group.rank]), positions(request.kv_runs[group.rank])
-        first = sum(queries.shape[1] for queries in rows[0])
+        queries, keys_held = positions(request.q_runs[group.rank]), positions(request.kv_runs[group.rank])
+        first = sum(tensor.shape[1] for tensor in rows[0])
         for kind, tensor in zip(rows, tensors, strict=True):
-            kind.append(tensor[:, asked])
+            kind.append(tensor[:, queries])
         blocks, free = free[:count], free[count:]
-        place = slice(first, first + len(asked))
+        place = slice(first, first + len(queries))
         part = MemberPart(rows=place, q_runs=request.q_runs, kv_runs=request.kv_runs, blocks=blocks)
         if exchange.stores_after and part.span_start is not None:
-            held = [position for position in held if position < part.span_start]
-        token = torch.arange(len(held))
+            keys_held = [position for position in keys_held if position < part.span_start]
+        token = torch.arange(len(keys_held))
         block = torch.tensor(blocks, dtype=torch.int64)[token // block_size]
         for pool, tensor in zip((keys, values), tensors[1:], strict=True):
-            pool[block, :, token % block_size] = tensor[:, held].transpose(0, 1)
+            pool[block, :, token % block_size] = tensor[:, keys_held].transpose(0, 1)
         parts.append(part)
     q, k, v = (torch.cat(kind, dim=1).to(device) for kind in rows)
     kv = PagedKv(keys=keys.to(device), values=values.to(device))
@@ -278,7 +278,7 @@ def member_call(
 
 
 def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Draws normal `q, k, v`, laid out `[tokens, heads, dim]` in memory as a model's projections are."""
+    """Draw normal `q, k, v` with the memory layout of projections, `[tokens, heads, dim]`."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(num_queries, spec.num_heads), (num_keys, spec.num_kv_heads), (num_keys, spec.num_kv_heads)]
     return [torch.randn(*shape, spec.head_dim, generator=generator).to(dtype).transpose(0, 1) for shape in shapes]
@@ -287,7 +287,7 @@ def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dty
 def reference(
     q: Tensor, q_positions: Sequence[int], k: Tensor, v: Tensor, k_positions: Sequence[int], spec: AttnSpec
 ) -> Partial:
-    """Computes attention of `q [H, T, D]` over `k, v [K, S, D]`, each token at its position, in float64."""
+    """Compute attention of `q [H, T, D]` over `k, v [K, S, D]`, each token at its position, in float64."""
     age = torch.tensor(list(q_positions))[:, None] - torch.tensor(list(k_positions))[None]
     visible = age >= 0
     if spec.window is not None:
@@ -317,9 +317,9 @@ def random_spec(draw: random.Random) -> AttnSpec:
 
 
 def random_batch(draw: random.Random, num_members: int, *, in_order: bool) -> list[Request]:
-    """Draws 1 to 4 requests of 0 to 300 new tokens, after none or up to 300 that members hold unevenly.
+    """Draw 1 to 4 requests of 0 to 300 new tokens, with up to 300 cached tokens that are sharded at random.
 
-    With `in_order` each member's new tokens follow those of the member before; else they are sharded anyhow.
+    With `in_order` the new tokens of members are consecutive, otherwise they are sharded at random, too.
     """
     batch = []
     for _ in range(draw.randint(1, 4)):

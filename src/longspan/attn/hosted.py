@@ -1,9 +1,9 @@
-"""Keys and values in the pool of a host: one more source, whose partial results are merged with those of the device.
+"""Attention over keys and values in a host pool, whose partial results are merged with those of the device.
 
-Single queries go to the host, and its processor attends them to keys where these lie: that reads each key once, from
-memory that is faster than the bus. Many queries of a request stay where they are, and keys come to them piece by piece:
-each through one of two buffers, while the queries meet the piece before. In a group the queries of all members visit
-the member that has the keys on its host, so that each key comes to one device, once.
+Single queries are copied to the host, and its processor attends them to the keys in place. It reads each key once, from
+memory that is faster than the bus. If a request has several queries, they stay on the device, and keys are copied to it
+in pieces. There are two buffers, so the queries attend to one piece while the next is copied. In a group the queries of
+all members go to the member whose host has the keys. Then each key is copied to one device, once.
 """
 
 from __future__ import annotations
@@ -16,75 +16,74 @@ import torch
 from torch import Tensor
 
 from longspan.attn.backends import AttentionBackend, Partial, merge_each
-from longspan.attn.member import MemberPart, MemberParts, attend_runs, num_before
-from longspan.attn.paged import PagedKv
+from longspan.attn.member import MemberPart, MemberParts, QueryBatch, attend_runs, num_before
+from longspan.attn.paged import KeysAndValues, PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, num_tokens
+from longspan.core.runs import Run
 
 PIECE_TOKENS = 8192
-"""Keys that come at once; two such pieces take memory on the device."""
+"""Keys that are copied at once. The device has memory for two such pieces."""
 
-KeysAndValues = tuple[Tensor, Tensor]
 Shape = tuple[int, int, int]
-"""The shape of keys, and that of values: `[kv_heads, tokens, head_dim]`."""
+"""The shape of keys, and of values: `[kv_heads, tokens, head_dim]`."""
 
 
 class Staging(Protocol):
-    """Two buffers, 0 and 1, through which keys and values come to the device of the queries."""
+    """Two buffers, 0 and 1, through which keys and values are copied to the device of the queries."""
 
     def begin(self, buffer: int, shape: Shape, dtype: torch.dtype, fill: Callable[[KeysAndValues], None]) -> None:
-        """Begins to bring what `fill` writes into tensors in the memory of the host.
+        """Start to copy tensors that `fill` writes in host memory.
 
-        What the device has been given to compute may still read this buffer, and is done with it first.
+        Kernels that were launched before may still read this buffer. The copy waits for them.
         """
 
     def end(self, buffer: int) -> KeysAndValues:
-        """Returns what has come, which the buffer holds until it is begun anew."""
+        """Return the copied tensors, which stay in the buffer until the next `begin`."""
 
 
 class HostStaging:
-    """Buffers for queries on a CPU, where nothing has to travel."""
+    """Buffers for queries on a CPU, where keys are only gathered."""
 
     def __init__(self) -> None:
-        self._rooms = [_Room(), _Room()]
+        self._buffers = [_Buffer(), _Buffer()]
 
     def begin(self, buffer: int, shape: Shape, dtype: torch.dtype, fill: Callable[[KeysAndValues], None]) -> None:
-        fill(self._rooms[buffer].take(shape, dtype))
+        fill(self._buffers[buffer].take(shape, dtype))
 
     def end(self, buffer: int) -> KeysAndValues:
-        return self._rooms[buffer].taken
+        return self._buffers[buffer].taken
 
 
 class PinnedStaging:
-    """Buffers on a CUDA device, each behind one in pinned memory, which a stream of their own copies.
+    """Buffers on a CUDA device, each filled from one in pinned memory on a separate stream.
 
-    So the device computes while a piece comes, and the host gathers the one after it.
+    The device computes while a piece is copied, and the host gathers the next one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pinned = [_Room(pin_memory=True), _Room(pin_memory=True)]
-        self._rooms = [_Room(device=device), _Room(device=device)]
+        self._pinned = [_Buffer(pin_memory=True), _Buffer(pin_memory=True)]
+        self._buffers = [_Buffer(device=device), _Buffer(device=device)]
         self._copied = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self, buffer: int, shape: Shape, dtype: torch.dtype, fill: Callable[[KeysAndValues], None]) -> None:
         self._copied[buffer].synchronize()  # the pinned memory has been read
         pinned = self._pinned[buffer].take(shape, dtype)
         fill(pinned)
-        rooms = self._rooms[buffer].take(shape, dtype)
+        targets = self._buffers[buffer].take(shape, dtype)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for room, source in zip(rooms, pinned, strict=True):
-                room.copy_(source, non_blocking=True)
+            for target, source in zip(targets, pinned, strict=True):
+                target.copy_(source, non_blocking=True)
             self._copied[buffer].record()
 
     def end(self, buffer: int) -> KeysAndValues:
         torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
-        return self._rooms[buffer].taken
+        return self._buffers[buffer].taken
 
 
-class _Room:
-    """Memory for keys and values, which grows as it must; `taken` is what was taken last."""
+class _Buffer:
+    """Memory for keys and values, which grows on demand. `taken` is the result of the latest `take`."""
 
     taken: KeysAndValues
 
@@ -101,35 +100,27 @@ class _Room:
         return self.taken
 
 
-class Visit(NamedTuple):
-    """Queries `[heads, tokens, head_dim]` of a member, `asker`, in some parts, one part after the other."""
-
-    asker: int
-    indices: tuple[int, ...]
-    q: Tensor
-
-
-class _Met(NamedTuple):
-    """The parts of a visit with visible keys on the host.
+class _Rows(NamedTuple):
+    """The rows of a batch whose queries see keys on the host.
 
     Attributes:
-        single: parts with one query; `rows` are the rows of these queries.
-        many: parts with several queries, each with its rows.
+        single: the parts with one query. `rows` are the rows of these queries.
+        several: the parts with several queries, each with its rows.
     """
 
     single: tuple[int, ...]
     rows: slice | Tensor
-    many: tuple[tuple[int, slice], ...]
+    several: tuple[tuple[int, slice], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSource:
-    """One layer's keys and values that `member` attends over in the pool of its host.
+    """One layer's keys and values in the pool of a host, over which `member` attends.
 
     Attributes:
-        parts: those of the exchange, in their order, with the keys that members have on hosts: `kv_runs` and `blocks`
-            are those. Their backend computes on the host.
-        kv: of the host's pool, with the KV heads of this member.
+        parts: the parts of the exchange, in order. `kv_runs` and `blocks` describe the keys on hosts, and the backend
+            computes on the host.
+        kv: the host's pool, with the KV heads of this member.
     """
 
     parts: MemberParts
@@ -137,80 +128,75 @@ class HostSource:
     kv: PagedKv
     staging: Staging
 
-    def visit(self, asker: int, indices: tuple[int, ...], q: Tensor) -> Visit:
-        """Return the argument of `ask` and `merge` for the queries `q` of one member in some parts."""
-        return Visit(asker, indices, q)
-
-    def ask(self, visits: Sequence[Visit], spec: AttnSpec) -> list[Tensor | None]:
-        """Copies single queries to the host; to be called before the device gets more to compute of this layer."""
-        found: list[Tensor | None] = []
-        for visit in visits:
-            met = self._met(visit, spec.window)
-            found.append(visit.q[:, met.rows].to(self.kv.keys.device) if met.single else None)
-        return found
+    def ask(self, batches: Sequence[QueryBatch], spec: AttnSpec) -> list[Tensor | None]:
+        """Copy single queries to the host. Call it before the device gets more work of this layer."""
+        copies: list[Tensor | None] = []
+        for batch in batches:
+            visible = self._visible(batch, spec.window)
+            copies.append(batch.q[:, visible.rows].to(self.kv.keys.device) if visible.single else None)
+        return copies
 
     def merge(
         self,
         backend: AttentionBackend,
-        visits: Sequence[Visit],
-        asked: Sequence[Tensor | None],
+        batches: Sequence[QueryBatch],
+        single: Sequence[Tensor | None],
         partials: Sequence[Partial],
         spec: AttnSpec,
     ) -> None:
         """Merge the attention over host keys into `partials`, the results over device keys. Each key is copied once.
 
         Args:
-            backend: of the device of the queries.
-            asked: what `ask` has returned.
+            backend: computes on the device of the queries.
+            single: the result of `ask`.
         """
-        many: dict[int, list[tuple[int, slice]]] = {}
-        for number, (visit, queries) in enumerate(zip(visits, asked, strict=True)):
-            met = self._met(visit, spec.window)
+        several: dict[int, list[tuple[int, slice]]] = {}
+        for number, (batch, queries) in enumerate(zip(batches, single, strict=True)):
+            visible = self._visible(batch, spec.window)
             if queries is not None:
-                plan = self.parts.plan(met.single, visit.asker, self.member, self.kv, spec.window)
+                plan = self.parts.plan(visible.single, batch.q_rank, self.member, self.kv, spec.window)
                 out, lse = self.parts.backend.attend_paged(queries, self.kv, plan, spec)
-                _merge_into(partials[number], met.rows, (out.to(visit.q.device), lse.to(visit.q.device)))
-            for index, rows in met.many:
-                many.setdefault(index, []).append((number, rows))
-        for index, places in many.items():
+                _merge_into(partials[number], visible.rows, (out.to(batch.q.device), lse.to(batch.q.device)))
+            for index, rows in visible.several:
+                several.setdefault(index, []).append((number, rows))
+        for index, places in several.items():
             part = self.parts[index]
-            q = torch.cat([visits[number].q[:, rows] for number, rows in places], dim=1)
-            q_runs = [run for number, _ in places for run in part.q_runs[visits[number].asker]]
-            found = list[Partial]()
-            for run, (k, v) in self._pieces(part, spec):
-                found.append(attend_runs(backend, q, q_runs, k, v, (run,), spec))
-                found = [merge_each(found)]
-            [(out, lse)], start = found, 0
+            q = torch.cat([batches[number].q[:, rows] for number, rows in places], dim=1)
+            q_runs = [run for number, _ in places for run in part.q_runs[batches[number].q_rank]]
+            merged = list[Partial]()
+            for run, (k, v) in self._pieces(part, self.parts.needed(self.member, spec.window)[index]):
+                merged = [merge_each([*merged, attend_runs(backend, q, q_runs, k, v, (run,), spec)])]
+            [(out, lse)], start = merged, 0
             for number, rows in places:
                 own = slice(start, start + rows.stop - rows.start)
                 _merge_into(partials[number], rows, (out[:, own], lse[:, own]))
                 start = own.stop
 
-    def _met(self, visit: Visit, window: int | None) -> _Met:
-        """Return the visible parts of a visit. The result is cached for all layers with the same window."""
-        key = ("hosted", visit.asker, visit.indices, window)
-        known = self.parts.memory.get(key)
-        if isinstance(known, _Met):
-            return known
-        seen, single, rows, many, start = set(self.parts.visits(visit.asker, self.member, window)), [], [], [], 0
-        for index in visit.indices:
-            stop = start + num_tokens(self.parts[index].q_runs[visit.asker])
-            if index in seen and stop - start == 1:
+    def _visible(self, batch: QueryBatch, window: int | None) -> _Rows:
+        """Find the queries that see keys on the host, once for all layers with the same window."""
+        key = ("hosted", batch.q_rank, batch.indices, window)
+        return self.parts.once(key, lambda: self._rows(batch, window))
+
+    def _rows(self, batch: QueryBatch, window: int | None) -> _Rows:
+        visible, start = set(self.parts.visible(batch.q_rank, self.member, window)), 0
+        single, rows, several = list[int](), list[int](), list[tuple[int, slice]]()
+        counts = self.parts.num_queries(batch.q_rank, batch.indices)
+        for index, count in zip(batch.indices, counts, strict=True):
+            if index in visible and count == 1:
                 single.append(index)
                 rows.append(start)
-            elif index in seen:
-                many.append((index, slice(start, stop)))
-            start = stop
-        are_neighbours = not rows or rows[-1] - rows[0] + 1 == len(rows)
-        span = slice(rows[0], rows[-1] + 1) if rows and are_neighbours else torch.tensor(rows, device=visit.q.device)
-        met = self.parts.memory[key] = _Met(tuple(single), span, tuple(many))
-        return met
+            elif index in visible:
+                several.append((index, slice(start, start + count)))
+            start += count
+        is_slice = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
+        span = slice(rows[0], rows[-1] + 1) if is_slice else torch.tensor(rows, device=batch.q.device)
+        return _Rows(tuple(single), span, tuple(several))
 
-    def _pieces(self, part: MemberPart, spec: AttnSpec) -> Iterator[tuple[Run, KeysAndValues]]:
-        """Brings the keys that a part needs, one piece ahead; each may be used until the next one is asked for."""
+    def _pieces(self, part: MemberPart, needed: Sequence[Run]) -> Iterator[tuple[Run, KeysAndValues]]:
+        """Copy the keys that a part needs, one piece ahead. Each piece is valid until the next one is requested."""
         runs = [
             Run(start, min(start + PIECE_TOKENS, run.stop))
-            for run in part.needed(self.member, spec.window)
+            for run in needed
             for start in range(run.start, run.stop, PIECE_TOKENS)
         ]
         self._begin(part, runs, 0)
@@ -223,11 +209,9 @@ class HostSource:
             start, kv = num_before(part.kv_runs[self.member], runs[number].start), self.kv
             stop, shape = start + len(runs[number]), (kv.keys.shape[1], len(runs[number]), kv.keys.shape[3])
             gather = self.parts.backend.gather
-            self.staging.begin(
-                number % 2, shape, kv.keys.dtype, lambda rooms: gather(kv, part.blocks, start, stop, rooms)
-            )
+            self.staging.begin(number % 2, shape, kv.keys.dtype, lambda out: gather(kv, part.blocks, start, stop, out))
 
 
-def _merge_into(partial: Partial, rows: slice | Tensor, found: Partial) -> None:
+def _merge_into(partial: Partial, rows: slice | Tensor, added: Partial) -> None:
     out, lse = partial
-    out[:, rows], lse[:, rows] = merge_each([(out[:, rows], lse[:, rows]), found])
+    out[:, rows], lse[:, rows] = merge_each([(out[:, rows], lse[:, rows]), added])

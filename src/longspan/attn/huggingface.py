@@ -1,7 +1,7 @@
 """An attention function that makes an unmodified Hugging Face model context-parallel.
 
-Each member calls the model with its own tokens and with `split=Split(...)`, which transformers' models hand down to
-their attention: nothing is global.
+Each member calls the model with its own tokens and with `split=Split(...)`. Models of transformers pass it to their
+attention, so there is no global state.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _NAME = "longspan_split"
 
 
 def register() -> str:
-    """Makes the attention known to transformers; returns its name, for `from_pretrained(attn_implementation=...)`.
+    """Register the attention with transformers. Return its name, for `from_pretrained(attn_implementation=...)`.
 
     The model is called with `input_ids [1, tokens]` and `position_ids [1, tokens]` of this member's tokens,
     `use_cache=False`, `split=Split(...)`, and no attention mask, under `torch.no_grad()`. Its logits are those of these
     tokens.
 
-    The model must be causal, with full or sliding-window attention and rotary embeddings on which members agree; all
-    its other layers must treat tokens one by one.
+    The model must be causal, with full or sliding-window attention. All other layers must treat tokens one by one, and
+    rotary embeddings must be the same on all members.
 
     Raises:
-        ValueError: by the model's call, when it or an argument asks for what is not computed.
+        ValueError: when the model is called, if it or an argument is not supported.
     """
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _no_mask)
@@ -43,14 +43,13 @@ class Split:
     """The split of a model call's tokens between the members of a group.
 
     Attributes:
-        group: what `join` returned.
-        runs: for each sequence the positions of every member's tokens. The call's tokens are this member's, one
-            sequence after the other.
-        exchange: `ring_kv` or another exchange; `functools.partial(gather_kv, dense=True)`, say.
+        group: the result of `join`.
+        runs: for each sequence the positions of the tokens of every member. A model call has the tokens of this member,
+            one sequence after the other.
+        exchange: `ring_kv` or another exchange, such as `functools.partial(gather_kv, dense=True)`.
 
     Raises:
-        ValueError: when the runs are not those of whole sequences, or a member has no token at all, since models cannot
-            be called without.
+        ValueError: if the runs are not whole sequences, or a member has no token, since models need at least one.
     """
 
     group: Members
@@ -59,14 +58,16 @@ class Split:
 
     def __post_init__(self) -> None:
         checked_runs(self.runs, self.runs, self.group.size)
-        idle = [m for m in range(self.group.size) if not any(num_tokens(shard_span[m]) for shard_span in self.runs)]
+        idle = [m for m in range(self.group.size) if not any(num_tokens(sharded[m]) for sharded in self.runs)]
         if idle:
-            raise ValueError(f"members {idle} have no tokens, but models need some: split between fewer members")
+            raise ValueError(
+                f"members {idle} have no tokens, but models need at least one: split between fewer members"
+            )
 
     @property
     def positions(self) -> list[int]:
         """The positions of this member's tokens, for `position_ids`."""
-        return [position for shard_span in self.runs for position in positions(shard_span[self.group.rank])]
+        return [position for sharded in self.runs for position in positions(sharded[self.group.rank])]
 
 
 def _attention(
@@ -95,31 +96,29 @@ def _attention(
 
 
 def _check_rope(module: nn.Module, runs: Sequence[SpanShards]) -> None:
-    """Refuses kinds of RoPE that go by the largest position of a call, since each member has another one."""
+    """Refuse RoPE that depends on the largest position of a call, which differs between members."""
     for rope in rope_dicts(getattr(module, "config", None)):
         if rope.get("rope_type") == "dynamic":
             raise ValueError("dynamic RoPE differs between members: choose yarn, or none")
         if rope.get("rope_type") == "longrope":
             length = rope["original_max_position_embeddings"]
-            tops = [
-                max(run.stop for shard_span in runs for run in shard_span[member]) for member in range(len(runs[0]))
-            ]
+            tops = [max(run.stop for sharded in runs for run in sharded[member]) for member in range(len(runs[0]))]
             if min(tops) <= length < max(tops):
                 raise ValueError(
-                    f"longrope changes after {length} tokens, but the members' tokens end at {tops}: all must lie on "
-                    "one side; shard_span('striped', ..., align=16) lets them end closely"
+                    f"longrope changes after {length} tokens, but the members' tokens end at {tops}: all must be on "
+                    "one side, for example with shard_span('striped', ..., align=16)"
                 )
 
 
-def _check_positions(position_ids: Tensor | None, wanted: Sequence[int]) -> None:
-    """Checks positions if the model hands them down, as nearly all do."""
+def _check_positions(position_ids: Tensor | None, expected: Sequence[int]) -> None:
+    """Check positions if the model passes them to its attention, as nearly all models do."""
     if position_ids is None:
         return
-    if position_ids.shape[-1] != len(wanted) or (position_ids != torch.tensor(wanted).to(position_ids)).any():
+    if position_ids.shape[-1] != len(expected) or (position_ids != torch.tensor(expected).to(position_ids)).any():
         raise ValueError("position_ids are not those of this member's tokens: give torch.tensor([split.positions])")
 
 
 def _no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: object) -> None:
-    """Stands for the function that builds a mask: exchanges know what is seen from the runs."""
+    """Build no mask, since exchanges compute visibility from runs. Refuse masks that callers pass."""
     if use_vmap or (attention_mask is not None and not attention_mask.all()):
         raise ValueError("attention masks are not supported: give tokens without padding, and no attention_mask")

@@ -1,7 +1,4 @@
-"""The exchanges as functions of tensors, and who takes part in them: causal attention over a group.
-
-What callers give is checked, and brought into the form that exchanges take.
-"""
+"""The exchanges as functions of tensors, and the group of their members. Arguments of callers are checked here."""
 
 from __future__ import annotations
 
@@ -17,11 +14,12 @@ from torch import Tensor
 
 from longspan.attn.backends import backend_of
 from longspan.attn.collectives import gather_hops
-from longspan.attn.comm import Group, TorchTransport, Transport
+from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.attn.transports import TorchTransport
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, RING_KV, RING_Q, Exchange
 from longspan.core.runs import Run, SpanShards, clip, coalesce, num_tokens
 from longspan.core.steps import Link
@@ -29,7 +27,7 @@ from longspan.core.steps import Link
 _BACKENDS = ("gloo", "nccl")
 _NUM_TAGS = 2**31
 _BLOCK = 256
-"""Tokens per block when several sequences have to be laid out in blocks."""
+"""Tokens per block, if there are several sequences."""
 _DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Runs = Sequence[SpanShards]
@@ -37,9 +35,9 @@ Runs = Sequence[SpanShards]
 
 
 class Members:
-    """The members of a group as one of them sees them; made by `join`.
+    """The members of a group as one of them sees them, made by `join`.
 
-    A context manager: leave it before the process group is destroyed, so that whatever this member has sent arrives.
+    It is a context manager. Leave it before the process group is destroyed, so that all sent messages arrive.
 
     Attributes:
         rank: this member's index in the group.
@@ -56,7 +54,7 @@ class Members:
         self._calls = itertools.count()
 
     def check(self, tensor: Tensor) -> None:
-        """Raises ValueError for a tensor that this group cannot send."""
+        """Raise ValueError for a tensor that this group cannot send."""
         if not self._transport.tagged and tensor.device.type != "cuda":
             raise ValueError(
                 f"q, k and v are on {tensor.device}, but NCCL connects CUDA devices only: move them there, or join a "
@@ -64,17 +62,17 @@ class Members:
             )
 
     def begin(self, name: str) -> Group:
-        """Makes the group of the next call of an exchange, with new tags, so that no call takes another's messages."""
+        """Return the group of the next call, with new tags, so that calls do not receive messages of each other."""
         hops = gather_hops(self.size)  # no exchange has more
         first_tag = next(self._calls) % (_NUM_TAGS // hops) * hops
         tags = range(first_tag, first_tag + hops)
         return Group(self._transport, self._ranks, self.rank, hosts=self._hosts, name=name, tags=tags, sent=self.sent)
 
     def close(self) -> None:
-        """Waits until all that was sent has arrived.
+        """Wait until all sent messages have arrived.
 
         Raises:
-            CommError: when a peer is gone.
+            CommError: if a peer has exited.
         """
         self._transport.complete_sends()
 
@@ -82,39 +80,41 @@ class Members:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # else peers may be waiting for what will not come
+        if kind is None:  # after an error peers may wait for messages that are never sent
             self.close()
 
 
 def join(process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int] | None = None) -> Members:
-    """Makes the ranks of a process group, by default all, members of exchanges in the order of their ranks.
+    """Make the ranks of a process group members of exchanges, in the order of their ranks. The default is all ranks.
 
-    All of them call it. Join a process group once and keep it for exchanges: other point-to-point messages could be
-    mistaken for theirs. Its timeout is how long a member waits for another. Neighbours talk most, so ranks of one host
-    should be neighbours.
+    All ranks call it. Join a process group once and use it for exchanges only, since other point-to-point messages
+    could be mistaken for theirs. Members wait for each other up to the timeout of the process group. Neighbours send
+    each other the most, so ranks of one host should be neighbours.
 
     Args:
         process_group: with the backend gloo, for tensors on any device, or nccl.
-        hosts: for each member a number of the host on which it lies: `gather_kv` sends each byte to another host once.
-            By default the members tell each other their hosts' names.
+        hosts: the index of the host of each member. `gather_kv` sends each byte to another host once. By default the
+            members exchange the names of their hosts.
 
     Raises:
-        ValueError: when this process is not in the process group, its backend is another, or a host is missing.
+        ValueError: if this process is not in the process group, the backend is not supported, or a host is missing.
     """
     if not dist.is_initialized():
         raise ValueError("there is no process group yet: call torch.distributed.init_process_group('gloo') first")
     rank = dist.get_rank(process_group)
     if rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in this process group: only its members join it")
+        raise ValueError(f"rank {dist.get_rank()} is not in this process group: call join() on its members only")
     size, backend = dist.get_world_size(process_group), dist.get_backend(process_group)
     if backend not in _BACKENDS:
         raise ValueError(
             f"the process group's backend is {backend!r}, but one of {', '.join(_BACKENDS)} is needed: "
-            "join(torch.distributed.new_group(backend='gloo')), say"
+            "for example join(torch.distributed.new_group(backend='gloo'))"
         )
     if hosts is not None and len(hosts) != size:
-        raise ValueError(f"hosts {tuple(hosts)} are {len(hosts)}, but the group has {size} members: one host for each")
-    if backend == "nccl":  # connects ranks in its first call, which must be everybody's: exchanges leave some out
+        raise ValueError(
+            f"hosts {tuple(hosts)} are {len(hosts)}, but the group has {size} members: give one host for each"
+        )
+    if backend == "nccl":  # connects ranks in its first call, in which all must take part
         dist.barrier(process_group)
     if hosts is None:
         names = [""] * size
@@ -125,7 +125,7 @@ def join(process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of every exchange; `ring_kv` says what they mean."""
+    """The keyword arguments of every exchange, see `ring_kv`."""
 
     kv_runs: Runs | None
     scale: float | None
@@ -134,46 +134,46 @@ class Options(TypedDict, total=False):
 
 
 def ring_kv(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
-    """Keys and values travel around the ring, while those at hand are used (Context Parallelism, Algorithm 2).
+    """Pass keys and values around the ring, while the previous ones are used (Context Parallelism, Algorithm 2).
 
     Args:
-        group: what `join` returned.
+        group: the result of `join`.
         q: this member's queries.
         k: its keys.
         v: its values.
-        runs: for each sequence every member's query positions: say `shard_span("zigzag", 0, length, group.size)`.
-            Few long runs are quick: give a `striped` layout an `align` of 256 or so.
-        kv_runs: for each sequence the positions of the keys that every member holds, cached and new ones; by default
-            those of its queries. `k` and `v` have this member's.
-        scale: of the scores; by default `head_dim ** -0.5`.
-        window: a key is seen iff `0 <= query_position - key_position < window`; None: no limit.
-        softcap: c turns a scaled score s into `c * tanh(s / c)`; None: as it is.
+        runs: for each sequence the query positions of every member, such as `shard_span("zigzag", 0, n, group.size)`.
+            Few long runs are fast: with a `striped` layout use an `align` of about 256.
+        kv_runs: for each sequence the positions of the keys that every member holds, cached and new ones. `k` and `v`
+            are this member's. By default members hold the keys of their queries.
+        scale: multiplies the scores. The default is `head_dim ** -0.5`.
+        window: a key is visible iff `0 <= query_position - key_position < window`. None: no limit.
+        softcap: c turns a scaled score s into `c * tanh(s / c)`. None: no cap.
 
     Returns:
-        The attention of `q`, in its shape.
+        The attention of `q`, with its shape.
 
     Raises:
-        ValueError: when tensors, runs and options do not fit each other. It says what would; the other members wait.
-        CommError: when a peer is gone.
+        ValueError: if tensors, runs and options do not match. The message has the remedy. The other members wait.
+        CommError: if a peer has exited.
 
-    All members call the same, with tensors of the same type and the same options: gloo ends a process that gets more
-    bytes than it expects.
+    All members call the same exchange, with tensors of the same type and the same options. A process that receives
+    more bytes than it expects is ended by gloo.
     """
     return _exchange(RING_KV, group, (q, k, v), runs, **options)
 
 
 def ring_q(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
-    """Queries visit the keys, partial outputs come back (Context Parallelism, Algorithm 3).
+    """Send queries to the keys, and partial outputs back (Context Parallelism, Algorithm 3).
 
-    The cheapest for few queries over many cached keys; see `ring_kv` for arguments, result and errors.
+    This sends the fewest bytes for few queries over many cached keys. See `ring_kv` for arguments, result and errors.
     """
     return _exchange(RING_Q, group, (q, k, v), runs, **options)
 
 
 def alltoall(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
-    """Computes some heads on each member, for all tokens (SP-NTP of CSPS, §3.2.1; DeepSpeed's Ulysses).
+    """Compute some heads on each member, for all tokens (SP-NTP of CSPS, §3.2.1, also DeepSpeed's Ulysses).
 
-    Heads need not be a multiple of members; see `ring_kv` for arguments, result and errors.
+    The number of heads need not be a multiple of the members. See `ring_kv` for arguments, result and errors.
     """
     return _exchange(ALLTOALL, group, (q, k, v), runs, **options)
 
@@ -181,19 +181,19 @@ def alltoall(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **opti
 def gather_kv(
     group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, *, dense: bool = False, **options: Unpack[Options]
 ) -> Tensor:
-    """Gathers all keys and values on every member (KV-Runahead's baseline, §4.1, Fig. 4).
+    """Gather all keys and values on every member (KV-Runahead's baseline, §4.1, Fig. 4).
 
-    With `dense` scores that causality hides are computed and masked, as in the paper, else they are skipped. See
+    With `dense`, scores that causality hides are computed and masked, as in the paper, instead of skipped. See
     `ring_kv` for the other arguments, result and errors.
     """
     return _exchange(GATHER_KV._replace(dense=dense), group, (q, k, v), runs, **options)
 
 
 def chain(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
-    """Hands keys and values from each member to the next, which adds its own (KV-Runahead, §4.1).
+    """Send keys and values from each member to the next, which adds its own (KV-Runahead, §4.1).
 
-    Runs must be `contiguous`, maybe with `fractions`, and everybody holds the new keys of its own queries: half of the
-    bytes of `gather_kv`. See `ring_kv` for arguments, result and errors.
+    Runs must be `contiguous`, with or without `fractions`, and each member holds the new keys of its own queries. This
+    sends half of the bytes of `gather_kv`. See `ring_kv` for arguments, result and errors.
     """
     return _exchange(CHAIN, group, (q, k, v), runs, **options)
 
@@ -213,11 +213,12 @@ def _exchange(
     group.check(q)
     spec = _spec(q, k, v, scale=scale, window=window, softcap=softcap)
     sharded = checked_runs(runs, runs if kv_runs is None else kv_runs, group.size)
-    mine = [(num_tokens(queries[group.rank]), num_tokens(keys[group.rank])) for queries, keys in sharded]
-    _check_count("q", "runs", q.shape[1], [num_queries for num_queries, _ in mine])
-    _check_count("k", "kv_runs", k.shape[1], [num_keys for _, num_keys in mine])
+    own = [(num_tokens(queries[group.rank]), num_tokens(keys[group.rank])) for queries, keys in sharded]
+    counts = [num_keys for _, num_keys in own]
+    _check_count("q", "runs", q.shape[1], [num_queries for num_queries, _ in own])
+    _check_count("k", "kv_runs", k.shape[1], counts)
     parts, row, block = [], 0, 0
-    for (queries, keys), (num_queries, num_keys) in zip(sharded, mine, strict=True):
+    for (queries, keys), (num_queries, num_keys) in zip(sharded, own, strict=True):
         num_blocks = -(-num_keys // _BLOCK) if len(runs) > 1 else 1
         rows, blocks = slice(row, row + num_queries), range(block, block + num_blocks)
         parts.append(MemberPart(rows=rows, q_runs=queries, kv_runs=keys, blocks=blocks))
@@ -225,8 +226,7 @@ def _exchange(
     new_k, new_v = k, v
     if exchange.traits.in_order:
         _check_chain(parts)
-        new_k, new_v = (_new(tensor, mine) for tensor in (k, v))
-    counts = [num_keys for _, num_keys in mine]
+        new_k, new_v = (_new(tensor, own) for tensor in (k, v))
     call = Call(
         exchange=exchange,
         group=group.begin(exchange.kind),
@@ -243,33 +243,31 @@ def _exchange(
 
 
 def _new(tensor: Tensor, counts: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns keys or values of the queries alone, out of all that a member has; `counts` has both numbers per
-    sequence.
-    """
+    """Return the keys or values of the queries. `counts` are the queries and keys of each sequence."""
     pieces = tensor.split([num_keys for _, num_keys in counts], dim=1)
     last = [piece[:, num_keys - num :] for piece, (num, num_keys) in zip(pieces, counts, strict=True)]
     return torch.cat(last, dim=1)
 
 
 def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
-    """Cuts packed sequences `[kv_heads, tokens, head_dim]` into blocks; a single sequence is one block as it is."""
+    """Cut packed sequences `[kv_heads, tokens, head_dim]` into blocks. A single sequence is one block, not copied."""
     if len(counts) == 1:
         return tensor.contiguous()[None]
     num_heads, _, dim = tensor.shape
     nums = [-(-count // _BLOCK) for count in counts]
-    room = tensor.new_zeros(sum(nums), num_heads, _BLOCK, dim)
-    for piece, blocks in zip(tensor.split(list(counts), dim=1), room.split(nums), strict=True):
+    pool = tensor.new_zeros(sum(nums), num_heads, _BLOCK, dim)
+    for piece, blocks in zip(tensor.split(list(counts), dim=1), pool.split(nums), strict=True):
         whole = piece.shape[1] // _BLOCK
         blocks[:whole] = piece[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).transpose(0, 1)
         if piece.shape[1] % _BLOCK:
             blocks[whole, :, : piece.shape[1] % _BLOCK] = piece[:, whole * _BLOCK :]
-    return room
+    return pool
 
 
 def _spec(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None
 ) -> AttnSpec:
-    """Reads what is to be computed. Raises ValueError when that makes no sense, or gradients are wanted."""
+    """Return the spec of the attention. Raises ValueError for invalid arguments, and if gradients are required."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"{shapes}: each must be [heads, tokens, head_dim], of this member's tokens and no batch")
@@ -279,8 +277,8 @@ def _spec(
         raise ValueError(f"{shapes}: {q.shape[0]} query heads are no multiple of {k.shape[0]} KV heads")
     kinds = {(tensor.dtype, tensor.device) for tensor in (q, k, v)}
     if len(kinds) > 1 or q.dtype not in _DTYPES or q.device.type not in _DEVICES:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError(f"q, k and v are {found}: they must all be float32, bfloat16 or float16, on one CPU or GPU")
+        types = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"q, k and v are {types}: they must all be float32, bfloat16 or float16, on one CPU or GPU")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
         raise ValueError("exchanges have no gradients: call them under torch.no_grad()")
     if window is not None and window < 1:
@@ -300,18 +298,18 @@ def _spec(
 
 
 def checked_runs(runs: Runs, kv_runs: Runs, size: int) -> list[tuple[SpanShards, SpanShards]]:
-    """Returns the queries and keys of each sequence, in as few runs as can be."""
+    """Return the queries and keys of each sequence, with adjacent runs joined."""
     if any(isinstance(item, Run) for sharded in (*runs, *kv_runs) for item in sharded) or not runs:
         raise ValueError(
-            "runs and kv_runs are lists with what shard_span() gives for each sequence, also for one: [shard_span(...)]"
+            "runs and kv_runs must be lists of the results of shard_span(), one per sequence: [shard_span(...)]"
         )
     if len(runs) != len(kv_runs):
         raise ValueError(f"runs are of {len(runs)} sequences, but kv_runs of {len(kv_runs)}: one for each")
-    asked = [_checked(f"runs[{index}]", sharded, size) for index, sharded in enumerate(runs)]
-    held = [_checked(f"kv_runs[{index}]", sharded, size) for index, sharded in enumerate(kv_runs)]
-    pairs = list(zip(asked, held, strict=True))
-    for index, (queries, keys) in enumerate(pairs):
-        _check_cover(index, queries, keys)
+    queries = [_checked(f"runs[{index}]", sharded, size) for index, sharded in enumerate(runs)]
+    keys = [_checked(f"kv_runs[{index}]", sharded, size) for index, sharded in enumerate(kv_runs)]
+    pairs = list(zip(queries, keys, strict=True))
+    for index, pair in enumerate(pairs):
+        _check_cover(index, *pair)
     return pairs
 
 
@@ -322,61 +320,61 @@ def _checked(name: str, sharded: SpanShards, size: int) -> SpanShards:
         )
     for member, runs in enumerate(sharded):
         stepped = [run for run in runs if run.step != 1]
-        unordered = [(one, other) for one, other in itertools.pairwise(runs) if other.start < one.stop]
+        unordered = [run for run, following in itertools.pairwise(runs) if following.start < run.stop]
         if stepped or unordered:
             raise ValueError(f"{name}: the runs of member {member} must ascend in steps of 1, but are {_text([runs])}")
     return tuple(coalesce(runs) for runs in sharded)
 
 
 def _check_cover(index: int, queries: SpanShards, keys: SpanShards) -> None:
-    """Checks that queries are one span, and keys everything up to its end, each with one member."""
-    span, held = _union(queries), _union(keys)
+    """Check that the queries are one span, and the keys are all up to its end, each on one member."""
+    span, all_keys = _union(queries), _union(keys)
     if len(span) > 1 or num_tokens(span) != sum(map(num_tokens, queries)):
         raise ValueError(f"runs[{index}] {_text(queries)}: members must have all queries of one span, each once")
-    if span and (held != (Run(0, span[0].stop),) or num_tokens(held) != sum(map(num_tokens, keys))):
+    if span and (all_keys != (Run(0, span[0].stop),) or num_tokens(all_keys) != sum(map(num_tokens, keys))):
         raise ValueError(
             f"kv_runs[{index}] {_text(keys)}: members must hold all keys of [0, {span[0].stop}), each once; for "
-            "queries that do not begin at 0, give kv_runs with the cached tokens, too, which k and v then have"
+            "queries that do not begin at 0, give kv_runs with the cached tokens, which k and v then also contain"
         )
 
 
 def _union(sharded: SpanShards) -> tuple[Run, ...]:
-    found: list[Run] = []
+    union: list[Run] = []
     for run in sorted((run for runs in sharded for run in runs), key=lambda run: run.start):
-        if found and run.start <= found[-1].stop:
-            found[-1] = Run(found[-1].start, max(run.stop, found[-1].stop))
+        if union and run.start <= union[-1].stop:
+            union[-1] = Run(union[-1].start, max(run.stop, union[-1].stop))
         else:
-            found.append(run)
-    return tuple(found)
+            union.append(run)
+    return tuple(union)
 
 
-def _check_count(tensor: str, name: str, given: int, wanted: Sequence[int]) -> None:
-    if given != sum(wanted):
+def _check_count(tensor: str, name: str, given: int, expected: Sequence[int]) -> None:
+    if given != sum(expected):
         raise ValueError(
-            f"{tensor} has {given} tokens, but by {name} this member has {' + '.join(map(str, wanted))}: give those of "
-            f"positions({name}[i][group.rank]) of every sequence i, one after the other"
+            f"{tensor} has {given} tokens, but by {name} this member has {' + '.join(map(str, expected))}: give "
+            f"the tokens of positions({name}[i][group.rank]) of every sequence i, one after the other"
         )
 
 
 def _check_chain(parts: Sequence[MemberPart]) -> None:
-    """Checks that members have neighbouring runs in their order, and hold the keys of their queries."""
+    """Check that members have consecutive runs in order, and hold the keys of their queries."""
     for index, part in enumerate(parts):
         if not part.is_in_order:
             raise ValueError(
-                f"runs[{index}] {_text(part.q_runs)}: in a chain each member goes on where the one before ends, "
-                "as in shard_span('contiguous', ...)"
+                f"runs[{index}] {_text(part.q_runs)}: in a chain the runs of each member begin where the previous "
+                "member's end, as in shard_span('contiguous', ...)"
             )
         start = part.span_start
         new = [() if start is None else clip(runs, start) for runs in part.kv_runs]
         if new != list(part.q_runs):
             raise ValueError(
-                f"kv_runs[{index}]: members hold the new keys {_text(new)}, but in a chain those of their own queries, "
-                f"{_text(part.q_runs)}"
+                f"kv_runs[{index}]: members hold the new keys {_text(new)}, but a chain needs "
+                f"the keys of their own queries, {_text(part.q_runs)}"
             )
 
 
 def _text(sharded: Sequence[Sequence[Run]]) -> str:
-    """Writes the runs of members for a message; leaves out some of very many."""
+    """Format the runs of members for a message, at most 200 characters."""
     members = ["+".join(f"[{run.start}, {run.stop})" for run in runs) or "none" for runs in sharded]
     text = "; ".join(members)
     return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -1,8 +1,8 @@
 """A transport between ranks that are threads of one process: mailboxes in memory.
 
-Messages are matched by (source, destination, tag) in the order in which they were sent. A buffer is copied when it is
-received, not when it is sent, and a receive may be longer than its message: both as with gloo, so that a sender who
-writes into a message under way, or a wrong length, is found out here, too.
+Messages are matched by (source, destination, tag) in the order of the sends. A buffer is copied when it is received,
+not when it is sent, and a receive may be longer than its message. Both are as with gloo, so this transport also finds a
+sender that writes to a message before it is received, and a wrong length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Sent:
 
 
 class Wires:
-    """The mailboxes of all ranks on one channel. `timeout_s` bounds every wait; None waits until a rank is closed."""
+    """The mailboxes of all ranks on one channel. `timeout_s` bounds every wait. None waits until a rank is closed."""
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
@@ -43,8 +43,8 @@ class Wires:
             self._changed[destination].notify_all()
             return sent
 
-    def take(self, source: int, destination: int, tag: int, room: Tensor) -> None:
-        """Waits for a message and copies it to the beginning of `room`; raises CommError when its sender is gone."""
+    def take(self, source: int, destination: int, tag: int, out: Tensor) -> None:
+        """Wait for a message and copy it to the beginning of `out`. Raises CommError if its sender is closed."""
         key = source, destination, tag
         with self._lock:
             box, gone = self._boxes[key], self._closed
@@ -55,14 +55,14 @@ class Wires:
             sent = box.popleft()
             if not box:
                 del self._boxes[key]
-        assert len(sent.buffer) <= len(room), "gloo aborts the process here"
-        room[: len(sent.buffer)].copy_(sent.buffer)
+        assert len(sent.buffer) <= len(out), "gloo aborts the process here"
+        out[: len(sent.buffer)].copy_(sent.buffer)
         with self._lock:
             sent.is_taken = True
             self._changed[source].notify_all()
 
     def await_taken(self, source: int, messages: Sequence[_Sent]) -> None:
-        """Waits until the receivers have copied these messages; raises CommError when one of them is gone."""
+        """Wait until the receivers have copied these messages. Raises CommError if one of them is closed."""
         ends = {source, *(sent.destination for sent in messages)}
         with self._lock:
             self._changed[source].wait_for(
@@ -86,7 +86,7 @@ class MemoryTransport:
     """One rank's end of the wires.
 
     Args:
-        waits_for_sends: what `start` returns waits for its sends; else `complete_sends` waits.
+        waits_for_sends: the result of `start` waits for its sends. Otherwise `complete_sends` waits.
     """
 
     tagged = True
@@ -99,7 +99,7 @@ class MemoryTransport:
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         sent = [self._wires.post(self._rank, peer, tag, buffer) for peer, buffer in sends]
         if not self._waits_for_sends:
-            self._outbox = [one for one in (*self._outbox, *sent) if not one.is_taken]
+            self._outbox = [message for message in (*self._outbox, *sent) if not message.is_taken]
             sent = []
         return _Taking(self._wires, self._rank, receives, tag, sent)
 
@@ -108,7 +108,7 @@ class MemoryTransport:
         self._outbox.clear()
 
     def close(self) -> None:
-        """Tells all who wait for this rank that it is gone, as the end of a process does."""
+        """End all waits for this rank with an error, as the end of a process does."""
         self._wires.close(self._rank)
 
 

@@ -1,4 +1,4 @@
-"""KV that lies in blocks, and plans of which blocks a batch of single queries reads, made once for all layers."""
+"""KV in blocks, and plans for the reads of a batch of single queries, made once for all layers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+KeysAndValues = tuple[Tensor, Tensor]
+"""Two tensors `[kv_heads, tokens, head_dim]`."""
 Numbers = npt.NDArray[np.int64]
 _SPLIT_TOKENS, _MOST_SPLITS = 512, 128
-"""The slots of a split, unless a block has more; and splits of a query, which are larger then."""
+"""Slots of a split, unless a block has more, and splits of a query. If a query needs more splits, they are larger."""
 _MAX_VIEWS = 8
-"""Adjacent blocks are read as one view; a batch that would need more views than this is gathered, which is one copy."""
+"""Adjacent blocks are read as one view. If a batch needs more views than this, it is gathered by one copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedKv:
     """Keys and values of one layer, `[blocks, kv_heads, block_size, head_dim]`, whose head_dim may differ.
 
-    Slots that no query of a call sees may hold any bits, NaN included: no result depends on them.
+    Slots that no query of a call sees may contain any bits, NaN included. No result depends on them.
     """
 
     keys: Tensor
@@ -39,8 +41,9 @@ class PagedKv:
         return PagedKv(keys=self.keys[:, chosen], values=self.values[:, chosen])
 
     def gather(self, blocks: Sequence[int], start: int, stop: int, k_out: Tensor, v_out: Tensor) -> None:
-        """Copies tokens `[start, stop)` of a request, whose token t lies in slot `t % block_size` of
-        `blocks[t // block_size]`, into tensors `[kv_heads, stop - start, head_dim]`.
+        """Copy tokens `[start, stop)` of a request into tensors `[kv_heads, stop - start, head_dim]`.
+
+        Token t is in slot `t % block_size` of `blocks[t // block_size]`.
         """
         size, offset = self.block_size, 0
         while start < stop:
@@ -65,7 +68,7 @@ class Reads:
 
 
 class PagedItems(NamedTuple):
-    """The blocks that queries read: query t the slots `[low, high)` of `blocks` of items `[first[t], first[t + 1])`."""
+    """The blocks that queries read: query t slots `[low, high)` of `blocks` of items `[first[t], first[t + 1])`."""
 
     first: Numbers
     blocks: Numbers
@@ -74,36 +77,34 @@ class PagedItems(NamedTuple):
 
 
 class PagedPlan:
-    """Lists the items of a batch of queries, of which query t sees `reads[t]`, which may be nothing."""
+    """The items of a batch of queries. Query t sees `reads[t]`, which may be empty."""
 
     def __init__(self, reads: Sequence[Reads], kv: PagedKv) -> None:
         self.num_queries, self.items, self._kv = len(reads), _items(reads, kv.block_size), kv
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """The addresses of the arrays of `items`, which the plan keeps alive."""
-        return tuple(numbers.ctypes.data for numbers in self.items)
+        """The addresses of the arrays of `items`. The plan keeps the arrays alive."""
+        return tuple(array.ctypes.data for array in self.items)
 
     @cached_property
     def splits(self) -> PagedSplits:
-        """The items as Triton's kernels take them, made when a kernel first asks."""
-        return PagedSplits(*on_device([torch.from_numpy(one) for one in self.split_items()], self._kv.keys.device))
+        """The items for Triton kernels, computed on first use."""
+        return PagedSplits(*on_device([torch.from_numpy(array) for array in self.split_items()], self._kv.keys.device))
 
     def split_items(self) -> tuple[Numbers, ...]:
-        """Splits the items of each query; returns the arrays of `PagedSplits`."""
+        """Split the items of each query. Return the arrays of `PagedSplits`."""
         return _split(self.items, self._kv.block_size)
 
     @cached_property
     def batch(self) -> PagedBatch:
-        """The items as PyTorch's kernels take them, made when a kernel first asks."""
         return PagedBatch(self.items, self._kv)
 
 
 class PagedSplits(NamedTuple):
-    """The items in splits of neighbours, each of one query, for kernels that compute splits in parallel.
+    """The items in splits of adjacent items of one query, for kernels that compute splits in parallel.
 
-    How a query's items are split depends on nothing but the query. All are int64; there may be more splits than those
-    of queries, if these have no items.
+    The splits of a query depend only on the query. All arrays are int64. There may be additional splits without items.
 
     Attributes:
         blocks, low, high: of each item, as in `PagedItems`.
@@ -122,17 +123,17 @@ class PagedSplits(NamedTuple):
 
 
 class PagedBatch:
-    """The items as a batch of kernel calls: whole blocks first, which are read in place, then blocks that a query sees
-    in part, which are copied.
+    """The items as a batch of kernel calls. Whole blocks come first and are read in place. Blocks that a query sees in
+    part are copied.
 
-    A kernel that masks a slot still multiplies its value by a weight of 0. Slots out of sight may hold anything, and
-    0 times NaN is NaN. So the copies hold zeros there.
+    A kernel that masks a slot still multiplies its value by a weight of 0. Hidden slots may contain any bits, and 0
+    times NaN is NaN. So the copies have zeros there.
 
     Attributes:
-        owner: `[items]`, the query of each block that is read; items are in the order of `views`, then of `edges`.
+        owner: `[items]`, the query of each block that is read. Items are in the order of `views`, then of `edges`.
         views: slices of the pool, or one index of it, that give the whole blocks in order. Adjacent blocks are one
             view.
-        edges: the blocks seen in part; None when there are none.
+        edges: the blocks seen in part. None if there are none.
         items_of: `[queries, most items of a query]`, the items of each query, padded with the number of items.
     """
 
@@ -164,21 +165,20 @@ class PagedEdges:
     hidden: Tensor
 
     def copy(self, pool: Tensor) -> Tensor:
-        """Copies the blocks of keys or values to `[items, kv_heads, block_size, head_dim]`; hidden slots are zeros."""
+        """Copy the blocks of a pool to `[items, kv_heads, block_size, head_dim]`, with zeros in hidden slots."""
         return pool[self.blocks].masked_fill_(self.hidden[:, None, :, None], 0.0)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """Returns `[items, 1, 1, block_size]`: 0 where a slot is seen, -inf where it is hidden."""
+        """Return `[items, 1, 1, block_size]`: 0 where a slot is seen, -inf where it is hidden."""
         zeros = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         return zeros.masked_fill_(self.hidden, -torch.inf)[:, None, None]
 
 
 class NumberBuffer:
-    """Arrays of int64 that stay in their places on a device, and are filled by one copy that nobody waits for.
+    """Arrays of int64 with fixed addresses on a device, which one asynchronous copy fills.
 
     Attributes:
-        arrays: of the sizes asked for. Each begins at a multiple of 16 bytes: Triton compiles for where its arguments
-            lie.
+        arrays: the arrays. Each begins at a multiple of 16 bytes, since Triton compiles for the alignment of arguments.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -188,21 +188,21 @@ class NumberBuffer:
         self.arrays = tuple(self._numbers[place] for place in self._places)
 
     def fill(self, arrays: Iterable[Numbers], padding: Iterable[int] = itertools.repeat(0)) -> None:
-        """Fills each array from its start, and what is left of it with a number.
+        """Fill each array from its start, and the rest of it with padding.
 
-        What the copy reads is its own until it is done.
+        The copy reads a buffer of its own, which no later call reuses.
         """
         staged = torch.empty(len(self._numbers), dtype=torch.int64, pin_memory=self._numbers.is_cuda)
-        room = staged.numpy()
+        numbers = staged.numpy()
         for place, array, number in zip(self._places, arrays, padding, strict=False):
             end = place.start + len(array)
-            assert end <= place.stop, "there is room for it"
-            room[place.start : end], room[end : place.stop] = array, number
+            assert end <= place.stop, "the array is large enough"
+            numbers[place.start : end], numbers[end : place.stop] = array, number
         self._numbers.copy_(staged, non_blocking=True)
 
 
 def on_device(arrays: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """Copies arrays of int64 to a device in one copy that nobody waits for; gives them back if they are there."""
+    """Copy arrays of int64 to a device by one asynchronous copy. Return them unchanged if they are there already."""
     if all(array.device.type == device.type for array in arrays):
         return arrays
     buffer = NumberBuffer([len(array) for array in arrays], device)
@@ -238,7 +238,7 @@ def _items(reads: Sequence[Reads], size: int) -> PagedItems:
 
 
 def _nth_use(numbers: Numbers) -> Numbers:
-    """Counts, for each number, the same ones before it: requests with a common prefix read the same blocks, say."""
+    """Count, for each number, its earlier occurrences. Requests with a common prefix read the same blocks."""
     order = np.argsort(numbers, kind="stable")
     ordered = numbers[order]
     nth = np.empty_like(numbers)
@@ -254,7 +254,7 @@ def _views(blocks: Numbers, device: torch.device) -> list[slice] | list[Tensor]:
 
 
 def _adjacent(blocks: Sequence[int], index: int, end: int) -> int:
-    """Counts how many of `blocks[index:end]` are neighbours in the pool."""
+    """Count how many of `blocks[index:end]` are adjacent in the pool."""
     count = 0
     while index + count < end and blocks[index + count] == blocks[index] + count:
         count += 1

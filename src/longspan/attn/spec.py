@@ -1,5 +1,6 @@
-"""The computation of one attention layer, apart from its tensors, and how it is read off what transformers hands to an
-attention function. Imports no transformers.
+"""The parameters of one attention layer, read from the arguments that transformers passes to an attention function.
+
+This module does not import transformers.
 """
 
 from __future__ import annotations
@@ -7,32 +8,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from longspan.core.cluster import HeadShare
+if TYPE_CHECKING:
+    from longspan.core.splits import HeadShare
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""The `layer_types` of a configuration that an AttnSpec can say."""
+"""The supported `layer_types` of a configuration."""
 _PROBE = (0, 1, 5, 17, 400)
-"""Positions at which every model is checked."""
 _LENGTHS = re.compile("position|context|length|floor|window|chunk")
 """Names of configuration values that are lengths in tokens."""
 _SHORTEST = 16
-"""The shortest length, in tokens, whose multiples are checked. A shorter one is seen at the first positions."""
+"""The smallest length, in tokens, whose multiples are checked. The first positions cover shorter lengths."""
 _MULTIPLES = 16
-"""Checked multiples of a length, from either end of the context. More of them take longer at every start."""
+"""Checked multiples of a length, from either end of the context. More of them slow down every start."""
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "position_embeddings"}
-"""Arguments that do not change what a layer computes; so do those that begin with "output_"."""
+"""Arguments that do not change the results of a layer, in addition to all that begin with "output_"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttnSpec:
     """The attention of one layer.
 
-    `scale` multiplies the scores; `softcap` c turns a scaled score s into `c * tanh(s / c)`; `window` is the
-    Hugging Face sliding window W: a key is visible iff `0 <= query_position - key_position < W` (None: no limit).
+    `scale` multiplies the scores. `softcap` c turns a scaled score s into `c * tanh(s / c)`. `window` is the sliding
+    window W of Hugging Face: a key is visible iff `0 <= query_position - key_position < W` (None: no limit).
     """
 
     num_heads: int
@@ -43,12 +44,11 @@ class AttnSpec:
     softcap: float | None
 
     def of_heads(self, share: HeadShare) -> AttnSpec:
-        """Returns the same for the heads of a share."""
         return replace(self, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
 
 
 class UnsupportedAttentionError(ValueError):
-    """A layer wants something that an AttnSpec cannot say; the message begins with its class."""
+    """A layer computes something that an AttnSpec cannot express. The message begins with the class of the layer."""
 
 
 def read_spec(
@@ -63,16 +63,16 @@ def read_spec(
     softcap: float | None = None,
     is_causal: bool | None = None,
     dropout: float | None = None,
-    **others: object,
+    **extra: object,
 ) -> AttnSpec:
-    """Reads off what a layer computes of `query [batch, heads, tokens, head_dim]` and the like, by its own arguments.
+    """Read the parameters of a layer from its attention arguments. Tensors are `[batch, heads, tokens, head_dim]`.
 
     Raises:
-        UnsupportedAttentionError: with the first reason found.
+        UnsupportedAttentionError: with the first reason.
     """
     unknown = ", ".join(
         name
-        for name, value in sorted(others.items())
+        for name, value in sorted(extra.items())
         if value is not None and name not in _HARMLESS and not name.startswith("output_")
     )
     layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
@@ -81,7 +81,7 @@ def read_spec(
         f"has attention arguments unknown to longspan ({unknown})": bool(unknown),
         "builds its own attention mask": attention_mask is not None,
         "has bidirectional attention": is_causal is False or getattr(module, "is_causal", True) is False,
-        f"is beside layers of type {odd_types}": bool(odd_types),
+        f"is mixed with layers of type {odd_types}": bool(odd_types),
         "has keys and values of different head sizes": not query.shape[-1] == key.shape[-1] == value.shape[-1],
         f"drops out some of its weights ({dropout}): call eval() on the model": bool(dropout),
     }
@@ -98,26 +98,26 @@ def read_spec(
 
 
 def as_output(out: Tensor) -> tuple[Tensor, None]:
-    """Brings `out [heads, tokens, head_dim]` into the form of transformers: `[1, tokens, heads, head_dim]`, no weights.
+    """Return `out [heads, tokens, head_dim]` as transformers expects it: `[1, tokens, heads, head_dim]`, no weights.
 
-    Some models view what they get here, so it must be contiguous; the others would copy it themselves.
+    It must be contiguous, since some models call `view` on it. Other models would copy it themselves.
     """
     return out.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
 def rope_dicts(config: object) -> Iterator[Mapping[str, Any]]:
-    """Yields the RoPE parameters of a configuration: one set, or one per layer type."""
+    """Yield the RoPE parameters of a configuration: one set, or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     yield from nested or [rope]
 
 
 def probe_positions(config: object, context_length: int) -> list[int]:
-    """Chooses positions at which a model is checked: from the first to the last, and at every switch of its scaling.
+    """Return positions at which a model is checked: the first, the last, and both sides of every switch of its scaling.
 
-    RoPE and query scaling change at multiples of a length that the configuration states, such as
-    `original_max_position_embeddings` or the step of `floor(position / step)`. Both sides of each multiple are chosen;
-    of a short length, the first and the last multiples. Powers of two stand for lengths that only code states.
+    RoPE and query scaling change at multiples of a length in the configuration, such as the step of
+    `floor(position / step)` or `original_max_position_embeddings`. A short length has many multiples, of which the
+    first and the last are checked. Powers of two cover lengths that appear only in code.
     """
     stated = [vars(config), *rope_dicts(config)]
     lengths = {

@@ -1,1 +1,1 @@
-"""The command line has a file per verb; importing it loads no torch."""
+"""The command line, with one file per verb. Importing it loads no torch."""

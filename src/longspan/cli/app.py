@@ -1,8 +1,8 @@
-"""The command `longspan`: its verbs, and what becomes of errors.
+"""The command `longspan`: its verbs, and the conversion of exceptions to messages and exit codes.
 
-Numbers are checked where they are used (`LLM`, `SamplingParams`, `ParallelSpec`), not here; this file turns what they
-raise into one line and an exit code: 0 done, 1 a worker was lost or the output cannot be written (without a line if
-its reader has left), 2 a mistake of the user, 130 Ctrl-C, 143 SIGTERM.
+Values are checked where they are used (`LLM`, `SamplingParams`, `ParallelSpec`). An exception becomes one line and an
+exit code. It is 1 if a worker was lost or the output cannot be written, 2 for a mistake of the user. Ctrl-C is 130,
+SIGTERM 143, success 0. A closed pipe prints no line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ app = App(
     help="Serves one long prompt over several devices, exactly.",
     version=f"longspan {longspan.__version__}",
     help_format="plaintext",
-    # The last of several values counts, and a value may begin with a dash.
+    # The last of several values is used, and a value may begin with a dash.
     default_parameter=Parameter(allow_repeating=True, allow_leading_hyphen=True, json_list=False, json_dict=False),
     config=read_config,
     result_action="return_value",
@@ -39,34 +39,35 @@ app = App(
 for _number, _verb in enumerate(
     ("generate", "chat", "serve", "batch", "profile", "eval", "tune", "simulate", "estimate")
 ):
-    # Given by name, so that a verb loads nothing of the others.
+    # Registered by name, so that a verb loads no module of another verb.
     app.command(f"longspan.cli.{_verb}:{_verb}", name=_verb, version_flags=(), sort_key=_number)
 
 
 @app.command(show=False, help_flags=(), version_flags=())
 def bench(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Refuses: load for servers comes from tools that are made for it."""
+    """Refuse the former verb. Other tools measure servers."""
     raise ValueError(
-        "longspan bench is gone: guidellm, aiperf and vllm bench serve measure any server, see docs/benchmarking.md"
+        "longspan bench was removed: measure servers by guidellm, aiperf or vllm bench serve, see docs/benchmarking.md"
     )
 
 
 def run_process() -> NoReturn:
-    """Runs the command line of this process and ends it.
+    """Run the command line of this process and end the process.
 
-    Taking down the modules one by one takes half a second, in which Python handles signals as if it were not ours.
+    os._exit skips the unloading of modules, which takes 0.5 s and in which Python's own signal handlers are active. It
+    also ends threads of a server's worker pools, which the interpreter would wait for or crash under.
     """
     try:
         main()
     except SystemExit as ending:
-        atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does where it ends by os._exit
+        atexit._run_exitfuncs()  # noqa: SLF001 - as in multiprocessing, before os._exit
         for file in (sys.stdout, sys.stderr):
             _flush(file)
         os._exit(ending.code if isinstance(ending.code, int) else 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits; never shows a stack trace for what a user can cause."""
+    """Run the command line and exit. A mistake of the user never shows a stack trace."""
     signals.catch()
     _open_standard_files()
     try:
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception:
         if signals.exit_code() is None:
             raise
-        code, message = 1, ""  # the signal was taken for something else on its way
+        code, message = 1, ""  # an exception that the signal has caused
     if signals.exit_code() is None and message:
         with suppress(OSError):
             print(f"longspan: {' '.join(message.split())}", file=sys.stderr)
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _outcome(arguments: Sequence[str]) -> tuple[int, str]:
-    """Runs a verb and returns the exit code with the error, if there is one."""
+    """Run a verb and return the exit code with the error message, which may be empty."""
     code, message = 1, ""
     try:
         returned = _run(arguments)
@@ -97,7 +98,7 @@ def _outcome(arguments: Sequence[str]) -> tuple[int, str]:
     except MemoryError as error:
         message = f"there is too little memory: {error}"
     except BrokenPipeError:
-        pass  # the reader of stdout has left
+        pass  # the reader of stdout has closed the pipe
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
@@ -108,9 +109,9 @@ def _outcome(arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def _run(arguments: Sequence[str]) -> object:
-    """Runs a verb. Mistakes in flags raise ValueError, as all others do, with the flag and not only its variable."""
+    """Run a verb. Convert Cyclopts' errors to ValueError, with the flag in the message."""
     if not arguments or arguments[0].startswith("-"):
-        app.resolved_commands()  # the list of verbs shows their sentences, so they must be loaded
+        app.resolved_commands()  # the list of verbs shows their docstrings, so they must be loaded
     try:
         return app(arguments)
     except CycloptsError as error:
@@ -119,14 +120,14 @@ def _run(arguments: Sequence[str]) -> object:
 
 
 def _open_standard_files() -> None:
-    """Put the null device in place of standard files that are closed: sockets would get their numbers."""
+    """Replace closed standard files by the null device. Otherwise sockets would get their file descriptors."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 def _flush(file: TextIO) -> int:
-    """Write out the text that a file still holds; drop it and return 1 if that fails, since Python would try again."""
+    """Flush a file. If that fails, discard its buffer, which Python would write again at exit, and return 1."""
     try:
         file.flush()
     except OSError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,8 @@ from tqdm import tqdm
 from longspan.args import AUTO, EngineArgs
 from longspan.cli.auto_parallel import with_best_parallel
 from longspan.cli.inputs import TOO_LONG, read_lines
-from longspan.cli.options import ModelArgument, check_writable, start, verb, write_result
+from longspan.cli.options import ModelArgument, start, verb
+from longspan.cli.outputs import check_writable, note, write_result
 from longspan.core.options import Option
 from longspan.core.transitions import phase_seconds
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from longspan.llm import LLM
     from longspan.text.output_processor import Choice
 
-_MAX_AT_ONCE = 512
+_MAX_CONCURRENT = 512
 _REFRESH_S = 0.2
 URLS = ("/v1/completions", "/v1/chat/completions")
 
@@ -50,7 +50,7 @@ class _Named(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLine:
-    """A request of a batch file. `error` says why it is none; `number` counts lines from 1."""
+    """A request of a batch file. `error` is the problem if the line is no request. `number` counts lines from 1."""
 
     number: int
     custom_id: str | None
@@ -64,12 +64,12 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """The key that tells this request from others of the file."""
+        """The key that is unique among the requests of the file."""
         return self.id if self.custom_id is None else self.custom_id
 
 
 Answers = Callable[[Iterator[BatchLine]], Iterator[tuple[BatchLine, int, dict[str, Any]]]]
-"""Answers requests, in any order: the request, the HTTP status, the body."""
+"""Answers requests, in any order, as tuples of request, HTTP status and body."""
 
 
 _ENGINE = EngineArgs()
@@ -79,25 +79,23 @@ _ENGINE = EngineArgs()
 def batch(
     model: ModelArgument = "smollm2-135m",
     *,
-    input_file: Annotated[Path, Option("Requests: custom_id, method, url and body in each line.", short="i")],
-    output_file: Annotated[Path, Option("Answers, appended as they get done; those there are kept.", short="o")],
-    served_model_name: Annotated[
-        list[str] | None, Option("Another name by which requests may call the model; repeatable.")
-    ] = None,
+    input_file: Annotated[Path, Option("Requests, with custom_id, method, url and body in each line.", short="i")],
+    output_file: Annotated[Path, Option("File to which answers are appended; its answers are kept.", short="o")],
+    served_model_name: Annotated[list[str] | None, Option("Further name of the model in requests; repeatable.")] = None,
     json_stats: Annotated[
-        Path | None, Option("Throughput, changes of clusters and their times, written at the end.", metavar="FILE.json")
+        Path | None, Option("File for throughput and transitions between clusters.", metavar="FILE.json")
     ] = None,
-    seed: Annotated[int, Option("Seed of requests without one, and of dummy weights.")] = 0,
+    seed: Annotated[int, Option("Seed of requests without a seed, and of dummy weights.")] = 0,
     engine: EngineArgs = _ENGINE,
 ) -> int:
-    """Answers the requests of a batch file, as OpenAI's batch service does.
+    """Answer the requests of a batch file, as OpenAI's batch service does.
 
-    Run it again after it was stopped: requests with an answer in the output file are not run again. With requests that
-    could not be served, the exit code is 2, and their answers say why.
+    A stopped run can be repeated: requests with an answer in the output file are skipped. If a request could not be
+    served, the exit code is 2, and its answer has the error.
 
-    With --parallel auto the simulator looks for the quickest parallel spec for all cores or CUDA devices, and with
-    --host-kv-gib for the quickest pair of Seesaw, too: for up to 64 of the requests, by what longspan profile measured.
-    Outputs count as long as max_tokens, or 256 tokens where a request has none.
+    With --parallel auto the simulator searches the fastest parallel spec for all cores or CUDA devices. With
+    --host-kv-gib it also searches the fastest pair of Seesaw. It simulates up to 64 of the requests with the profile
+    that longspan profile measured. An output has max_tokens tokens, or 256 if the request has no max_tokens.
     """
     if input_file.exists() and output_file.exists() and input_file.samefile(output_file):
         raise ValueError(f"--output-file {str(output_file)!r} is the input file: give another one")
@@ -108,7 +106,7 @@ def batch(
         answered = answered_in(output_file)
         num_new = len(keys - answered)
         if not num_new:
-            print("longspan: every request has an answer already", file=sys.stderr)
+            note("every request has an answer already")
             return 0
         if engine.parallel == AUTO:
             unanswered = (line for line in read_batch(input_file) if line.key not in answered)
@@ -116,7 +114,7 @@ def batch(
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with start(model, engine, seed=seed) as llm, _Progress(llm, num_new) as progress:
             if llm.service.hint is not None:
-                print(f"longspan: {llm.service.hint}", file=sys.stderr)
+                note(llm.service.hint)
             answers = _answers(llm, model, served_model_name or [], progress)
             try:
                 num_bad = run_lines(lines, out, answers, progress.advance)
@@ -125,12 +123,12 @@ def batch(
                     stats = run_stats(llm, progress, ended_s=time.monotonic())
                     write_result("--json-stats", json_stats, json.dumps(stats, allow_nan=False) + "\n")
     if num_bad:
-        print(f"longspan: {num_bad} of {num_new} requests could not be served: see {output_file}", file=sys.stderr)
+        note(f"{num_bad} of {num_new} requests could not be served: see {output_file}")
     return 2 if num_bad else 0
 
 
 def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done: Callable[[], object]) -> int:
-    """Writes an answer for each line as soon as there is one, calls `done`, and returns how many are no success."""
+    """Write an answer for each line as soon as there is one, and call `done`. Return the number of failures."""
     num_bad = 0
 
     def write(line: BatchLine, *, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
@@ -156,14 +154,14 @@ def _answers(llm: LLM, model: str, names: list[str], progress: _Progress) -> Ans
     from longspan.serve.convert import ServedModel  # noqa: PLC0415
     from longspan.serve.responses import answer_each  # noqa: PLC0415  # loads transformers
 
-    names_of_it = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
-    served = ServedModel(input_processor=llm.input_processor, names=names_of_it)
-    most, most_waiting_tokens = most_at_once(llm.engine.config)
+    all_names = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
+    served = ServedModel(input_processor=llm.input_processor, names=all_names)
+    max_groups, max_tokens = concurrency(llm.engine.config)
 
     def answers(lines: Iterator[BatchLine]) -> Iterator[tuple[BatchLine, int, dict[str, Any]]]:
         requests = ((line, line.url, line.body) for line in progress.taken(lines))
         for line, status, body in answer_each(
-            llm, served, requests, most=most, most_waiting_tokens=most_waiting_tokens, stepped=progress.stepped
+            llm, served, requests, max_groups=max_groups, max_waiting_tokens=max_tokens, stepped=progress.stepped
         ):
             if status == HTTPStatus.OK:
                 progress.count(body["usage"]["total_tokens"])
@@ -172,26 +170,26 @@ def _answers(llm: LLM, model: str, names: list[str], progress: _Progress) -> Ans
     return answers
 
 
-def most_at_once(config: EngineConfig) -> tuple[int, int]:
-    """Says how many requests the engine is given at once, and how many tokens of prompts that wait.
+def concurrency(config: EngineConfig) -> tuple[int, int]:
+    """Return the maximum number of concurrent requests, and of prompt tokens that wait.
 
-    A policy that takes turns gets what the hosts can hold, since each request has a block there at least, beside
-    those that have a seat on devices. So a turn only ends when the hosts are full, or nothing more is in the file. What
-    waits takes a small part of the memory that its KV will.
+    With phases, there is a request for each request slot on devices and for each block on hosts. A request has at least
+    one host block. So a phase ends only if the hosts are full, or no request remains. Waiting prompts take a
+    small part of the memory of their KV.
     """
-    from longspan.llm import MOST_WAITING_TOKENS  # noqa: PLC0415  # loads transformers
+    from longspan.llm import MAX_WAITING_TOKENS  # noqa: PLC0415  # loads transformers
 
-    if not config.turns:
-        return min(2 * config.max_num_seqs, _MAX_AT_ONCE), MOST_WAITING_TOKENS
+    if not config.phases:
+        return min(2 * config.max_num_seqs, _MAX_CONCURRENT), MAX_WAITING_TOKENS
     num_blocks = sum(config.cluster.host_blocks)
-    num_seats = config.max_num_seqs * max(one.num_instances for one in config.turns)
-    return num_blocks + num_seats, max(MOST_WAITING_TOKENS, num_blocks * config.block_size)
+    num_slots = config.max_num_seqs * max(cluster.num_instances for cluster in config.phases)
+    return num_blocks + num_slots, max(MAX_WAITING_TOKENS, num_blocks * config.block_size)
 
 
 def run_stats(llm: LLM, progress: _Progress, *, ended_s: float) -> dict[str, object]:
-    """Returns what `--json-stats` writes of a run, by an engine that was started for it.
+    """Return the content of `--json-stats` for a finished or stopped run of an engine that was started for it.
 
-    The run may have been stopped. `ended_s` is by the engine's clock.
+    `ended_s` is a time of the engine's clock.
     """
     engine, begun_s = llm.engine, progress.begun_s
     transitions, run_s = engine.transitions, ended_s - begun_s
@@ -199,20 +197,20 @@ def run_stats(llm: LLM, progress: _Progress, *, ended_s: float) -> dict[str, obj
         "throughput_tokens_per_s": progress.num_tokens / run_s if run_s else None,
         "requests_per_s": progress.num_served / run_s if run_s else None,
         "num_transitions": len(transitions),
-        "transition_s": [one.exposed_s for one in transitions],
-        "weight_bytes_copied": sum(one.copied_bytes for one in transitions),
+        "transition_s": [transition.exposed_s for transition in transitions],
+        "weight_bytes_copied": sum(transition.copied_bytes for transition in transitions),
         "swap_bytes": engine.kv.counts.num_swapped_blocks * llm.service.block_bytes,
-        "phase_s": phase_seconds(transitions, engine.config.turns, begun_s, ended_s),
+        "phase_s": phase_seconds(transitions, engine.config.phases, begun_s, ended_s),
         "host_kv_peak_bytes": engine.kv.counts.peak_host_blocks * llm.service.block_bytes,
     }
 
 
 class _Progress:
-    """Counts what a run has served; shows it on stderr, if that is a terminal, also while nothing finishes.
+    """Counts the served requests and tokens of a run, and shows progress on stderr if it is a terminal.
 
     Attributes:
-        begun_s: when the first request was taken, by the engine's clock.
-        num_tokens: of prompts and outputs of requests that were served.
+        begun_s: time of the first request, by the engine's clock.
+        num_tokens: number of tokens in prompts and outputs of served requests.
     """
 
     def __init__(self, llm: LLM, total: int) -> None:
@@ -228,23 +226,23 @@ class _Progress:
         self._bar.close()
 
     def taken(self, lines: Iterator[BatchLine]) -> Iterator[BatchLine]:
-        """Yields the requests; the run begins with the first."""
+        """Yield the requests. The run begins with the first request."""
         self.begun_s = time.monotonic()
         yield from lines
 
     def count(self, num_tokens: int) -> None:
-        """Counts a request that was served, with so many tokens."""
+        """Count a served request with its tokens."""
         self.num_tokens += num_tokens
         self.num_served += 1
 
     def advance(self) -> None:
-        """Counts an answer, whatever it says."""
+        """Count an answer, even with an error."""
         self._num_done += 1
         if not self._bar.disable:
             self._bar.update(max(0, self._num_done - self._bar.n))
 
     def stepped(self, choices: Sequence[Choice]) -> None:
-        """Shows how far the requests under way are, now and then."""
+        """Show the progress of the running requests, at most every `_REFRESH_S`."""
         now_s = time.monotonic()
         if self._bar.disable or now_s < self._shown_s + _REFRESH_S:
             return
@@ -265,9 +263,9 @@ class _Progress:
 
 
 def occupancy(engine: Engine) -> list[str]:
-    """Says how full the pools are of devices, and of hosts if they have some: `KV 40 %`, `host 63 %`.
+    """Return the usage of pools on devices, and on hosts if there are some: `KV 40 %`, `host 63 %`.
 
-    The phase is before them, while clusters take turns.
+    With phases, the first text is the present phase.
     """
     cluster = engine.config.cluster
     parts = {"KV": (sum(engine.load().used_blocks), sum(cluster.num_blocks))}
@@ -293,21 +291,21 @@ def read_batch(path: Path) -> Iterator[BatchLine]:
 
 
 def parse_batch_line(text: bytes, number: int) -> BatchLine:
-    """Reads the request in a line, or why there is none."""
+    """Parse the request in a line. If that fails, the result has an error."""
     try:
         given = msgspec.json.decode(text, type=_Given)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return BatchLine(number=number, custom_id=_named(text).custom_id, error=f"line {number} is no request: {error}")
-    wrong = None
+    problem = None
     if given.method != "POST":
-        wrong = f"method must be 'POST', but {given.method!r:.40} given"
+        problem = f"method must be 'POST', but {given.method!r:.40} given"
     elif given.url not in URLS:
-        wrong = f"url must be {' or '.join(URLS)}, but {given.url!r:.100} given"
-    return BatchLine(number=number, custom_id=given.custom_id, url=given.url, body=bytes(given.body), error=wrong)
+        problem = f"url must be {' or '.join(URLS)}, but {given.url!r:.100} given"
+    return BatchLine(number=number, custom_id=given.custom_id, url=given.url, body=bytes(given.body), error=problem)
 
 
 def keys_in(path: Path) -> set[str]:
-    """Returns the keys of the requests in a file; they must differ."""
+    """Return the keys of the requests in a file. Raise ValueError if two are equal."""
     if path.exists() and not path.is_file():
         raise ValueError(f"input file {str(path)!r} must be an ordinary file: it is read twice")
     numbers: dict[str, int] = {}
@@ -320,7 +318,7 @@ def keys_in(path: Path) -> set[str]:
 
 
 def answered_in(path: Path) -> set[str]:
-    """Returns the keys of the requests that a file of answers holds, and removes a last line that was cut off."""
+    """Return the keys of the requests in a file of answers. Remove an incomplete last line."""
     answered: set[str] = set()
     try:
         with path.open("r+b") as file:
@@ -329,12 +327,12 @@ def answered_in(path: Path) -> set[str]:
                 if not text.endswith(b"\n"):
                     file.truncate(end)
                     break
-                if (found := _named(text)).id is None:
+                if (names := _named(text)).id is None:
                     raise ValueError(
                         f"line {number} of output file {str(path)!r} is no answer of a batch: "
-                        "give another file, or move it away"
+                        "give another file, or move this file"
                     )
-                answered.add(found.id if found.custom_id is None else found.custom_id)
+                answered.add(names.id if names.custom_id is None else names.custom_id)
                 end += len(text)
     except FileNotFoundError:
         return set()
@@ -345,9 +343,9 @@ def answered_in(path: Path) -> set[str]:
 
 @contextmanager
 def appended(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file to append lines to, and keeps other processes from appending meanwhile.
+    """Open a file for appending, and lock it against other processes.
 
-    Nothing is left of a file that was not there, if a mistake is found before there is a line.
+    A new file is removed if a mistake of the user is detected before the first line.
     """
     is_new = not path.exists()
     if not (is_new or path.is_file() or path.samefile(os.devnull)):
@@ -370,7 +368,7 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
 
 
 def append(file: IO[bytes], line: bytes) -> None:
-    """Writes a line to an unbuffered file; raises ValueError when the disk is full. A cut line is removed later."""
+    """Write a line to an unbuffered file. Raise ValueError if the disk is full. `answered_in` removes a cut line."""
     rest = memoryview(line)
     while rest:
         try:
@@ -380,7 +378,7 @@ def append(file: IO[bytes], line: bytes) -> None:
 
 
 def _named(text: bytes) -> _Named:
-    """Finds the names in a line of any content."""
+    """Return the names in a line of any content."""
     try:
         return msgspec.json.decode(text, type=_Named)
     except (msgspec.DecodeError, UnicodeDecodeError):

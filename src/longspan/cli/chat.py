@@ -34,7 +34,7 @@ _HELP = """\
 /reset  forget the conversation
 /stats  tokens and times of the last answer
 /help   this list
-/exit   leave; so do Ctrl-D, and Ctrl-C between answers
+/exit   end; so do Ctrl-D, and Ctrl-C between answers
 Ctrl-C stops an answer."""
 
 
@@ -50,21 +50,21 @@ def chat(
     form: FormOptions = _FORM,
     engine: EngineArgs = _ENGINE,
 ) -> None:
-    """Talks with a model: a line of input is a turn; /help lists the commands.
+    """Hold a conversation with a model. Each line of input is a turn, and /help lists the commands.
 
-    Answers go to stdout, everything else to stderr, so that a script can pipe its lines in and read answers.
+    Answers are written to stdout, everything else to stderr, so that a script can pipe lines in and read answers.
     """
     params = replace(sampling, structured_outputs=form.params())
     if (params.n, params.logprobs, params.prompt_logprobs) != (1, None, None):
-        raise ValueError("a chat shows one answer and no logprobs: leave --n, --logprobs and --prompt-logprobs out")
+        raise ValueError("a chat shows one answer and no logprobs: leave out --n, --logprobs and --prompt-logprobs")
     template = None if chat_template is None else read_text(chat_template, "chat template")
     with start(model, engine, seed=sampling.seed) as llm:
         _converse(llm, params, Conversation(llm, system=system, chat_template=template))
 
 
 def _converse(llm: LLM, params: SamplingParams, conversation: Conversation) -> None:
-    """Takes lines, answers them and obeys commands, until the input ends or says /exit."""
-    conversation.prompt("Hello")  # raises at once when there is no template, or it refuses the system message
+    """Answer lines and execute commands until the input ends or a line is /exit."""
+    conversation.prompt("Hello")  # raises early if there is no template, or it refuses the system message
     last: RequestOutput | None = None
     for line in _lines():
         match line.strip():
@@ -88,7 +88,7 @@ def _converse(llm: LLM, params: SamplingParams, conversation: Conversation) -> N
 def _answer(llm: LLM, params: SamplingParams, conversation: Conversation, text: str) -> RequestOutput | None:
     prompt, limit = conversation.prompt(text), llm.max_model_len
     if len(prompt) >= limit:
-        _note(f"the context is full: this turn needs {len(prompt)} tokens, {limit} is the most; /reset empties it")
+        _note(f"the context is full: this turn needs {len(prompt)} tokens, of at most {limit}; /reset empties it")
         return None
     with _on_interrupt(llm.abort):
         output = stream_to_stdout(llm, prompt, params)
@@ -116,10 +116,10 @@ def _show_stats(llm: LLM, conversation: Conversation, last: RequestOutput | None
 
 
 class Conversation:
-    """The messages and the token ids that stand for them.
+    """The messages of a conversation and their token ids.
 
-    An answer stays as the tokens that were sampled: its text, tokenized again, can give others, whose keys and values
-    are nowhere. What a turn adds is what the template renders behind the answer's text.
+    An answer keeps its sampled tokens. Tokenizing its text again can give other tokens, whose KV is not cached. A turn
+    appends the tokens of the text that the template renders after the answer.
     """
 
     def __init__(self, llm: LLM, *, system: str | None = None, chat_template: str | None = None) -> None:
@@ -130,24 +130,24 @@ class Conversation:
         self._messages: list[Message] = []
         if self._system is not None:
             self._messages.append({"role": "system", "content": self._system})
-        self._text = ""  # what `token_ids` stand for; empty when there is no text whose tokens can stay
+        self._text = ""  # the text of `token_ids`, or empty if the whole conversation must be tokenized
         self.token_ids: list[int] = []
 
     def prompt(self, user: str) -> list[int]:
-        """Returns the token ids that ask for the answer to `user`, and changes nothing."""
+        """Return the token ids of the prompt for the answer to `user`. The conversation does not change."""
         text = self._rendered(user)
         if self._text and text.startswith(self._text):
             return self.token_ids + self._llm.tokenize(text[len(self._text) :], add_special_tokens=False)
         if self._text:
-            _log.info("the chat template changed an answer: the conversation is tokenized anew")
+            _log.info("the chat template changed an answer: the conversation is tokenized again")
         return self._llm.tokenize(text, add_special_tokens=False)
 
     def add(self, user: str, output: RequestOutput) -> None:
-        """Appends a question and the (whole) output for `prompt(user)`."""
+        """Append a question and the whole output for `prompt(user)`."""
         [answer] = output.outputs
         rendered = self._rendered(user)
         self._messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer.text}]
-        # The template writes the end of an answer itself. A stop string is in the tokens, and not in the text.
+        # The template renders the end of an answer. A stop string is in the tokens, and not in the text.
         by_token = answer.finish_reason == "stop"
         self.token_ids = output.prompt_token_ids + (answer.token_ids[:-1] if by_token else answer.token_ids)
         self._text = "" if isinstance(answer.stop_reason, str) else rendered + answer.text
@@ -158,7 +158,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yields the lines of stdin, edited with readline on a terminal."""
+    """Yield the lines of stdin. On a terminal, readline edits them."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         for number, line in enumerate(read_lines(sys.stdin.buffer), start=1):
             if line is None:
@@ -178,7 +178,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls `stop` at the first Ctrl-C inside; a second one is a KeyboardInterrupt again."""
+    """Call `stop` at the first Ctrl-C in the block. A second Ctrl-C raises KeyboardInterrupt."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         del frame

@@ -1,4 +1,4 @@
-"""The verb `eval`: whether a model finds pass keys in long prompts, and how well it predicts their tokens."""
+"""The verb `eval`: measures whether a model finds pass keys in long prompts, and how well it predicts their tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from longspan import evals
 from longspan.args import EngineArgs
-from longspan.cli.options import ModelArgument, check_writable, start, verb, write_result
+from longspan.cli.options import ModelArgument, start, verb
+from longspan.cli.outputs import check_writable, number_table, write_result
 from longspan.core.options import Option, id_list
 from longspan.errors import ParameterError
 from longspan.evals import Recording, Subject
@@ -33,7 +34,7 @@ _ENGINE = EngineArgs()
 _LENGTHS = (1024, 2048, 4096, 8192)
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _MAX_SAVED_BYTES = 2**30
-"""Bytes of the largest file for --against: 500 bytes for each of 2 million tokens."""
+"""Maximum size of a file for --against, in bytes: 500 bytes for each of 2 million tokens."""
 
 
 def _depth_list(text: str) -> tuple[float, ...]:
@@ -67,21 +68,23 @@ def eval(  # noqa: A001 - the verb's name
     num_samples: Annotated[
         int, Option("Pass keys of each length and depth, or windows of each length.", minimum=1)
     ] = 4,
-    save: Annotated[Path | None, Option("What was measured of each token, for --against.", metavar="FILE.json")] = None,
+    save: Annotated[
+        Path | None, Option("File for the log-probabilities of each token, for --against.", metavar="FILE.json")
+    ] = None,
     against: Annotated[
-        Path | None, Option("What an exact run has saved, to compare with.", metavar="FILE.json")
+        Path | None, Option("File that an exact run has saved, to compare with.", metavar="FILE.json")
     ] = None,
     as_json: Annotated[bool, Option("Print one JSON object and no table.", name="json")] = False,
     seed: Annotated[int, Option("Seed of the pass keys, and of dummy weights.")] = 0,
     engine: EngineArgs = _ENGINE,
 ) -> None:
-    """Measures a model on long prompts, made of the manual that ships with Python.
+    """Measure a model on long prompts, made of the manual that ships with Python.
 
-    The task needle hides pass keys at several depths, and scores whose digits the greedy answer begins with. The task
-    perplexity predicts each token of some windows of the text from those before it.
+    The task needle hides pass keys at several depths and counts the greedy answers that begin with the right digits.
+    The task perplexity predicts each token of some windows of the text from the previous tokens.
 
-    To compare a run that is not exact with one that is, save the exact one with --save, and give its file to the other
-    by --against: that adds the ratio of perplexities, and the mean KL divergence of the tokens' distributions.
+    To compare an approximate run with an exact run, run the exact one with --save FILE, then the other with --against
+    FILE. That adds the ratio of perplexities, and the mean KL divergence of the tokens' distributions.
     """
     _check(task, engine, depths, save, against)
     exact = None if against is None else _read(against)
@@ -107,13 +110,15 @@ def eval(  # noqa: A001 - the verb's name
 def _check(
     task: str, engine: EngineArgs, depths: tuple[float, ...] | None, save: Path | None, against: Path | None
 ) -> None:
-    """Raises ValueError for flags that do not go together."""
+    """Raise ValueError for flags that exclude each other."""
     other = {"save": save, "against": against} if task == "needle" else {"depths": depths}
     for name, value in other.items():
         if value is not None:
-            raise ParameterError(name, f"is not for --task {task}: leave it out", value)
+            raise ParameterError(name, f"does not apply to --task {task}: leave it out", value)
     if engine.skip_tokenizer_init:
-        raise ParameterError("skip_tokenizer_init", "leaves nothing to make prompts with: leave it out", value=True)
+        raise ParameterError(
+            "skip_tokenizer_init", "excludes prompts, which need a tokenizer: leave it out", value=True
+        )
     if save is not None:
         check_writable("--save", save)
 
@@ -124,25 +129,25 @@ def _needle(
     tokenize = partial(llm.tokenize, add_special_tokens=False)
     hide = partial(evals.needles, _text(llm), tokenize, depths=depths, num_samples=num_samples, seed=seed)
     needles = [hide(length) for length in lengths]
-    outputs = _outputs(llm, [[one.prompt for one in group] for group in needles], evals.NEEDLE_PARAMS)
-    found = [
-        (one, one.found_in(output.outputs[0].text))
-        for one, output in zip(chain.from_iterable(needles), outputs, strict=True)
+    outputs = _outputs(llm, [[needle.prompt for needle in group] for group in needles], evals.NEEDLE_PARAMS)
+    answers = [
+        (needle, needle.found_in(output.outputs[0].text))
+        for needle, output in zip(chain.from_iterable(needles), outputs, strict=True)
     ]
-    results = evals.needle_results(found)
+    results = evals.needle_results(answers)
     score = _share(results)
-    table = _table("Pass keys found", "tokens", *(f"depth {depth:g}" for depth in depths), "all")
+    table = number_table("Pass keys found", "tokens", *(f"depth {depth:g}" for depth in depths), "all")
     for length in lengths:
-        row = [one for one in results if one.length == length]
-        table.add_row(f"{length:,}", *(f"{one.score:.0%}" for one in row), f"{_share(row):.0%}")
+        row = [result for result in results if result.length == length]
+        table.add_row(f"{length:,}", *(f"{result.score:.0%}" for result in row), f"{_share(row):.0%}")
     if len(lengths) > 1:
-        columns = ([one for one in results if one.depth == depth] for depth in depths)
+        columns = ([result for result in results if result.depth == depth] for depth in depths)
         table.add_row("all", *(f"{_share(column):.0%}" for column in columns), f"{score:.0%}")
-    return {"results": [asdict(one) for one in results], "score": score}, table
+    return {"results": [asdict(result) for result in results], "score": score}, table
 
 
 def _share(results: Sequence[NeedleResult]) -> float:
-    return sum(one.num_found for one in results) / sum(one.num_samples for one in results)
+    return sum(result.num_found for result in results) / sum(result.num_samples for result in results)
 
 
 def _score(
@@ -164,19 +169,17 @@ def _perplexity(windows: Sequence[ScoredWindow], exact: Recording | None) -> tup
     result = _perplexity_of(windows, exact)
     compared = {} if exact is None else {"against": asdict(exact.subject)}
     columns = ("KL, nats", "to exact") if exact is not None else ()
-    table = _table("Perplexity", "tokens", "predicted", "perplexity", *columns)
-    for length, one in [*((f"{one['length']:,}", one) for one in results), *([("all", result)] if results[1:] else [])]:
-        compared_to = (f"{one['kl']:.3g}", f"{one['perplexity_ratio']:.6g}") if exact is not None else ()
-        table.add_row(length, f"{one['num_tokens']:,}", f"{one['perplexity']:.6g}", *compared_to)
+    table = number_table("Perplexity", "tokens", "predicted", "perplexity", *columns)
+    for length, row in [*((f"{row['length']:,}", row) for row in results), *([("all", result)] if results[1:] else [])]:
+        compared_to = (f"{row['kl']:.3g}", f"{row['perplexity_ratio']:.6g}") if exact is not None else ()
+        table.add_row(length, f"{row['num_tokens']:,}", f"{row['perplexity']:.6g}", *compared_to)
     return {"results": results, **result, **compared}, table
 
 
 def _perplexity_of(windows: Sequence[ScoredWindow], exact: Recording | None) -> dict[str, float]:
-    found = {
-        "num_tokens": sum(len(window.logprobs) for window in windows),
-        "perplexity": evals.perplexity(windows),
-    }
-    return found if exact is None else {**found, **asdict(evals.compare(exact.windows, windows))}
+    num_tokens = sum(len(window.logprobs) for window in windows)
+    compared = {} if exact is None else asdict(evals.compare(exact.windows, windows))
+    return {"num_tokens": num_tokens, "perplexity": evals.perplexity(windows), **compared}
 
 
 # ---------------------------------------------------------------- engine and files
@@ -187,7 +190,7 @@ def _text(llm: LLM) -> evals.Text:
 
 
 def _outputs(llm: LLM, groups: Sequence[Sequence[list[int]]], params: SamplingParams) -> Iterator[RequestOutput]:
-    """Yields the outputs in order. Prompts of a group run together; a bar on a terminal counts those that are done."""
+    """Yield the outputs in order. Prompts of a group run together. A progress bar counts finished prompts."""
     for prompt in chain.from_iterable(groups):
         llm.check(prompt, params)
     with tqdm(total=sum(map(len, groups)), desc="prompts", unit="prompt", dynamic_ncols=True, disable=None) as bar:
@@ -203,11 +206,4 @@ def _read(path: Path) -> Recording:
     except OSError as error:
         raise ValueError(f"--against {str(path)!r} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ValueError(f"--against {str(path)!r} is not what --save writes: {error}") from None
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
+        raise ValueError(f"--against {str(path)!r} is no file that --save writes: {error}") from None

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 _form = partial(Option, group="Structured outputs: give one")
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
-"""The command line takes these values for granted, unlike Python and the server."""
+"""The defaults of the command line, unlike in Python and on the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """The form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
+    """The constraint of an output: fields of `StructuredOutputsParams`, as texts or names of files."""
 
     json_schema: Annotated[
-        str | None, _form("The output is JSON that this schema describes.", metavar="FILE_OR_TEXT")
+        str | None, _form("The output is JSON that follows this schema.", metavar="FILE_OR_TEXT")
     ] = None
     regex: Annotated[str | None, _form("The whole output matches this regular expression.")] = None
     choice: Annotated[list[str] | None, _form("A text that the output may be; repeatable.")] = None
@@ -48,7 +48,7 @@ class FormOptions:
     ] = None
 
     def params(self) -> StructuredOutputsParams | None:
-        """Returns the parameter of a request."""
+        """Return the parameter `structured_outputs` of a request."""
         if self == FormOptions():
             return None
         return StructuredOutputsParams(
@@ -78,7 +78,7 @@ def generate(
     form: FormOptions = _FORM,
     engine: EngineArgs = _ENGINE,
 ) -> None:
-    """Completes one prompt and streams the text. For many prompts there is longspan batch."""
+    """Complete one prompt and stream the text. For many prompts use longspan batch."""
     given = _prompt(prompt, prompt_file, token_ids)
     params = replace(sampling, structured_outputs=form.params())
     if not as_json and (params.logprobs, params.prompt_logprobs) != (None, None):
@@ -91,13 +91,13 @@ def generate(
         print(json.dumps(_json_result(output, *moved, csa)))
     elif sys.stderr.isatty():
         Console(stderr=True).print(stats_table(output.metrics, *moved))
-    for one in output.outputs:
-        if one.finish_reason == "error":
-            raise ValueError(f"output {one.index} ended early: {one.stop_reason}")
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise ValueError(f"output {completion.index} ended early: {completion.stop_reason}")
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: tuple[int, ...] | None) -> str | list[int]:
-    """Reads the prompt from whichever of its sources was given; from stdin, if none was and it is no terminal."""
+    """Read the prompt from its only given source. Without a source, read it from stdin if it is no terminal."""
     given = sum(source is not None for source in (prompt, prompt_file, token_ids))
     if given > 1 or (given == 0 and sys.stdin.isatty()):
         raise ValueError(f"exactly one of --prompt, --prompt-file and --token-ids is needed, but {given} given")
@@ -108,15 +108,15 @@ def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: tuple[int, 
     return read_text(prompt_file or Path(STDIN), "prompt file")
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- output
 
 
 def stream_to_stdout(
     llm: LLM, prompt: str | list[int], params: SamplingParams, *, as_ids: bool = False, quiet: bool = False
 ) -> RequestOutput:
-    """Runs one request, writes its text (or its token ids) to stdout as they are made, and returns its last output.
+    """Run one request, stream its text or token ids to stdout, and return its last output.
 
-    Of several outputs, the texts follow at the end, with an empty line between.
+    The texts of several outputs follow at the end, with an empty line between.
     """
     written = ""
     output: RequestOutput | None = None
@@ -127,7 +127,7 @@ def stream_to_stdout(
             written = text
     assert output is not None, "a stream has at least one output"
     if not quiet:
-        _write("\n" if params.n == 1 else "\n\n".join(_text(one, as_ids=as_ids) for one in output.outputs) + "\n")
+        _write("\n" if params.n == 1 else "\n\n".join(_text(each, as_ids=as_ids) for each in output.outputs) + "\n")
     return output
 
 
@@ -137,13 +137,13 @@ def _json_result(
     bytes_between_hosts: Mapping[str, int],
     csa: Savings | None,
 ) -> dict[str, object]:
-    found = {**_completion(output.outputs[0]), "prompt_tokens": len(output.prompt_token_ids)}
+    fields = {**_completion(output.outputs[0]), "prompt_tokens": len(output.prompt_token_ids)}
     if output.prompt_logprobs is not None:
-        found["prompt_logprobs"] = [None if token is None else _logprobs(token) for token in output.prompt_logprobs]
+        fields["prompt_logprobs"] = [None if token is None else _logprobs(token) for token in output.prompt_logprobs]
     if len(output.outputs) > 1:
-        found["outputs"] = [_completion(completion) for completion in output.outputs]
+        fields["outputs"] = [_completion(completion) for completion in output.outputs]
     return {
-        **found,
+        **fields,
         "ttft_s": output.metrics.ttft_s,
         "tbt_s": list(output.metrics.tbt_s),
         "exchange": output.metrics.exchanges,
@@ -184,22 +184,22 @@ def _text(completion: CompletionOutput, *, as_ids: bool) -> str:
 
 
 def _completion(completion: CompletionOutput) -> dict[str, object]:
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
     if completion.logprobs is not None:
-        found["cumulative_logprob"] = completion.cumulative_logprob
-        found["logprobs"] = [_logprobs(token) for token in completion.logprobs]
-    return found
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+        fields["logprobs"] = [_logprobs(token) for token in completion.logprobs]
+    return fields
 
 
 def _logprobs(token: LogprobsOfToken) -> list[dict[str, object]]:
     return [
-        {"token_id": token_id, "token": one.decoded_token, "logprob": one.logprob, "rank": one.rank}
-        for token_id, one in token.items()
+        {"token_id": token_id, "token": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
+        for token_id, entry in token.items()
     ]
 
 
@@ -215,12 +215,12 @@ def _schema(value: str) -> str:
 
 
 def _file_or_text(name: str, value: str) -> str:
-    """Returns the text of this file if it exists, or else the value itself."""
+    """Return the text of this file if it exists, or else the value itself."""
     try:
         return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
     except UnicodeDecodeError as error:
         raise ParameterError(name, f": file {value!r} is not UTF-8: {error}", value) from None
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # so it is a text
+        if error.errno == errno.ENAMETOOLONG:  # the value is a text
             return value
         raise ParameterError(name, f": file {value!r} cannot be read: {error.strerror}", value) from None

@@ -1,4 +1,4 @@
-"""Texts that verbs read from files and stdin. Each has a bound, so that an endless one does not fill the memory."""
+"""Reading of texts from files and stdin. Each text has a maximum length, so that endless files fill no memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOO_LONG = f"is longer than {MAX_TEXT_BYTES >> 20} MiB"
 
 
 def read_text(path: Path, what: str) -> str:
-    """Returns the text of a file or, for the path `-`, of stdin without the line end that closes it.
+    """Return the text of a file or, for the path `-`, of stdin without its last line end.
 
     Raises:
-        ValueError: when it cannot be read, is too long or is not UTF-8; the message calls it `what`.
+        ValueError: the text cannot be read, is too long or is not UTF-8. The message begins with `what`.
     """
     try:
         is_stdin = str(path) == STDIN
@@ -30,7 +30,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """Yields the lines of a file with their ends; None in place of a line that is too long."""
+    """Yield the lines of a file with their ends, and None in place of a line that is too long."""
     while line := file.readline(MAX_TEXT_BYTES + 1):
         is_whole = len(line) <= MAX_TEXT_BYTES
         yield line if is_whole else None

@@ -1,7 +1,7 @@
 """Flags: each field of a dataclass that an `Option` annotates is a flag of the verbs that take the dataclass.
 
-Verbs that start an engine take the values of flags from a file, too, and those of options that configure the engine or
-the server from environment variables.
+Verbs that start an engine also read flags from a file. Options that configure the engine or the server are also read
+from environment variables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import gc
 import inspect
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,11 +46,11 @@ NameArgument = Annotated[str, Option("A name such as llama-3-8b, a folder with a
 
 @contextmanager
 def start(model: str, engine: EngineArgs, *, seed: int | None) -> Iterator[LLM]:
-    """Starts the workers of a model, which import beside us, and stops them at the end, or at a signal."""
+    """Start the workers of a model, and stop them at the end or at a signal. Workers import concurrently with this."""
     engine.resolve()
     start_server()
-    kind = longspan.LLM  # which imports it
-    gc.freeze()  # what was imported stays: looking at it once more, when the process ends, takes half a second
+    kind = longspan.LLM  # loads its module
+    gc.freeze()  # imported objects stay: collecting them at the end of the process takes 0.5 s
     with finishing(), ExitStack() as stack, unwinding():
         llm = stack.enter_context(kind(**vars(replace(engine, model=model, seed=seed or 0))))
         yield llm
@@ -64,7 +63,7 @@ _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = {
     "exchange": lambda: ("auto", *exchange_names()),
     "policy": policy_names,
 }
-"""The values of an option that are in a registry, by the option's field."""
+"""Values of options that are names of a registry, by the option's field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +82,8 @@ class _Flag:
 
     def parameter(self, group: Group, choices: Sequence[str], *, configurable: bool) -> inspect.Parameter:
         option, kind, default = self.option, cast(Any, Literal)[*choices] if choices else self.kind, self.default
-        is_told = bool(default) or (default == 0 and default is not False)
-        shown = option.default or False if option.default is not None else is_told and str(default)
+        is_shown = bool(default) or (default == 0 and default is not False)
+        shown = option.default or False if option.default is not None else is_shown and str(default)
         if option.read is not None:
             kind = list[str] if option.repeatable else str
             if default is not inspect.Parameter.empty:
@@ -108,12 +107,12 @@ class _Flag:
         return inspect.Parameter(self.field, side, default=default, annotation=Annotated[kind, note])
 
     def _metavar(self, choices: Sequence[str]) -> str | None:
-        if choices and self.option.read is not None:  # it takes more than one of them
+        if choices and self.option.read is not None:  # the option takes several of the choices
             return "|".join(choices)
         return None if self.option.minimum is None else f"X>={self.option.minimum:g}"
 
     def read(self, value: object) -> object:
-        """Applies the option's own reader to the text or texts, if it has one."""
+        """Return the value of a text or texts, by the option's own parser if it has one."""
         check_number(self.field, value, may_be_infinite=self.option.may_be_infinite)
         if self.option.read is None:
             return value
@@ -128,7 +127,7 @@ class _Flag:
 _CONFIG = _Flag(
     field="config",
     option=Option(
-        "A YAML file with flags as keys (max-model-len: 4096); flags and variables count before it.", configures=True
+        "A YAML file with flags as keys (max-model-len: 4096); flags and variables override it.", configures=True
     ),
     kind=Path | None,
     default=None,
@@ -136,13 +135,13 @@ _CONFIG = _Flag(
 
 
 class _Verb(Generic[ReturnT]):
-    """A function as Cyclopts calls it. Its signature is made anew when a registry of choices has grown."""
+    """A verb with one parameter per flag for Cyclopts. A longer registry of choices updates the signature."""
 
     def __init__(self, function: Callable[..., ReturnT]) -> None:
         self._function, self._flags = function, _flags_of(function)
         update_wrapper(self, function, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
         self._choices: dict[str, Sequence[str]] | None = None
-        self.__annotations__: dict[str, object] = {}  # Cyclopts takes them from the signature then
+        self.__annotations__: dict[str, object] = {}  # Cyclopts reads annotations of the signature
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -163,31 +162,32 @@ class _Verb(Generic[ReturnT]):
 
 
 def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
-    """Makes a function for Cyclopts: a parameter whose default is a dataclass becomes a flag per field with an Option.
+    """Make a verb of a function. A parameter whose default is a dataclass becomes one flag per field with an `Option`.
 
-    That default has the defaults of the flags, so that two verbs can share options and differ in their defaults
-    (Cyclopts itself takes the defaults of the class). A short flag belongs to the first option that has it.
+    The default object has the defaults of the flags, so that verbs can share options and differ in their defaults.
+    (Cyclopts itself uses the defaults of the class.) A short flag belongs to the first option that has it.
 
-    A verb with `EngineArgs` takes all its flags from the file that `--config` names, too, and those of options that
-    `configures` marks from environment variables: `max_model_len` from `LONGSPAN_MAX_MODEL_LEN`.
+    A verb with `EngineArgs` also reads its flags from the file of `--config`. It reads options that `configures` marks
+    from environment variables: `max_model_len` from `LONGSPAN_MAX_MODEL_LEN`.
     """
     return _Verb(function)
 
 
 def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
-    """Makes flags of a verb's parameters, by the names of their fields."""
+    """Return the flags of a verb's parameters, by field."""
     parameters, own = inspect.signature(verb).parameters, options_of(verb)
-    found = [_CONFIG] if any(isinstance(one.default, EngineArgs) for one in parameters.values()) else []
-    for name, one in parameters.items():
-        if is_dataclass(one.default):
-            for field, (option, kind) in options_of(type(one.default)).items():
-                found.append(_Flag(field=field, option=option, kind=kind, default=getattr(one.default, field)))
+    listed = [_CONFIG] if any(isinstance(parameter.default, EngineArgs) for parameter in parameters.values()) else []
+    for name, parameter in parameters.items():
+        default = parameter.default
+        if is_dataclass(default):
+            for field, (option, kind) in options_of(type(default)).items():
+                listed.append(_Flag(field=field, option=option, kind=kind, default=getattr(default, field)))
         else:
             option, kind = own[name]
-            positional = one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            found.append(_Flag(field=name, option=option, kind=kind, default=one.default, positional=positional))
+            positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            listed.append(_Flag(field=name, option=option, kind=kind, default=default, positional=positional))
     flags: dict[str, _Flag] = {}
-    for flag in found:
+    for flag in listed:
         assert flag.field not in flags, f"two options are called {flag.field}"
         is_taken = flag.option.short in {other.option.short for other in flags.values()}
         flags[flag.field] = replace(flag, option=replace(flag.option, short=None)) if is_taken else flag
@@ -197,27 +197,27 @@ def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
 def _signature(flags: Mapping[str, _Flag], choices: Mapping[str, Sequence[str]]) -> inspect.Signature:
     titles = dict.fromkeys(flag.option.group for flag in flags.values())
     groups = {title: Group(title, sort_key=number) for number, title in enumerate(titles)}
-    shown = [
+    parameters = [
         flag.parameter(groups[flag.option.group], choices.get(field, ()), configurable="config" in flags)
         for field, flag in flags.items()
     ]
-    return inspect.Signature(sorted(shown, key=lambda one: one.kind))
+    return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
 
 def _arguments(verb: Callable[..., object], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts the values of flags where the verb takes them: into dataclasses, or as they are."""
+    """Return the arguments of a verb's function: dataclasses with the values of flags, and single values."""
     arguments = {}
-    for name, one in inspect.signature(verb).parameters.items():
-        if is_dataclass(one.default):
-            given = {field.name: values[field.name] for field in fields(one.default) if field.name in values}
-            arguments[name] = replace(cast(Any, one.default), **given)
+    for name, parameter in inspect.signature(verb).parameters.items():
+        if is_dataclass(parameter.default):
+            given = {field.name: values[field.name] for field in fields(parameter.default) if field.name in values}
+            arguments[name] = replace(cast(Any, parameter.default), **given)
         elif name in values:
             arguments[name] = values[name]
     return arguments
 
 
 def _whole_number(_: object, tokens: Sequence[Token]) -> int:
-    """Reads an int; Cyclopts would round 1.5."""
+    """Parse an int without rounding 1.5, as Cyclopts would."""
     try:
         return int(tokens[-1].value)
     except ValueError:
@@ -225,9 +225,9 @@ def _whole_number(_: object, tokens: Sequence[Token]) -> int:
 
 
 def _texts_in(variable: str, _: object, text: str, **__: object) -> list[str]:
-    """Returns the texts of a variable for a repeatable option: one as it is, spaces and all, or a JSON list of them.
+    """Return the texts of a variable for a repeatable option: the whole text, or the items of a JSON list.
 
-    The error does not repeat the text, since some are secret.
+    The error does not repeat the text, which may be secret.
     """
     if not text.startswith("["):
         return _one_text(variable, _, text)
@@ -235,15 +235,15 @@ def _texts_in(variable: str, _: object, text: str, **__: object) -> list[str]:
         texts = json.loads(text)
     except (ValueError, RecursionError):
         texts = [None]
-    if not all(isinstance(one, str) for one in texts):
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{variable} begins with [, but is not a JSON list of texts")
     return cast(list[str], texts)
 
 
 def _one_text(variable: str, _: object, text: str, **__: object) -> list[str]:
-    """Returns the text of a variable; an empty one is as good as none.
+    """Return the text of a variable in a list, or an empty list for an empty text.
 
-    So is LONGSPAN_PORT=tcp://10.0.0.1:8000, which Kubernetes sets in containers beside a Service named longspan.
+    LONGSPAN_PORT=tcp://10.0.0.1:8000 is ignored. Kubernetes sets it in containers if a Service is named longspan.
     """
     if variable.endswith("_PORT") and _SERVICE_LINK.match(text):
         _log.warning("%s is ignored: Kubernetes has set it to the address of a Service (enableServiceLinks)", variable)
@@ -251,35 +251,18 @@ def _one_text(variable: str, _: object, text: str, **__: object) -> list[str]:
     return [text] if text else []
 
 
-# ---------------------------------------------------------------- values from a file
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Raises ValueError, before a run, for a file that cannot be written after it."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{flag}: the folder {str(path.parent)!r} is not there")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        reason = "Is a directory" if path.is_dir() else "Permission denied"
-        raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
-
-
-def write_result(flag: str, path: Path, content: str) -> None:
-    """Writes what was found, or raises ValueError."""
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from None
+# ---------------------------------------------------------------- files
 
 
 def read_config(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Takes what is not given otherwise from the YAML file of `--config`, which maps flags (with - or _) to values.
+    """Read missing flags from the YAML file of `--config`, which maps flags (with - or _) to values.
 
     Raises:
-        ValueError: when the file cannot be read, is no mapping, or has a key that is no flag. Values are not repeated
-            in it, since some are secret.
+        ValueError: the file cannot be read, is no mapping, or has a key that is no flag. The message does not repeat
+            values, which may be secret.
     """
     del app
-    flags = {name.lstrip("-"): one for one in arguments for name in one.parameter.name or ()}
+    flags = {name.lstrip("-"): argument for argument in arguments for name in argument.parameter.name or ()}
     config = flags.pop("config", None)
     if config is None or not config.tokens:
         return
@@ -298,7 +281,7 @@ def read_config(app: App, commands: tuple[str, ...], arguments: ArgumentCollecti
 
 
 def _mapping_in(path: str) -> dict[Any, object]:
-    import yaml  # noqa: PLC0415 - only for who has such a file
+    import yaml  # noqa: PLC0415 - needed with such a file only
 
     try:
         values = yaml.safe_load(read_bytes(Path(path)).decode("utf-8")) or {}
@@ -313,7 +296,7 @@ def _mapping_in(path: str) -> dict[Any, object]:
 
 
 def _texts(where: str, value: object, *, repeatable: bool) -> list[str]:
-    """Writes a YAML value as the command line would; a mapping stands for texts of the form key=value."""
+    """Return a YAML value as texts of the command line. A mapping becomes texts of the form key=value."""
     items = list(value.values()) if repeatable and isinstance(value, dict) else value
     items = items if repeatable and isinstance(items, list) else [items]
     if not all(isinstance(item, str | int | float) for item in items):

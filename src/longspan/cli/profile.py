@@ -1,4 +1,4 @@
-"""The verb `profile`: measures this machine with a model, and prints what it found."""
+"""The verb `profile`: measures this machine with a model and prints the results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
+from longspan.cli.outputs import number_table
 from longspan.core.options import Option, id_list
 from longspan.errors import ParameterError
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from longspan.core.cluster import ParallelSpec
     from longspan.core.exchange import Exchange
+    from longspan.core.splits import ParallelSpec
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.profile import Profile
     from longspan.llm import LLM
@@ -34,51 +35,55 @@ def profile(
     *,
     lengths: Annotated[
         tuple[int, ...] | None,
-        Option("Prompt lengths; if not given, 512, 1024 and so on up to the longest.", metavar="N,N,...", read=id_list),
+        Option("Prompt lengths; by default 512, 1024 and so on up to the longest.", metavar="N,N,...", read=id_list),
     ] = None,
     repeats: Annotated[
         int,
-        Option("How often everything is measured; the quickest exchange of each prompt twice as often.", minimum=1),
+        Option("Number of measurements of each point; twice for the fastest exchange of a prompt.", minimum=1),
     ] = 3,
-    partitions: Annotated[bool, Option("Also search how chains cut prompts, for the policy runahead.")] = False,
+    partitions: Annotated[
+        bool, Option("Also search the partitions of prompts in chains, for the policy runahead.")
+    ] = False,
     as_json: Annotated[bool, Option("Print one JSON object and no tables.", name="json")] = False,
     engine: EngineArgs = _ENGINE,
 ) -> int:
-    """Measures how fast this machine is with a model, alone and in groups, so that policies choose by it.
+    """Measure the speed of a model on this machine, on one instance and on groups, as a basis of policies.
 
-    Prompts are timed on one instance and on groups of two and more, with every exchange. Each time is kept in the cache
-    folder at once: run it again after it was stopped, and it goes on. What was measured is not measured again. The
-    speeds of links between ranks are measured, too.
+    Prompts are timed on one instance and on groups of two or more, with every exchange. The speeds of links between
+    ranks are measured, too. Each result is saved in the cache folder at once. A repeated run after a stop continues
+    and does not measure saved points again.
     """
     from longspan.profiling import run, store  # noqa: PLC0415 - loads torch
 
     _check(engine)
     resolved = engine.resolve()
     given = resolved.cluster.spec
-    spec = replace(given, instances=given.instances * given.pp, pp=1)  # which compute at once, as stages do
+    spec = replace(
+        given, instances=given.instances * given.pp, pp=1
+    )  # these instances compute concurrently, as stages do
     if partitions and spec.instances == 1:
-        raise ValueError("--partitions are of prompts over several instances, but there is 1: give --parallel")
+        raise ValueError("--partitions needs several instances, but there is 1: give --parallel")
     if partitions and engine.max_num_batched_tokens is not None:
-        problem = f"{engine.max_num_batched_tokens} given, but --partitions are of prompts in one step: leave it out"
+        problem = f"{engine.max_num_batched_tokens} given, but --partitions needs prompts in one step: leave it out"
         raise ParameterError("max_num_batched_tokens", problem, engine.max_num_batched_tokens)
-    wanted = None if lengths is None else list(lengths)
+    chosen = None if lengths is None else list(lengths)
     alike = replace(engine, instances=None, tp=None, pp=None, threads_per_rank=resolved.threads)
-    start_some = partial(_start, model, alike, spec)
-    found = run.measure(start_some, spec.instances, wanted, repeats)
-    found = run.measure_links(found, spec.instances)
+    start_instances = partial(_start, model, alike, spec)
+    measured = run.measure(start_instances, spec.instances, chosen, repeats)
+    measured = run.measure_links(measured, spec.instances)
     if partitions:
-        # Steps hold whole prompts from the start on: `set_policy`, by which pieces are tried, leaves their size.
+        # Steps must hold whole prompts, because `set_policy`, which sets the tried partitions, keeps their size.
         start_chains = partial(
             _start, model, replace(alike, policy="runahead", policy_options={"partition": "even"}), spec
         )
-        table = run.search_partitions(start_chains, found, spec.instances, wanted, repeats)
+        table = run.search_partitions(start_chains, measured, spec.instances, chosen, repeats)
     else:
-        table = store.load_partitions(found.profile_key, engine.block_size)
+        table = store.load_partitions(measured.profile_key, engine.block_size)
     if as_json:
-        print(json.dumps(_as_fields(found, table)))
+        print(json.dumps(_as_fields(measured, table)))
     else:
-        for one in _tables(found, table):
-            Console().print(one)
+        for printed in _tables(measured, table):
+            Console().print(printed)
     return 0
 
 
@@ -86,22 +91,22 @@ def _check(engine: EngineArgs) -> None:
     if (engine.policy, engine.exchange, engine.layout, engine.fractions) != ("auto", "auto", "auto", None):
         raise ValueError("profile tries the exchanges itself: leave out --policy, --exchange, --layout and --fractions")
     if (engine.prefill_parallel, engine.decode_parallel, engine.transfer_backends) != (None, None, None):
-        raise ValueError("profile measures instances that are split alike: give --parallel, and no roles to instances")
+        raise ValueError("profile measures instances of one split: give --parallel, and no roles to instances")
     if engine.policy_options:
         [key, value], *_ = engine.policy_options.items()
         raise ValueError(f"profile sets options of policies itself: leave out -o {key}={value}")
     if not engine.enable_prefix_caching:
-        raise ValueError("profile measures prompts behind cached ones: leave out --no-enable-prefix-caching")
+        raise ValueError("profile measures prompts with cached prefixes: leave out --no-enable-prefix-caching")
 
 
 def _start(model: str, engine: EngineArgs, spec: ParallelSpec, instances: int) -> AbstractContextManager[LLM]:
-    """Starts some instances, with as many threads per rank as if all were there, and without a tokenizer."""
+    """Start a number of instances without a tokenizer, with the threads per rank of a run with all instances."""
     alike = replace(engine, parallel=str(replace(spec, instances=instances)), skip_tokenizer_init=True)
     return start(model, alike, seed=0)
 
 
 def _as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
-    import msgspec  # noqa: PLC0415 - other verbs need none of it
+    import msgspec  # noqa: PLC0415 - not needed by other verbs
 
     links = [
         {"kind": kind, "members": members, **asdict(fit)}
@@ -135,17 +140,10 @@ def _tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
         yield _partitions(table)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right" if name else "left")
-    return table
-
-
 def _seconds(profile: Profile) -> Table:
     key, kinds = profile.profile_key, sorted({(prefill.members, prefill.exchange) for prefill in profile.prefills})
     about = f"{key.model}, {key.dtype}, {key.threads} threads per rank, {key.machine}"
-    table = _table(
+    table = number_table(
         f"Median seconds to the first token: {about}",
         "new",
         "cached",
@@ -153,14 +151,14 @@ def _seconds(profile: Profile) -> Table:
     )
     median_s = {prefill.key: prefill.median_s for prefill in profile.prefills}
     for new, cached in sorted({(p.new_tokens, p.cached_tokens) for p in profile.prefills}, key=lambda at: at[::-1]):
-        found = (median_s.get((*kind, new, cached)) for kind in kinds)
-        table.add_row(f"{new:,}", f"{cached:,}", *("" if one is None else f"{one:.3f}" for one in found))
+        medians_s = (median_s.get((*kind, new, cached)) for kind in kinds)
+        table.add_row(f"{new:,}", f"{cached:,}", *("" if time_s is None else f"{time_s:.3f}" for time_s in medians_s))
     return table
 
 
 def _fits(profile: Profile) -> Table:
-    title = "Fits: a + b L + c P L + d L² for L new tokens behind P cached"
-    table = _table(title, "", "a, ms", "b, µs", "c, ns", "d, ns", "mean error", "largest")
+    title = "Fits: a + b L + c P L + d L² for L new tokens after P cached tokens"
+    table = number_table(title, "", "a, ms", "b, µs", "c, ns", "d, ns", "mean error", "largest")
     for (members, exchange), fit in profile.fits().items():
         terms = (fit.start_s * 1e3, fit.token_s * 1e6, fit.cached_s * 1e9, fit.square_s * 1e9)
         errors = (f"{fit.mean_error:.1%}", f"{fit.max_error:.1%}")
@@ -169,8 +167,8 @@ def _fits(profile: Profile) -> Table:
 
 
 def _decodes(profile: Profile) -> Table:
-    title = "Seconds between tokens: a + b B + c B C for B requests behind C tokens, + w where several members compute"
-    table = _table(title, "", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms")
+    title = "Seconds between tokens: a + b B + c B C for B requests after C tokens, + w for several computing members"
+    table = number_table(title, "", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms")
     waits_s = profile.waits_s()
     for (members, exchange), fit in profile.decode_fits().items():
         terms = (fit.start_s * 1e3, fit.request_s * 1e3, fit.context_s * 1e6)
@@ -181,7 +179,7 @@ def _decodes(profile: Profile) -> Table:
 
 
 def _links(profile: Profile) -> Table:
-    table = _table("Links: what each rank sends in a call", "", "ranks", "µs per call", "GB/s", "largest error")
+    table = number_table("Links, per rank", "", "ranks", "µs per call", "GB/s", "largest error")
     for kind, members in profile.links:
         if (fit := profile.link(kind, members)) is not None:
             speeds = (f"{fit.start_s * 1e6:.1f}", f"{fit.bytes_per_s / 1e9:.2f}")
@@ -190,7 +188,7 @@ def _links(profile: Profile) -> Table:
 
 
 def _partitions(partitions: PartitionTable) -> Table:
-    table = _table("Partitions of prompts in chains", "instances", "tokens")
+    table = number_table("Partitions of prompts in chains", "instances", "tokens")
     table.add_column("parts")
     for entry in sorted(partitions.partitions, key=lambda entry: (entry.members, entry.length)):
         parts = ", ".join(f"{fraction:.3f}" for fraction in entry.fractions)

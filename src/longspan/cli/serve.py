@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, verb
+from longspan.cli.outputs import note
 from longspan.core.options import Option
 from longspan.serve.settings import RequestLimits, ServerSettings
 
@@ -33,32 +34,31 @@ def serve(
     otlp_traces_endpoint: Annotated[
         str | None,
         Option(
-            "URL of an OpenTelemetry collector, which gets a span per request; needs longspan[otel].",
+            "URL of an OpenTelemetry collector for one span per request; needs longspan[otel].",
             group="Server",
             metavar="URL",
             configures=True,
         ),
     ] = None,
     seed: Annotated[
-        int, Option("Seed of requests that bring none, and of dummy weights.", group="Server", configures=True)
+        int, Option("Seed of requests without a seed, and of dummy weights.", group="Server", configures=True)
     ] = 0,
     engine: EngineArgs = _ENGINE,
     limits: RequestLimits = _LIMITS,
 ) -> int:
-    """Serves a model to clients of OpenAI's API until SIGTERM or Ctrl-C.
+    """Serve a model to clients of OpenAI's API until SIGTERM or Ctrl-C.
 
     Every flag can also be given as an environment variable: --max-model-len as LONGSPAN_MAX_MODEL_LEN.
     """
     from longspan.serve import errors, messages, run  # noqa: PLC0415 - other verbs do not wait for FastAPI
-    from longspan.serve.server import end_process_if_busy  # noqa: PLC0415
 
-    variable = os.environ.pop(_KEY, None)  # it was read; processes that are started from here on need not know it
+    variable = os.environ.pop(_KEY, None)  # read already, and not for child processes
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     _log.setLevel(logging.INFO)
     if not server.api_keys and (variable is not None or not _is_loopback(server.host)):
         words = "there is no --api-key" if variable is None else f"{_KEY} is empty, so there is no key"
-        _log.warning("%s: everybody who reaches %s port %d may ask", words, server.host, server.port)
-    engine.resolve()  # mistakes end it here, not in the engine core
+        _log.warning("%s: any client that reaches %s port %d can send requests", words, server.host, server.port)
+    engine.resolve()  # raises mistakes here, before the engine core starts
     setup = messages.EngineSetup(
         engine=replace(engine, model=model, seed=seed),
         max_num_queued_reqs=server.max_num_queued_reqs,
@@ -69,12 +69,10 @@ def serve(
     tracer = None if otlp_traces_endpoint is None else _tracer(otlp_traces_endpoint)
     settings = replace(server, model_names=server.model_names or (model,), tracer=tracer, limits=limits)
     try:
-        code = asyncio.run(run.serve(setup, settings))
+        return asyncio.run(run.serve(setup, settings))
     except errors.EngineLostError as error:
-        print(f"longspan: {error}", file=sys.stderr)
-        code = 1
-    end_process_if_busy(code)
-    return code
+        note(str(error))
+        return 1
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,9 +1,9 @@
-"""Signals of the command line: SIGINT, SIGTERM and SIGHUP end it with exit code 128 + number, whatever it is doing.
+"""Signals of the command line: SIGINT, SIGTERM and SIGHUP end it at any time with exit code 128 + number.
 
 While an engine runs, the first signal raises SystemExit, which unwinds the verb and shuts the engine down. A first
 signal during that shutdown does not interrupt it. At any other time, and at a second signal, the process ends at once:
-its children are killed and its folders removed. Nothing is raised into an import, where an exception turns into another
-one or ends in a crash. An exception that gets lost where C code calls Python is raised again.
+its children are killed and its folders removed. No exception is raised into an import, which may convert it or crash.
+An exception that is lost where C code calls Python is raised again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from longspan.runtime.child import end_all
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 0.05
-"""Seconds until the exception is raised again, if nothing has begun to handle it."""
+"""Seconds until the exception is raised again, if no handler has begun."""
 
 
 class _State:
-    """The signal that ends this process, and whether it may unwind, or must not interrupt a shutdown."""
+    """The signal that ends this process, and whether it may unwind the verb or must not interrupt a shutdown."""
 
     def __init__(self) -> None:
         self.exception: SystemExit | None = None
@@ -35,9 +35,9 @@ _state = _State()
 
 
 def catch() -> None:
-    """Handle signals from here on.
+    """Install the signal handlers.
 
-    A shell starts jobs in the background with SIGINT ignored, which does not count; nohup ignores SIGHUP, which does.
+    An ignored SIGINT is handled, since shells ignore it for background jobs. An ignored SIGHUP, as by nohup, is not.
     """
     _state.exception, _state.unwinds, _state.finishes = None, False, False
     for number in NUMBERS:
@@ -46,7 +46,7 @@ def catch() -> None:
 
 
 def exit_code() -> int | None:
-    """Return the exit code that a signal asks for; None if there was no signal."""
+    """Return the exit code of the first signal. None if there was no signal."""
     return None if _state.exception is None else int(str(_state.exception.code))
 
 
@@ -80,18 +80,18 @@ def _take(number: int, frame: FrameType | None) -> None:
     _state.exception = SystemExit(128 + number)
     if not _state.unwinds:
         return
-    sys.unraisablehook = lambda _: None  # where it gets lost, Python would print it
+    sys.unraisablehook = lambda _: None  # Python would print a lost exception
     _raise(frame)
 
 
 def _end(number: int) -> NoReturn:
-    """End the process, its children and their folders, without running anything that it interrupts."""
+    """End the process and its children and remove their folders, without running interrupted code."""
     end_all()
     os._exit(128 + number)
 
 
 def _raise(frame: FrameType | None) -> None:
-    """Raise the exception, unless that is under way or an import is; look again soon."""
+    """Raise the exception, unless it is being handled or an import runs. Check again after `_AGAIN_S`."""
     if not _state.unwinds or _state.exception is None:
         return
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
@@ -100,7 +100,7 @@ def _raise(frame: FrameType | None) -> None:
 
 
 def _is_handled(exception: BaseException) -> bool:
-    """Tell whether the interrupted code handles the exception, or an exception that it caused."""
+    """Return True if the interrupted code handles the exception, or an exception that it caused."""
     handled = sys.exception()
     while handled is not None and handled is not exception:
         handled = handled.__context__
@@ -108,7 +108,7 @@ def _is_handled(exception: BaseException) -> bool:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Tell whether the interrupted code is part of an import."""
+    """Return True if the interrupted code is part of an import."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None

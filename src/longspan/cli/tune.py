@@ -1,4 +1,4 @@
-"""The verb `tune csa`: measures what sparse attention loses and takes, for `--csa auto`."""
+"""The verb `tune csa`: measures the loss and the time of sparse attention, for `--csa auto`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.args import EngineArgs
-from longspan.cli.options import check_writable, start, verb, write_result
+from longspan.cli.options import start, verb
+from longspan.cli.outputs import check_writable, write_result
 from longspan.core.options import Option
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
-    from longspan.cost.csa_tuned import HeldOut, Tuned
     from longspan.evals import Text
     from longspan.llm import LLM
+    from longspan.policy.csps.tuned import HeldOut, Tuned
     from longspan.tuning import Header, Journal
 
 _ENGINE = EngineArgs(parallel="4")
-_LEAST_SHARED = "512"
+_MIN_SHARED = "512"
 
 
 @verb
@@ -31,20 +32,18 @@ def tune(
     what: Annotated[Literal["csa"], Option("csa: sparse attention of policy csps.")],
     model: Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")],
     *,
-    out: Annotated[Path, Option("Where the tuned file goes; points are kept beside it.", metavar="FILE")],
-    max_minutes: Annotated[float, Option("Minutes to measure in; 0 takes the points that there are.", minimum=0)],
-    data: Annotated[
-        Path | None, Option("Text that prompts are made of.", metavar="FILE", default="Python's manual")
-    ] = None,
+    out: Annotated[Path, Option("The tuned file; points are saved in FILE.journal.", metavar="FILE")],
+    max_minutes: Annotated[float, Option("Minutes of measuring; 0 uses the saved points only.", minimum=0)],
+    data: Annotated[Path | None, Option("Text for the prompts.", metavar="FILE", default="Python's manual")] = None,
     engine: EngineArgs = _ENGINE,
 ) -> None:
-    """Measures what sparse attention loses and takes with a model, so that --csa auto can choose.
+    """Measure the loss and the time of sparse attention with a model, so that --csa auto can choose.
 
-    Pass keys are hidden in prompts, which are computed exactly and by random numbers of levels and drop ratios. Each
-    point is kept at once in FILE.journal: run it again after it was stopped, or for more points, and it goes on.
+    Pass keys are hidden in prompts, which are computed exactly and with random numbers of levels and drop ratios. Each
+    point is saved in FILE.journal at once. A repeated run after a stop, or for more points, continues.
     """
     from longspan import tuning  # noqa: PLC0415 - other verbs need none of it
-    from longspan.cost.csa_tuned import tuned  # noqa: PLC0415
+    from longspan.policy.csps.tuned import tuned  # noqa: PLC0415
 
     del what
     given = _checked(engine)
@@ -56,32 +55,32 @@ def tune(
         journal = tuning.Journal(path, header)
         _measure(llm, text, header, journal, max_minutes)
         tuning.check_enough(journal.points, header.lengths, path)
-    about = llm.profile_key
-    found = tuned(
+    key = llm.profile_key
+    result = tuned(
         journal.points,
         tuning.group_of(llm, header.hosts, given.block_size),
         tuned_for=model,
-        dtype=about.dtype,
-        machine=f"{about.machine}, {about.threads} threads per rank",
+        dtype=key.dtype,
+        machine=f"{key.machine}, {key.threads} threads per rank",
         data="Python's manual" if data is None else data.name,
     )
-    write_result("--out", out, found.to_json())
-    Console().print(_table(found))
-    print(_accuracy(found.held_out))
+    write_result("--out", out, result.to_json())
+    Console().print(_table(result))
+    print(_accuracy(result.held_out))
     print(f"written to {out}: longspan generate {model} --policy csps --csa {out} --parallel {given.parallel}")
 
 
 def _checked(engine: EngineArgs) -> EngineArgs:
-    """Returns the options with what tuning sets itself; raises ParameterError where one of these is given."""
+    """Return the options with the values that tuning sets. Raise ParameterError if one of them is given."""
     for name, value in engine.sharing.items():
         raise ParameterError(name, "is set by tuning itself: leave it out", value)
-    options = {"threshold": _LEAST_SHARED, **(engine.policy_options or {})}
+    options = {"threshold": _MIN_SHARED, **(engine.policy_options or {})}
     return replace(engine, policy="csps", policy_options=options, enable_prefix_caching=False, record_times=True)
 
 
 def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes: float) -> None:
-    """Measures until the minutes are over; a bar on a terminal shows how many are."""
-    from longspan import tuning  # noqa: PLC0415 - other verbs need none of it
+    """Measure until the minutes are over. A progress bar shows them on a terminal."""
+    from longspan import tuning  # noqa: PLC0415 - not needed by other verbs
 
     begin = time.monotonic()
 
@@ -90,7 +89,7 @@ def _measure(llm: LLM, text: Text, header: Header, journal: Journal, max_minutes
 
     layout = "{desc}: {bar} {n:.1f} of {total:g} minutes"
     with tqdm(total=max_minutes, desc="measuring", bar_format=layout, dynamic_ncols=True, disable=None) as bar:
-        for point in tuning.measure(llm, text, header, journal.points, goes_on=lambda: minutes() < max_minutes):
+        for point in tuning.measure(llm, text, header, journal.points, continues=lambda: minutes() < max_minutes):
             journal.add(point)
             bar.set_description(f"{len(journal.points)} points")
             bar.update(min(minutes(), max_minutes) - bar.n)
@@ -112,6 +111,6 @@ def _table(found: Tuned) -> Table:
     for levels, mode in columns:
         table.add_column(f"{levels} levels, {mode}", justify="right")
     for length in sorted({one.num_tokens for one in found.points}):
-        most = (found.most_without_loss(length, levels, mode) for levels, mode in columns)
+        most = (found.max_drop_without_loss(length, levels, mode) for levels, mode in columns)
         table.add_row(f"{length:,}", *("" if one is None else f"{one:.0%}" for one in most))
     return table

@@ -1,1 +1,1 @@
-"""The core that every other room shares: requests, runs, blocks, steps, the protocols and the engine loop. No torch."""
+"""The core that all packages share: requests, runs, blocks, steps, the protocols and the engine loop. No torch."""

@@ -1,4 +1,4 @@
-"""KV blocks by their pools: what a request finds cached, where its KV goes; and which groups step together."""
+"""KV blocks by their pools, prefix hits, transfer targets, and sets of coupled instances."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class BlockRef(NamedTuple):
 
     @property
     def instance(self) -> int:
-        """The instance that owns the block: its number is that of its pool. Of blocks on a host there is none."""
+        """The instance with this pool number. Only for device blocks."""
         return self.pool
 
 
 class Target(NamedTuple):
-    """An instance that is to decode a request, and how many blocks of its table, the next ones in order, go there."""
+    """A decode instance of a request, and the number of blocks of its table that go there, in order of targets."""
 
     instance: int
     num_blocks: int
 
 
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Names a full block by its tokens and all before them."""
+    """Return the prefix key of a full block, which depends on its tokens and all tokens before it."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -38,11 +38,11 @@ class PrefixHit:
     """KV found for the first `num_tokens` tokens of a request.
 
     Attributes:
-        refs: the blocks, in order. Of the last perhaps only the tokens up to `num_tokens` are used.
-        adopts_last: the last block is used in part, and by no other request. The request takes it over and writes on.
-        copies_last: the last block is used in part, and is left as it is. The request writes on in a copy.
-        num_loaded: how many of the blocks are on hosts or disks, and are loaded to devices.
-        waits: some blocks are being filled, or will be. The request computes nothing before they are.
+        refs: the blocks, in order. Only tokens up to `num_tokens` are used of the last block.
+        adopts_last: the last block is partly used and unreferenced. The request overwrites its tail.
+        copies_last: the last block is partly used and stays as it is. The request writes to a copy.
+        num_loaded: number of blocks that are loaded from hosts or disks to devices.
+        waits: some blocks are not filled yet. The request computes nothing before they are.
     """
 
     refs: tuple[BlockRef, ...] = ()
@@ -54,7 +54,7 @@ class PrefixHit:
 
     @property
     def num_held(self) -> int:
-        """The number of blocks that need no load: they are on devices, or on a host and read there."""
+        """The number of blocks that need no load: device blocks, and host blocks that are read in place."""
         return len(self.refs) - self.num_loaded
 
     @property
@@ -63,12 +63,12 @@ class PrefixHit:
 
 
 def coupled_instances(groups: Iterable[Collection[int]]) -> list[frozenset[int]]:
-    """Joins groups that share an instance: returns the smallest sets such that no group reaches across two."""
+    """Join groups that share an instance. Return the smallest disjoint sets that contain whole groups."""
     coupled_with: dict[int, set[int]] = {}
     for group in groups:
         met = {id(coupled_with[i]): coupled_with[i] for i in group if i in coupled_with}
         joined = set(group).union(*met.values())
         if any(len(coupled) == len(joined) for coupled in met.values()):
-            continue  # one of them has all of it
+            continue  # one set contains the group
         coupled_with.update(dict.fromkeys(joined, joined))
     return sorted(map(frozenset, {id(coupled): coupled for coupled in coupled_with.values()}.values()), key=min)

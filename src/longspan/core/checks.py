@@ -22,8 +22,8 @@ def check_number(name: str, value: object, *, may_be_infinite: bool = False) -> 
 
 def check_numbers(options: Any) -> None:  # noqa: ANN401 - any dataclass
     """Apply `check_number` to every field of a dataclass."""
-    for one in fields(options):
-        check_number(one.name, getattr(options, one.name))
+    for field in fields(options):
+        check_number(field.name, getattr(options, field.name))
 
 
 def check_text(name: str, value: object) -> None:

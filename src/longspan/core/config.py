@@ -22,21 +22,20 @@ class EngineConfig:
 
     Attributes:
         cluster: with the sizes of its pools.
-        turns: all clusters that take turns on the same devices, this one among them; empty when it stays.
-        max_model_len: the bound of user and model for the tokens of a request, see `longest`.
-        rope_switch_length: requests longer than this use other rotary factors; None for most models.
-        max_num_batched_tokens: tokens that one instance computes in one step, at most.
-        max_num_seqs: requests that one instance takes part in at once, at most.
-        max_steps_in_flight: the most incomplete steps that a request may be in while it decodes, and that each instance
-            has, but for those that keep its further stages busy. With 2, instances never wait for the controller: the
-            next step is there before the present one ends.
-        swap: says whether KV on hosts is worth a copy on a cluster; None when it always is.
+        phases: the clusters of both phases, on the same devices. Empty without phases.
+        max_model_len: maximum tokens of a request by user and model, see `longest`.
+        rope_switch_length: requests longer than this use other rotary factors. None for most models.
+        max_num_batched_tokens: maximum tokens of one step on one instance.
+        max_num_seqs: maximum running requests per instance.
+        max_steps_in_flight: maximum incomplete steps per decoding request and per instance, plus one for each further
+            pipeline stage of the instance. With 2, the next step arrives before the present step ends.
+        swap: returns the cost of loading KV on a cluster. None: a load always pays.
     """
 
     cluster: Cluster
     block_size: int
     max_model_len: int
-    turns: tuple[Cluster, ...] = ()
+    phases: tuple[Cluster, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     rope_switch_length: int | None = None
     max_num_batched_tokens: int = 2048
@@ -48,13 +47,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         assert self.cluster.num_blocks, f"the KV pools of {self.cluster} have no sizes"
-        # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
+        # With 3, penalties or prefix keys could need a token that a step in flight still samples.
         assert self.max_steps_in_flight in (1, 2)
 
     @property
     def fleet(self) -> tuple[Cluster, ...]:
         """The cluster, or the clusters of both phases, see `core.fleets`."""
-        return self.turns or (self.cluster,)
+        return self.phases or (self.cluster,)
 
     @classmethod
     def of(
@@ -63,33 +62,33 @@ class EngineConfig:
         cluster: Cluster,
         policy: Policy,
         *,
-        turns: tuple[Cluster, ...] = (),
+        phases: tuple[Cluster, ...] = (),
         context_length: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         rope_switch_length: int | None = None,
         seed: int = 0,
         swap: SwapPrices | None = None,
     ) -> EngineConfig:
-        """Returns what the options mean with this policy, for a model with the other facts; without, for any model."""
+        """Return the configuration for options, a policy and a model. The defaults are for any model."""
         if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:
             problem = f"{scheduling.host_kv_gib:g} keeps KV for prefix caching, which is off: leave one of them out"
             raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
-        check_phases(scheduling, turns)
-        capacity = capacity_tokens(policy, turns or (cluster,), scheduling.block_size)
-        wanted = scheduling.max_model_len
-        if wanted is not None and context_length is not None and wanted > context_length:
-            problem = f"{wanted} exceeds the model's context of {context_length} tokens"
-            raise ParameterError("max_model_len", problem, wanted)
-        if wanted is not None and wanted > capacity:
-            problem = f"{wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory"
+        check_phases(scheduling, phases)
+        capacity = capacity_tokens(policy, phases or (cluster,), scheduling.block_size)
+        max_len = scheduling.max_model_len
+        if max_len is not None and context_length is not None and max_len > context_length:
+            problem = f"{max_len} exceeds the model's context of {context_length} tokens"
+            raise ParameterError("max_model_len", problem, max_len)
+        if max_len is not None and max_len > capacity:
+            problem = f"{max_len} does not fit: the KV pools hold {capacity} tokens; allow more memory"
             if cluster.host_blocks and not policy.reads_hosts:
                 problem += f", or choose a policy that reads KV on hosts, which {scheduling.policy} does not"
-            raise ParameterError("max_model_len", problem, wanted)
+            raise ParameterError("max_model_len", problem, max_len)
         return cls(
             cluster=cluster,
-            turns=turns,
+            phases=phases,
             block_size=scheduling.block_size,
-            max_model_len=wanted or context_length or capacity,
+            max_model_len=max_len or context_length or capacity,
             eos_token_ids=eos_token_ids,
             rope_switch_length=rope_switch_length,
             max_num_batched_tokens=scheduling.max_num_batched_tokens or cls.max_num_batched_tokens,
@@ -109,43 +108,42 @@ class EngineConfig:
         return policy.sparse(num_prompt_tokens, self.block_size, self.cluster.num_blocks[0])
 
     def rope_length(self, num_tokens: int) -> int:
-        """Returns the length that such a request's rotary embeddings are pinned to; 0 for most models."""
+        """Return the length that the rotary embeddings of a request are pinned to. 0 for most models."""
         switch = self.rope_switch_length
         if switch is None:
             return 0
         return switch + 1 if num_tokens > switch else switch
 
 
-def check_phases(scheduling: SchedulingArgs, turns: Sequence[Cluster]) -> None:
-    """Raise ParameterError for clusters that take turns without pools on hosts."""
-    if turns and not scheduling.host_kv_gib:
-        problem = f"is where KV lies while clusters change, which policy {scheduling.policy} has them do: give some"
+def check_phases(scheduling: SchedulingArgs, phases: Sequence[Cluster]) -> None:
+    """Raise ParameterError for clusters of phases without host pools."""
+    if phases and not scheduling.host_kv_gib:
+        problem = f"must be above 0, since policy {scheduling.policy} offloads KV to hosts between its phases"
         raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
 
 
 def capacity_tokens(policy: Policy, clusters: Sequence[Cluster], block_size: int) -> int:
-    """Returns the length of the longest request that is sure to fit when it is alone.
+    """Return the length of the longest request that always fits if it is alone.
 
-    What devices have no room for may lie on a host, if the policy reads it there. Where clusters take turns it must fit
-    all of them, and the memory of a host, too, where KV lies in between.
+    It may be partly on a host, if the policy reads host blocks. With phases it must also fit the memory of one host.
     """
-    found = []
+    capacities = []
     for cluster in clusters:
         on_host = 0
         if device_limit(policy, cluster) is not None:
             pools = {cluster.host_pool(instance) for instance in policy.instances}
             sizes = [cluster.pool_blocks[pool] for pool in pools]
             on_host = min(sizes) if policy.capacity < len(policy.instances) else sum(sizes)
-        found.append((policy.capacity_on(cluster) * cluster.num_blocks[0] + on_host) * block_size)
+        capacities.append((policy.capacity_on(cluster) * cluster.num_blocks[0] + on_host) * block_size)
         decode = [cluster.num_blocks[instance] for instance in cluster.decode]
-        others = [sum(decode)] if decode and policy.shards_decodes else decode
-        others += cluster.host_blocks if len(clusters) > 1 else ()
-        found += [number * block_size for number in others]
-    return min(found)
+        bounds = [sum(decode)] if decode and policy.shards_decodes else decode
+        bounds += cluster.host_blocks if len(clusters) > 1 else ()
+        capacities += [number * block_size for number in bounds]
+    return min(capacities)
 
 
 def device_limit(policy: Policy, cluster: Cluster) -> int | None:
-    """Returns the blocks that one request may have on devices, see `ClusterView`."""
+    """Return the maximum device blocks of one request, see `ClusterView`."""
     if not (policy.reads_hosts and cluster.host_blocks) or cluster.has_roles:
         return None
     return policy.capacity * cluster.num_blocks[0]

@@ -25,15 +25,12 @@ if TYPE_CHECKING:  # types alone
 
 
 class Engine:
-    """Asks the policy for plans, and emits their steps. One thread drives it through `step`.
+    """Emits the steps that the policy plans. One thread drives it through `step`.
 
     Attributes:
         counts: preemptions, prefix hits and bytes sent so far.
-        kv: all blocks of KV, and the moves between them.
+        kv: all KV blocks, and the moves between them.
         watch: checks the account of KV blocks when the engine is idle.
-
-    Args:
-        saved: the contents of each disk from an earlier run, by block, the least recently used first.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class Engine:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside: a stop string, or a client that is gone. It is dropped when no step names it.
 
-        A request that has ended keeps its reason. Only a stop string found in the last token counts before its length.
+        A request that has ended keeps its reason. Only a stop string in its last token replaces `length`.
         """
         self._lifecycle.finish(request, reason)
 
@@ -94,7 +91,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that hold no KV and could run if there were free blocks."""
-        return len(self._queues.waiting.able())
+        return len(self._queues.waiting.runnable())
 
     @property
     def is_regrouping(self) -> bool:
@@ -145,7 +142,7 @@ class Engine:
         self._lifecycle.adopt(policy)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
+        """Forget the KV of finished requests. Raise RuntimeError if any request is unfinished."""
         self._require_idle("KV cannot be forgotten")
         self.kv.restart((), keep=False)
 
@@ -153,12 +150,12 @@ class Engine:
         if requests := self._queues.requests:
             raise RuntimeError(f"{what} while {len(requests)} requests are unfinished")
         if self._is_moving:
-            raise RuntimeError(f"{what} while KV is on its way: call step until has_unfinished is false")
+            raise RuntimeError(f"{what} while KV moves are in flight: call step until has_unfinished is false")
 
     def reshard(self, change: Change) -> None:
         """Move all ranks to their places in another cluster, once no step is in flight. Requests go on there.
 
-        KV is offloaded from devices to hosts meanwhile, up to the size of their pools. The rest is computed anew.
+        KV is offloaded from devices to hosts meanwhile, up to the size of their pools. The rest is recomputed.
 
         Raises:
             RuntimeError: another change is under way.
@@ -168,7 +165,7 @@ class Engine:
     def restart(self, executor: Executor, change: Change | None = None) -> None:
         """Replace lost workers. The new ones have the places of `change`, with a policy, or those before the loss.
 
-        Every request waits again and computes anew the KV that it had on devices. Contents of hosts and disks stay.
+        Every request waits again, and recomputes the KV that it had on devices. Contents of hosts and disks stay.
         A request that exceeds the capacity of the new cluster ends with an error.
         """
         self._ranks.restart(executor)
@@ -232,42 +229,42 @@ class Engine:
             elif (moves := self.kv.moved(done)) is None:
                 self._queues.steps.complete(done)
             else:
-                self._ranks.send(*moves)
-                self._lifecycle.go_on_loaded()
-                self._lifecycle.free()
+                self._lifecycle.moved(moves)
 
     def emit(self) -> None:
         """Emit the steps that the policy plans, until no instance can be given another step."""
-        self._lifecycle.hand_over()
+        self._lifecycle.advance_transfers()
         while self._regrouping.is_running:
             num_preemptions = self.counts.num_preemptions
             if self._queues.can_emit and self._emit_plan(self._plan()):
                 continue
             # A plan that only preempted may have freed backends, or blocks for pending transfers.
             has_preempted = self.counts.num_preemptions > num_preemptions
-            if not self._regrouping.is_running or (has_preempted and self._lifecycle.hand_over()):
+            if not self._regrouping.is_running or (has_preempted and self._lifecycle.advance_transfers()):
                 continue
-            if self._queues.steps or self._is_moving or not self._lifecycle.relent():
+            if self._queues.steps or self._is_moving or not self._lifecycle.break_deadlock():
                 return
         if self._regrouping.state == "draining":
             self._drain()
 
     def _plan(self) -> Plan:
-        """Return the policy's plan, after its preemptions. After a plan that only preempts, ask for another plan.
+        """Return the policy's plan, after its preemptions. After a plan that only preempts, plan again.
 
-        Also ask for another while copies in flight hold the blocks of preempted requests.
+        Also plan again while in-flight copies pin the blocks of preempted requests.
         """
         queues = self._queues
         while True:
-            self.kv.make_room(queues.occupancy.full)
+            self.kv.free_for_decodes(queues.occupancy.full)
             if (limit := self._device_limit) is not None:
-                self._ranks.send(*self.kv.spill(queues.waiting.able(self._policy.admits(self.config.cluster)), limit))
+                self._ranks.send(
+                    *self.kv.move_host_blocks(queues.waiting.runnable(self._policy.admits(self.config.cluster)), limit)
+                )
             plan = self._policy.plan(self._view())
             for parked in plan.parked:
                 self._lifecycle.retract(queues.requests[parked.id])
             if plan.reshard is not None:
                 assert not plan.batches, "no step is planned together with a change of clusters"
-                self._regrouping.ask(Change(cluster=plan.reshard, turns=self.config.turns), self._clock.now())
+                self._regrouping.ask(Change(cluster=plan.reshard, phases=self.config.phases), self._clock.now())
                 return Plan()
             for preempted in plan.preempted:
                 self._lifecycle.preempt(queues.requests[preempted.id])
@@ -280,10 +277,10 @@ class Engine:
             cluster=self.config.cluster,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
-            waiting=queues.waiting.able(),
-            startable=self.kv.startable(queues.waiting.able(admits)),
+            waiting=queues.waiting.runnable(),
+            startable=self.kv.startable(queues.waiting.runnable(admits)),
             running=queues.running,
-            kv=self.kv.view,
+            kv=self.kv.account,
             busy=frozenset(queues.occupancy.busy),
             full=frozenset(queues.occupancy.full),
             now_s=self._clock.now(),
@@ -300,7 +297,7 @@ class Engine:
         parts = [scheduled for batch in plan.batches for scheduled in batch]
         self._lifecycle.admit(plan.loads, parts)
         if any(scheduled.targets for scheduled in parts):
-            self._ranks.send(*self.kv.transfers())  # cached blocks can be sent before the others are computed
+            self._ranks.send(*self.kv.pending_transfers())  # cached blocks can be sent at once
         for batch in plan.batches:
             self._lifecycle.begin(batch)
         return True

@@ -1,22 +1,18 @@
 """The exchange of queries, keys, values and partial outputs in attention: a value, and the traits of every kind.
 
 To add an exchange, register its kind and traits here. Its tensors are in `attn/exchanges/<kind>.py`, its seconds and
-bytes in `cost/channels.py`. A sparse form of an exchange is a kind of its own. Users choose the exact exchange, and the
-policy schedules the sparse form for a request that has a sparse setting. A package of its own adds an exchange by an
-`exchange_plugins.ExchangePlugin`.
+bytes in `cost/channels.py`. A sparse form of an exchange is a separate kind. Users choose the exact exchange, and the
+policy schedules the sparse form for requests with a sparse setting. Plug-ins are `exchange_plugins.ExchangePlugin`s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from longspan.core.runs import Layout
 from longspan.core.sparse import SparseSetting
-
-if TYPE_CHECKING:
-    pass
 
 WeightSource = Literal["host", "peers"]
 """Unsharded weights come from the memory of the host, or from the other ranks of the instance."""
@@ -26,19 +22,19 @@ Parameter = Literal["dense", "weights", "sparse"]
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Traits of a kind of exchange, as the rest of the code must know them.
+    """Traits of a kind of exchange that other packages use.
 
     Attributes:
         layouts: the layouts that it can compute with, the preferred one first.
-        level: an `attention` exchange moves queries, keys and values; a `layer` exchange computes whole attention
-            layers with other weights than the model's, and its tokens come last in the packed row.
-        stores: new keys and values are in the pool `before` the exchange, or it hands over what is stored `after` it.
+        level: an `attention` exchange moves queries, keys and values. A `layer` exchange computes whole attention
+            layers with other weights than the model's, and its tokens are last in the packed row.
+        stores: new keys and values are in the pool `before` the exchange, or it returns them to be stored `after` it.
         decodes: whether policies may decode single tokens with it.
         keeps: the KV of a token stays with the member that `computed` it, or with that one or any `later` member.
-        skewed: whether its members may be in different layers at the same time, so that nobody waits for a later one.
+        skewed: whether its members may be in different layers at the same time, without waiting for later members.
         reads_hosts: whether some keys of a member may lie in the pool of its host.
         parameters: the fields of `Exchange` that it takes.
-        sparse_form_of: the kind that computes the same exactly; None for a kind that is exact itself.
+        sparse_form_of: the exact kind of a sparse form. None for an exact kind.
     """
 
     layouts: tuple[Layout, ...] = ("zigzag", "striped", "contiguous")
@@ -53,19 +49,20 @@ class Traits:
 
     @property
     def in_order(self) -> bool:
-        """Whether each member's tokens must follow those of the member before it."""
+        """Whether each member's tokens must follow the tokens of the previous member."""
         return self.layouts == ("contiguous",)
 
 
 class Exchange(NamedTuple):
-    """One way to exchange tensors in attention. It is a tuple because simulations hash millions of them, and messages
-    stay short.
+    """One way to exchange tensors in attention.
+
+    It is a tuple because simulations hash millions of exchanges, and messages stay short.
 
     Attributes:
         kind: a name of the registry.
         dense: scores that causality hides are computed and masked instead of skipped.
-        weights: every rank computes whole layers with unsharded weights from there; None keeps the ranks' own shares.
-        sparse: how a sparse form drops unimportant tokens far away; None for exact kinds.
+        weights: every rank computes whole layers with unsharded weights from this source. None: its own shard.
+        sparse: the setting of a sparse form, which drops unimportant distant tokens. None for exact kinds.
     """
 
     kind: str
@@ -78,7 +75,7 @@ class Exchange(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The name in metrics and reports, which does not tell where weights are from."""
+        """The name in metrics and reports, without the source of weights."""
         return f"{self.kind}_dense" if self.dense else self.kind
 
     @property
@@ -87,7 +84,7 @@ class Exchange(NamedTuple):
 
     @property
     def is_layerwise(self) -> bool:
-        """Whether it computes whole attention layers instead of exchanging inside the model's own."""
+        """Whether it computes whole attention layers in place of the model's layers."""
         return self.weights is not None or self.traits.level == "layer"
 
     @property
@@ -99,13 +96,13 @@ class Exchange(NamedTuple):
         return self.kind in _SPARSE_FORMS
 
     def sparse_form(self, setting: SparseSetting) -> Exchange:
-        """Returns the sparse form of this exchange with a setting."""
+        """Return the sparse form of this exchange with a setting."""
         assert self == Exchange(self.kind), f"{self} has parameters that its sparse form does not take"
         return Exchange(_SPARSE_FORMS[self.kind], sparse=setting)
 
     @property
     def exact_form(self) -> Exchange:
-        """The exact exchange of a sparse form, and any other exchange itself."""
+        """The exact exchange of a sparse form, or the exchange itself."""
         exact = self.traits.sparse_form_of
         return self if exact is None else Exchange(exact)
 
@@ -115,7 +112,7 @@ _SPARSE_FORMS: dict[str, str] = {}
 
 
 class _Known(dict[str, Traits]):
-    """The traits of each kind. Those of a plug-in are loaded when they are first read."""
+    """The traits of each kind. The traits of a plug-in are loaded when they are first read."""
 
     def __missing__(self, kind: str) -> Traits:
         from longspan.core.exchange_plugins import load_traits  # noqa: PLC0415 - built-in kinds need no plug-ins
@@ -128,7 +125,7 @@ _TRAITS = _Known()
 
 
 def register_traits(kind: str, traits: Traits) -> Exchange:
-    """Makes a kind of exchange known; returns it without parameters."""
+    """Register a kind of exchange. Return the exchange without parameters."""
     assert kind not in _TRAITS, f"there is an exchange {kind} already"
     _TRAITS[kind] = traits
     if traits.sparse_form_of is not None:
@@ -155,22 +152,19 @@ CHAIN = register_traits(
 ALLTOALL_SPARSE = register_traits(
     "alltoall_sparse", Traits(decodes=False, parameters=("sparse",), sparse_form_of=ALLTOALL.kind)
 )
-"""`alltoall` that drops unimportant tokens far away before they travel (CSPS §3.2.4)."""
+"""`alltoall` that drops unimportant distant tokens before it sends them (CSPS §3.2.4)."""
 GATHER_HIDDEN_SPARSE = register_traits(
     "gather_hidden_sparse",
     Traits(level="layer", stores="after", decodes=False, parameters=("sparse",), sparse_form_of=GATHER_HIDDEN.kind),
 )
-"""`gather_hidden` whose members do not attend to unimportant tokens far away."""
+"""`gather_hidden` without attention to unimportant distant tokens."""
 
 
 BUILT_IN = frozenset(_TRAITS)
 
 
 def exchanges() -> Iterator[Exchange]:
-    """Yields every loaded exact kind between several members, without parameters.
-
-    A plug-in is loaded when it is named.
-    """
+    """Yield every loaded exact exchange between several members, without parameters. Plug-ins load when named."""
     return (Exchange(kind) for kind in _exact_kinds() if kind != LOCAL.kind)
 
 
@@ -179,34 +173,34 @@ def _exact_kinds() -> Iterator[str]:
 
 
 def of_any_layout() -> tuple[Exchange, ...]:
-    """Returns the attention exchanges that compute with any layout."""
+    """Return the attention exchanges that support all layouts."""
     layouts = {*get_args(Layout)} - {"single"}
     return tuple(one for one in exchanges() if not one.is_layerwise and layouts <= {*one.traits.layouts})
 
 
 def decoding() -> tuple[Exchange, ...]:
-    """Returns the exchanges that single tokens may be decoded with, the usual one first."""
+    """Return the exchanges that can decode single tokens, the default first."""
     return (RING_Q, *(one for one in exchanges() if one.traits.decodes and one != RING_Q))
 
 
 def takers(parameter: Parameter) -> str:
-    """Lists the kinds that take a parameter, for messages."""
+    """Return the names of the kinds that take a parameter, for messages."""
     return ", ".join(one.kind for one in exchanges() if parameter in one.traits.parameters)
 
 
 def with_sparse_form() -> tuple[Exchange, ...]:
-    """Returns the exchanges that have a sparse form."""
+    """Return the exchanges that have a sparse form."""
     return tuple(one for one in exchanges() if one.has_sparse_form)
 
 
 def shown_names() -> tuple[str, ...]:
-    """Returns the names of all exchanges between several members, sparse forms last."""
+    """Return the names of all exchanges between several members, sparse forms last."""
     names = [variant.shown for one in exchanges() for variant in _variants(one)]
     return tuple(dict.fromkeys((*names, *_SPARSE_FORMS.values())))
 
 
 def exchange_of(kind: str) -> Exchange:
-    """Returns an exact kind of exchange, without parameters. Raises ValueError for any other name."""
+    """Return an exact exchange without parameters. Raise ValueError for any other name."""
     try:
         is_exact = _TRAITS[kind].sparse_form_of is None
     except KeyError:
@@ -219,7 +213,7 @@ def exchange_of(kind: str) -> Exchange:
 
 
 def exchange_named(text: str) -> Exchange:
-    """Returns the exact exchange that prints as `text`. Raises ValueError when none does."""
+    """Return the exact exchange that prints as `text`. Raise ValueError if there is none."""
     if text in _TRAITS:
         return exchange_of(text)
     return next((one for base in exchanges() for one in _variants(base) if str(one) == text), None) or exchange_of(text)

@@ -1,4 +1,4 @@
-"""Exchanges of other packages, which name them as entry points of the group `longspan.exchanges`."""
+"""Exchanges that other packages add as entry points of the group `longspan.exchanges`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePlugin:
-    """An exchange of another package: its entry point of the group `longspan.exchanges` names one.
+    """An exchange of another package, named by an entry point of the group `longspan.exchanges`.
 
-    The module of this object needs no torch, because all processes import it.
+    All processes import its module, so that must not import torch.
 
     Attributes:
-        traits: its layouts and so on.
-        attention: `module:name` of the function that computes attention, or of an `attn.exchanges.AttentionExchange`.
-            Workers alone import it.
+        traits: layouts and other traits.
+        attention: `module:name` of an attention function or `attn.exchanges.AttentionExchange`. Only workers import it.
         cost: `module:name` of a `cost.channels.ExchangeCost`, which policies and simulations import.
     """
 
@@ -35,7 +34,7 @@ _LOADED: dict[str, tuple[ExchangePlugin, Extension]] = {}
 
 
 def load_traits(kind: str) -> Traits:
-    """Import the plug-in that has this name, and return its traits. Raises KeyError if there is none."""
+    """Import the plug-in with this name, and return its traits. Raise KeyError if there is none."""
     added = extensions(EXCHANGES, BUILT_IN)
     if kind not in added:
         raise KeyError(kind)
@@ -52,16 +51,16 @@ def load_traits(kind: str) -> Traits:
 
 
 def exchange_names() -> tuple[str, ...]:
-    """Return the kinds between several members, those of packages that are not imported yet included."""
+    """Return the kinds between several members, including plug-ins that are not imported yet."""
     return tuple(dict.fromkeys((*(one.kind for one in exchanges()), *extensions(EXCHANGES, BUILT_IN))))
 
 
 def plugin_part(kind: str, part: Literal["attention", "cost"]) -> object | None:
-    """Import a part of the plug-in of this name: what computes attention, or its cost. None for any other kind."""
+    """Import the attention or the cost of the plug-in with this name. Return None for any other kind."""
     if kind in BUILT_IN:
         return None
     _ = Exchange(kind).traits  # loads a plug-in
-    if kind not in _LOADED:  # `register_traits` has made it known
+    if kind not in _LOADED:  # registered by `register_traits`
         return None
     plugin, extension = _LOADED[kind]
     return extension.resolve(getattr(plugin, part))

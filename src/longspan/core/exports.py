@@ -1,4 +1,4 @@
-"""Imports that cost little: public names that load on first use (PEP 562), and no garbage collections on the way."""
+"""Fast imports: public names that load on first use (PEP 562), without garbage collections meanwhile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib import import_module
 
 
 def lazy_exports(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Makes the package's `__getattr__` and `__dir__`, which give a name from its module, or a submodule itself.
+    """Return `__getattr__` and `__dir__` of a package. They return a name of a module, or a submodule itself.
 
     Args:
         package: its `__name__`.
-        owners: by public name the module to import.
+        owners: the module to import for each public name.
     """
 
     def load(name: str) -> object:
@@ -34,7 +34,7 @@ def lazy_exports(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keeps the garbage collector from running while a block imports: it would look at all modules over and over."""
+    """Stop garbage collection during imports. It would scan all modules repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Names that installed packages add to the registries of policies and exchanges.
 
-The registries do no I/O: `longspan/__init__.py` sets `finder`, which reads entry points. This module imports nothing,
-because every process loads it.
+The registries do no I/O: `longspan/__init__.py` sets `finder`, which reads entry points. Without imports, since every
+process loads it.
 """
 
 TYPE_CHECKING = False
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
         @property
         def origin(self) -> str:
-            """The name and the group of the entry point, and the distribution that has it, for messages."""
+            """The name and group of the entry point, and its distribution, for messages."""
 
         def load(self) -> object:
-            """Import the object; raise PluginError if that fails."""
+            """Import the object. Raise PluginError if that fails."""
 
         def check(self, reference: str) -> None:
-            """Raise PluginError if there is no module for `module:name`; do not import it."""
+            """Raise PluginError if there is no module for `module:name`, without importing it."""
 
         def resolve(self, reference: str) -> object:
-            """Import the object that `module:name` refers to; raise PluginError if that fails."""
+            """Import the object that `module:name` refers to. Raise PluginError if that fails."""
 
 
 POLICIES, EXCHANGES = "longspan.policies", "longspan.exchanges"

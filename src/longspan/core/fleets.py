@@ -1,4 +1,4 @@
-"""The fleet of an engine: its text, and the smaller fleets that can replace it.
+"""The fleet of an engine: its text, its phases, and the smaller fleets that can replace it.
 
 A fleet is one cluster, or two clusters on the same ranks: one prefills and the other decodes, in alternating phases.
 """
@@ -35,15 +35,35 @@ def fleet_text(fleet: Fleet) -> str:
     return str(replace(fleet[0], decode_spec=fleet[1].spec, locations=(), num_blocks=()) if fleet[1:] else fleet[0])
 
 
+def in_phases(cluster: Cluster) -> tuple[Cluster, Cluster]:
+    """Return the prefill and decode clusters that share the devices of a cluster with roles, in alternating phases.
+
+    Raises:
+        ParameterError: the instances have no roles, or both specs are equal.
+    """
+    if cluster.decode_spec is None:
+        problem = "needs decode_parallel, too: they alternate on the same devices"
+        raise ParameterError("prefill_parallel", problem)
+    if cluster.decode_spec == cluster.spec:
+        problem = f"{cluster.spec} equals prefill_parallel: give another spec, or parallel and another policy"
+        raise ParameterError("decode_parallel", problem, str(cluster.spec))
+    specs = cluster.spec, cluster.decode_spec
+    num_ranks, num_pools = max(spec.num_ranks for spec in specs), max(spec.instances for spec in specs)
+    prefill, decode = (
+        Cluster(spec=spec, num_spare=num_ranks - spec.num_ranks, num_device_pools=num_pools) for spec in specs
+    )
+    return prefill, decode
+
+
 def parts(fleet: Fleet) -> Iterator[Fleet]:
     """Yield a fleet without its spare ranks, and then its parts, by falling size.
 
     A part lacks the last instances of some roles or phases. Each role and each phase keeps at least one instance.
     """
-    groups = [(one, group) for one in fleet for group in (one.prefill, one.decode) if group]
-    sizes = [len(one.ranks(group.start)) for one, group in groups]
+    groups = [(cluster, group) for cluster in fleet for group in (cluster.prefill, cluster.decode) if group]
+    sizes = [len(cluster.ranks(group.start)) for cluster, group in groups]
     choices = product(*([group[:count] for count in range(len(group), 0, -1)] for _, group in groups))
-    largest_first = sorted(choices, key=lambda kept: -sum(map(mul, map(len, kept), sizes)))
+    largest_first = sorted(choices, key=lambda groups: -sum(map(mul, map(len, groups), sizes)))
     for kept in largest_first[:1] if _spans_host_pools(fleet) else largest_first:
         if not fleet[1:]:
             yield (_only(fleet[0], chain.from_iterable(kept)),)
@@ -58,8 +78,7 @@ def parts(fleet: Fleet) -> Iterator[Fleet]:
 def without(fleet: Fleet, rank: int) -> Fleet:
     """Return the fleet that remains after the loss of a rank, and with it of its instance.
 
-    A spare rank takes the place of a lost one. With phases, the largest part remains that has fewer ranks. Ranks
-    behind the lost ones take their numbers.
+    A spare rank replaces a lost rank. With phases, the largest part with fewer ranks remains. Ranks are renumbered.
 
     Raises:
         ParameterError: a role or phase has no other instance, or pools of hosts would not keep their numbers.
@@ -87,7 +106,7 @@ def _spans_host_pools(fleet: Fleet) -> bool:
 
 def _refuse(fleet: Fleet, problem: str) -> NoReturn:
     text = fleet_text(fleet)
-    raise ParameterError("parallel", f"{text} {problem}: the workers of all must start anew", text)
+    raise ParameterError("parallel", f"{text} {problem}: restart all workers", text)
 
 
 def _only(cluster: Cluster, instances: Iterable[int]) -> Cluster:

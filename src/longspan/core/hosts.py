@@ -1,4 +1,4 @@
-"""Shares of the members of a group in a request's KV blocks in host pools."""
+"""The split of a request's host blocks over the members of its group."""
 
 from __future__ import annotations
 

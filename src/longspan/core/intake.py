@@ -1,4 +1,4 @@
-"""Makes requests of prompts, within the limits of the engine and its policy."""
+"""Creates requests from prompts, within the limits of the engine and its policy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from longspan.core.sampling import SamplingParams
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of one request beside its sampling parameters.
+    """Options of one request in addition to its sampling parameters.
 
     Attributes:
-        choice, leader: for `params.n` outputs, add the first request, and then the others with it as their leader.
+        choice, leader: for `params.n` outputs, add the first request, then the further choices with it as leader.
         grammar: the compiled `params.structured_outputs`, see `Sampling`.
-        cache_salt: KV is shared with requests of the same salt only.
+        cache_salt: only requests with equal salts share KV.
     """
 
     choice: int
@@ -29,7 +29,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Intake:
-    """Numbers requests, and resolves the sampling parameters that were not given."""
+    """Numbers requests, and resolves sampling parameters that were not given."""
 
     def __init__(self, seed: int) -> None:
         self._ids, self._seeds = count(), random.Random(seed)
@@ -48,14 +48,14 @@ class Intake:
         config: EngineConfig,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Return a new request, which this policy will place on the cluster of this configuration.
+        """Return a new request for the policy and the cluster of a configuration.
 
         Raises:
             ValueError: see `check`.
         """
         self.check(len(prompt), policy, config)
         choice, leader = options.get("choice", 0), options.get("leader")
-        assert (leader is None) == (choice == 0), "the first choice leads the others"
+        assert (leader is None) == (choice == 0), "the first choice leads all further choices"
         max_tokens = config.longest(policy) - len(prompt)
         request = Request(
             id=next(self._ids),

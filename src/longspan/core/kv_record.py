@@ -1,7 +1,7 @@
-"""The record of a KV block: the bytes that each layer stores of a block, and where they lie.
+"""The record of a KV block: the bytes that each layer stores per block, and their offsets.
 
-The record is the layers in order, each with its keys, its values and its state, each `[kv_head, byte]`. Host and disk
-tiers, moves and messages copy ranges of heads of it and interpret no byte.
+The record has the layers in order, each with keys, values and state, each `[kv_head, byte]`. Tiers, moves and
+messages copy ranges of heads as opaque bytes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from longspan.core.cluster import split_heads
+from longspan.core.splits import split_heads
 
 Field = Literal["keys", "values", "state"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecord:
-    """Bytes that one layer stores of a block.
+    """Bytes that one layer stores per block.
 
-    A latent that all query heads read is one KV head with keys only. A linear layer has a state only, which sums up all
-    tokens up to the last one of the block.
+    A latent that all query heads read is one KV head with keys only. A linear layer only has a state.
 
     Attributes:
-        num_heads, num_kv_heads: as `split_heads` deals them to tensor-parallel shards.
+        num_heads, num_kv_heads: split over tensor-parallel shards by `split_heads`.
         key_bytes, value_bytes, state_bytes: per block and KV head; 0 if the layer has no such field.
         state_every: a state is written for every N-th block of a request. Each block has space for a state, since
             blocks of a pool are interchangeable. A larger N saves time and shortens hits.
@@ -58,7 +57,7 @@ class LayerRecord:
         return self.num_kv_heads * self.head_bytes
 
     def kv_heads(self, tp: int) -> list[range]:
-        """Return the KV heads of each of `tp` shards; shards may share a head."""
+        """Return the KV heads of each of `tp` shards. Shards may share a head."""
         return [share.kv_heads for share in split_heads(self.num_heads, self.num_kv_heads, tp)]
 
     def of_shard(self, shard: int, tp: int) -> LayerRecord:
@@ -68,11 +67,11 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class KvRecord:
-    """The record of a block in some layers of a model, in order; layers may differ.
+    """The record of a block in some layers of a model, in order. Layers may differ.
 
     Attributes:
         word_bytes: the largest power of two up to 8 that divides the size of each field. Copies of words are fastest.
-            All shards and stages of a model have the words of the whole model, so that they can exchange fields.
+            All shards and stages use the word size of the whole model, so that they can exchange fields.
     """
 
     layers: tuple[LayerRecord, ...]

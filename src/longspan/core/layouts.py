@@ -21,19 +21,19 @@ def shard_span(
     head: int | None = None,
     fractions: Sequence[float] = (),
 ) -> SpanShards:
-    """Shards the span `[start, stop)` over `num_members` members.
+    """Shard the span `[start, stop)` over `num_members` members.
 
-    Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. A
-    span that starts inside a block begins with the rest of that block, which goes to member `head`, the block's holder.
+    Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. If
+    the span starts inside a block, the rest of that block goes to member `head`, which holds the block.
 
-    Layouts: `zigzag` cuts 2N chunks and gives member i chunks i and 2N-1-i, so that causal work is even (Context
-    Parallelism §3.5.1), rounded to blocks such that the busiest member has few tokens; `striped` gives block b to
-    member b mod N; `contiguous` cuts N chunks, even ones or, rounded to blocks, the `fractions` of the span that
-    members get in their order (KV-Runahead §4.3); `single` gives all to member `head` (or 0).
+    - `zigzag` cuts 2N chunks and gives member i chunks i and 2N-1-i, so that causal work is even (Context Parallelism
+      §3.5.1). Cuts are rounded to blocks to minimise the tokens of the busiest member.
+    - `striped` gives block b to member b mod N.
+    - `contiguous` cuts N even chunks, or the `fractions` of the span, rounded to blocks (KV-Runahead §4.3).
+    - `single` gives all tokens to member `head` (or 0).
 
     Raises:
-        ValueError: when there is no member, the number of fractions is another, or the span starts inside a block and
-            no `head` is named.
+        ValueError: no member, another number of fractions, or no `head` for a span that starts inside a block.
     """
     if num_members < 1:
         raise ValueError(f"a span is sharded over at least 1 member, but {num_members} given")
@@ -61,7 +61,7 @@ def _all_to_one(start: int, stop: int, num_members: int, *, member: int) -> Span
 
 
 def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
-    """Adds a piece behind the others, or to the last of them if it touches that; an empty one is left out."""
+    """Append a piece, or extend the last piece if they touch. Skip an empty piece."""
     if first >= last:
         return
     if pieces and pieces[-1][1] == first:
@@ -71,7 +71,7 @@ def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
 
 
 def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequence[float]) -> list[int]:
-    """Cuts blocks, the last of which need not be whole, into chunks; returns the cuts, both ends included."""
+    """Return the cuts of blocks into chunks, including both ends. The last block may be partial."""
     whole, begun = math.floor(num_blocks), math.ceil(num_blocks)
     match layout:
         case "striped":
@@ -83,24 +83,24 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
             return [begun * i // num_members for i in range(num_members + 1)]
         case _:  # zigzag
             num_chunks = 2 * num_members
-            less = max(0, begun // num_chunks - 1) * num_chunks  # what all chunks have alike changes no choice
-            phase = _zigzag_phase(begun - less, num_members, ragged=whole < begun)
+            common = max(0, begun // num_chunks - 1) * num_chunks  # equal blocks of all chunks do not change the choice
+            phase = _zigzag_phase(begun - common, num_members, ragged=whole < begun)
             return [(begun * i + phase) // num_chunks for i in range(num_chunks + 1)]
 
 
 @lru_cache(maxsize=4096)
 def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
-    """Chooses how to round a zigzag's cuts: the busiest member has the fewest tokens, then the least attention.
+    """Choose the rounding of a zigzag's cuts that minimises the tokens of the busiest member, then its attention.
 
-    A `ragged` last block counts as half of one. Cuts that no rounding gives would leave some with half a block less,
-    of three or more members. Over all phases each cut moves by one block, once: only then its members are weighed anew.
+    A `ragged` last block counts as half. With 3 or more members, other cuts could save half a block. Over all phases
+    each cut moves by one block, once. Only then the work of its members is computed again.
     """
     num_chunks, end = 2 * num_members, num_blocks - (0.5 if ragged else 0.0)
     moved = [set(range(num_members)), *(set[int]() for _ in range(num_chunks - 1))]  # by phase, members whose cuts move
     for cut in range(1, num_chunks):
         moved[-num_blocks * cut % num_chunks] |= {min(chunk, num_chunks - 1 - chunk) for chunk in (cut - 1, cut)}
     works: list[tuple[float, float]] = [(0.0, 0.0)] * num_members  # tokens, and pairs of a query and a key
-    heaps: tuple[list[tuple[float, int]], ...] = ([], [])  # most first; an entry that no longer holds goes at the top
+    heaps: tuple[list[tuple[float, int]], ...] = ([], [])  # largest first, stale entries are popped at the top
 
     def busiest(phase: int) -> tuple[float, ...]:
         for member in moved[phase]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Protocol
 
-from longspan.core.blocks import BlockRef, PrefixHit
+from longspan.core.blocks import BlockRef
 from longspan.core.config import EngineConfig
 from longspan.core.kv.manager import KvManager
 from longspan.core.policy import Policy
@@ -14,7 +14,7 @@ from longspan.core.queues import Queues
 from longspan.core.ranks import Ranks
 from longspan.core.request import FinishReason, Request
 from longspan.core.stats import Counts
-from longspan.core.steps import Completion, Forward, Part, Sampled
+from longspan.core.steps import Completion, Forward, MoveKV, Part, Sampled
 from longspan.core.view import ScheduledPart
 
 _NON_FINITE = "the model computed NaN or infinity for positions %d to %d: check its weights and its dtype"
@@ -30,7 +30,7 @@ class Lifecycle:
     """Moves requests from one state to the next. Queues, KV, ranks and the policy follow each transition.
 
     Attributes:
-        config: of the present cluster.
+        config: the configuration for the present cluster.
         counts: preemptions and prefix hits so far.
     """
 
@@ -42,7 +42,7 @@ class Lifecycle:
         self.counts = Counts()
 
     def adopt(self, policy: Policy) -> None:
-        """Notify another policy from now on. The unfinished requests are new to it."""
+        """Notify another policy from now on, first of the unfinished requests."""
         self._policy = policy
         for request in self._queues.unfinished:
             policy.arrived(request)
@@ -54,56 +54,66 @@ class Lifecycle:
 
     def admit(self, loads: Sequence[ScheduledPart], parts: Sequence[ScheduledPart]) -> None:
         """Admit the waiting requests of a plan, and allocate the blocks that the plan asks for."""
-        admitted = [(self._requests[one.request.id], one.hit) for one in (*loads, *parts) if one.hit is not None]
-        for request, _ in admitted:
-            self._queues.leave(request)
-        moves = self._kv.admit(loads, parts)
-        for request, hit in admitted:
-            self._join(request, hit)
+        hits = [part for part in (*loads, *parts) if part.hit is not None]
+        for part in hits:
+            self._queues.remove(self._requests[part.request.id])
+        moves = self._kv.admit(hits, loads, parts)
+        for part in hits:
+            self._start(self._requests[part.request.id], waits=part.hit is not None and part.hit.waits)
         if moves:
             self._ranks.send(*moves)
         if loads:
-            self.go_on_loaded()  # a load ends at once if its host has no free block
+            self.complete_loads()  # a load ends at once if its host has no free block
 
-    def _join(self, request: Request, hit: PrefixHit) -> None:
+    def _start(self, request: Request, *, waits: bool) -> None:
+        """Add an admitted request to the running requests. `waits`: its KV is not loaded yet."""
         is_resumed, counts = request.was_admitted, self.counts
         counts.num_external_queries += request.num_tokens if self.config.cluster.host_blocks else 0
         request.admission = next(self._admissions)
-        self._running.join(request)
+        self._running.add(request)
         if is_resumed:
             self._policy.resumed(request)
         else:
             request.metrics.scheduled_s = self._clock.now()
             counts.num_prefix_queries += request.num_prompt if request.leader is None else 0
-        if not hit.waits:
+        if not waits:
             self._count_hit(request)
 
     def _count_hit(self, request: Request) -> None:
         """Count the cached or loaded tokens of a request that has computed nothing yet."""
         if request.metrics.num_computed_tokens:
             return
-        before, found = request.metrics.num_cached_tokens, min(request.num_computed, request.num_prompt)
-        self.counts.num_prefix_hits += max(0, found - before) if request.leader is None else 0
-        request.metrics.num_cached_tokens = found
+        before, num_cached = request.metrics.num_cached_tokens, min(request.num_computed, request.num_prompt)
+        self.counts.num_prefix_hits += max(0, num_cached - before) if request.leader is None else 0
+        request.metrics.num_cached_tokens = num_cached
 
-    def go_on_loaded(self) -> None:
-        """Let requests compute whose loads are complete."""
-        for request in self._kv.loaded():
+    def moved(self, moves: Sequence[MoveKV]) -> None:
+        """Continue after a completed move: send further moves, resume loaded requests, and clear blocks."""
+        if moves:
+            self._ranks.send(*moves)
+        if self._kv.swaps is not None:
+            self.complete_loads()
+        if slots := self._kv.clearable():
+            self._ranks.free(cleared=slots)
+
+    def complete_loads(self) -> None:
+        """Resume the requests whose loads are complete."""
+        for request in self._kv.complete_loads():
             self._running.changed(request.group, (request.id,))
             self._count_hit(request)
             if request.finish_reason is not None:
                 self.drop(request)
 
-    def hand_over(self) -> bool:
+    def advance_transfers(self) -> bool:
         """Send pending KV, and hand over requests whose KV has arrived. Return whether there were any."""
-        if not self._kv.has_news:
+        if not self._kv.transfers_changed:
             return False
-        self._ranks.send(*self._kv.transfers())
-        if not (arrived := self._kv.hand_over()):
+        self._ranks.send(*self._kv.pending_transfers())
+        if not (arrived := self._kv.complete_transfers()):
             return False
         for request in arrived:
             self._running.regroup(request)
-        self._ranks.send(*self._kv.transfers())  # over the backends of the arrived ones
+        self._ranks.send(*self._kv.pending_transfers())  # with the freed backends
         return True
 
     # ---------------------------------------------------------------- steps
@@ -111,8 +121,8 @@ class Lifecycle:
     def begin(self, batch: Sequence[ScheduledPart]) -> None:
         """Emit a step with these parts."""
         number, requests, kv = self._ranks.number(), self._requests, self._kv
-        moving = (one for one in batch if one.moves or (one.hit and one.hit.copies_last))
-        rebalances = tuple([kv.rebalance(requests[one.request.id], one) for one in moving])
+        moving = (part for part in batch if part.moves or (part.hit and part.hit.copies_last))
+        rebalances = tuple([kv.rebalance(requests[part.request.id], part) for part in moving])
         parts = tuple([self._part(scheduled) for scheduled in batch])
         forward = Forward(number=number, parts=parts, rebalances=rebalances, streams=kv.streams(parts))
         self._queues.begin(forward, self._clock.now())
@@ -122,23 +132,23 @@ class Lifecycle:
         request = self._requests[scheduled.request.id]
         hosted: tuple[int, ...] = ()
         if request.hosted:
-            from longspan.core.hosts import divide_among_hosts  # noqa: PLC0415 - few requests are so long
+            from longspan.core.hosts import divide_among_hosts  # noqa: PLC0415 - few requests are on hosts
 
             hosted = divide_among_hosts(request.hosted, list(map(self.config.cluster.host_pool, scheduled.group)))
         part = request.make_part(scheduled, self.config.eos_token_ids, hosted)
         self._running.regroup(request)
         if part.sample is not None:
             if request.targets:
-                self._running.set_aside(request)
+                self._running.pause(request)
             else:
                 self._expect_token(request)
         return part
 
     def _expect_token(self, request: Request) -> None:
-        """Let the token being sampled be scheduled, unless it is the last or the first with other rotary factors."""
+        """Allow a step for the token being sampled, unless it is the last, or the first with other rotary factors."""
         num_tokens = request.num_scheduled + 1
-        goes_on = num_tokens - request.num_prompt < request.max_tokens
-        if goes_on and self.config.rope_length(num_tokens) == request.rope_length:
+        continues = num_tokens - request.num_prompt < request.max_tokens
+        if continues and self.config.rope_length(num_tokens) == request.rope_length:
             request.num_tokens = num_tokens
 
     def complete(self, forward: Forward, done: Completion) -> list[Request]:
@@ -160,14 +170,17 @@ class Lifecycle:
         for scored in done.scored:
             if (live := self._queues.live(scored.request_id)) is not None:
                 live.take_scores(scored)
-        return [*failed, *(self._append(one) for one in done.sampled if self._queues.live(one.request_id) is not None)]
+        return [
+            *failed,
+            *(self._append(token) for token in done.sampled if self._queues.live(token.request_id) is not None),
+        ]
 
     def _append(self, sampled: Sampled) -> Request:
         request, config = self._requests[sampled.request_id], self.config
         if not sampled.error:
             if not request.output:
-                held = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
-                request.metrics.kv_tokens_per_instance = [held.get(i, 0) for i in config.cluster.instances]
+                num_tokens = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
+                request.metrics.kv_tokens_per_instance = [num_tokens.get(i, 0) for i in config.cluster.instances]
             request.metrics.record_token(self._clock.now())
         reason = request.take_token(sampled, config.eos_token_ids)
         if reason is not None:
@@ -177,39 +190,35 @@ class Lifecycle:
             request.pin_rope_length(config.rope_length(request.num_known))
         return request
 
-    # ---------------------------------------------------------------- ends
+    # ---------------------------------------------------------------- preemption and end
 
     def preempt(self, request: Request) -> None:
-        """Free the blocks of a request for other requests, and count that."""
+        """Free the blocks of a request for other requests, and count the preemption."""
         request.metrics.num_preemptions += 1
         self.counts.num_preemptions += 1
         self.retract(request)
 
-    def relent(self) -> bool:
-        """Free blocks when no request can go on. Return whether there were any to free.
-
-        They are the offloaded blocks of waiting requests, or else those of a request that waits for free blocks of its
-        decode instance.
-        """
-        if self._waiting and self._kv.relent():
+    def break_deadlock(self) -> bool:
+        """Release offloaded blocks, or preempt a request that waits for decode blocks. Return whether it could."""
+        if self._waiting and self._kv.release_offloaded():
             return True
-        if (stuck := self._kv.stuck()) is None:
+        if (blocked := self._kv.latest_blocked()) is None:
             return False
-        self.preempt(stuck)
-        self._ranks.send(*self._kv.transfers())  # before other requests allocate the blocks
+        self.preempt(blocked)
+        self._ranks.send(*self._kv.pending_transfers())  # before other requests allocate the blocks
         return True
 
     def retract(self, request: Request) -> None:
-        """Free the blocks of a request. It waits again, unless it has ended. Its KV is found again by prefix keys."""
+        """Free the blocks of a request, which stay cached. The request waits again, unless it has ended."""
         assert not request.in_flight, "a step in flight names the request"
-        goes_on = request.finish_reason is None
-        if goes_on:
+        continues = request.finish_reason is None
+        if continues:
             self._policy.preempted(request)
-            self._queues.leave(request)
-        moves, slots = self._kv.give_up(request)
+            self._queues.remove(request)
+        moves, slots = self._kv.offload_and_free(request)
         self._ranks.send(*moves)
         self.free(request.id, slots=slots)
-        if goes_on:
+        if continues:
             self._waiting.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -217,7 +226,7 @@ class Lifecycle:
         if request.finish_reason is None:
             request.metrics.finished_s = self._clock.now()
             self._policy.ended(request)
-            self._queues.leave(request)
+            self._queues.remove(request)
             self._kv.end(request)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
@@ -233,17 +242,17 @@ class Lifecycle:
         del self._requests[request.id]
 
     def free(self, *request_ids: int, slots: Iterable[tuple[BlockRef, int]] = ()) -> None:
-        """Let ranks forget requests, and clear slots whose KV is not finite, see `KvManager.clearable`."""
+        """Make ranks forget requests, and clear slots whose KV is not finite, see `KvManager.clearable`."""
         self._ranks.free(*request_ids, cleared=self._kv.clearable(slots))
 
     def lose(self) -> None:
-        """Let all unfinished requests wait again, since the workers are lost. KV on hosts and disks stays."""
-        everyone = list(self._requests.values())
+        """Return all unfinished requests to the waiting queue. Workers are lost, but KV on hosts and disks stays."""
+        requests = list(self._requests.values())
         lost = self._queues.lose_steps(self._clock.now())
         for request in lost:
             if request.group:
                 self._policy.preempted(request)
-            self._queues.leave(request)
-        self._kv.restart(everyone)
+            self._queues.remove(request)
+        self._kv.restart(requests)
         for request in lost:
             self._waiting.add(request)

@@ -15,7 +15,7 @@ OptionsT = TypeVar("OptionsT")
 
 
 def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str]) -> OptionsT:
-    """Reads texts into the dataclass `kind`.
+    """Parse texts into the dataclass `kind`.
 
     Raises:
         ValueError: for an unknown key or a value of the wrong type.
@@ -41,16 +41,16 @@ def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str,
     key = str(error).rpartition("$.")[2].rstrip("`")
     if key not in options:
         return str(error)
-    wanted = list(_wanted(get_type_hints(kind)[key]))
-    return f"option {key} is {'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)}, but {options[key]!r} given"
+    values = list(_valid_values(get_type_hints(kind)[key]))
+    return f"option {key} is {'one of ' if len(values) > 1 else ''}{', '.join(values)}, but {options[key]!r} given"
 
 
-def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a literal or what it lists
+def _valid_values(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a literal or its items
     if isinstance(hint, str):
         yield hint
     elif choices := get_args(hint):
         for choice in choices:
-            yield from _wanted(choice)
+            yield from _valid_values(choice)
     else:
         yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",), str: ("a text",)}.get(
             hint, ()

@@ -1,6 +1,6 @@
-"""Options: fields of a configuration that a command line, a file or the environment may set; those of scheduling.
+"""Options: fields of a configuration that a command line, a file or the environment may set, and scheduling options.
 
-A field of a dataclass is an option if an `Option` annotates it. Its name, type and default are those of the field.
+A field of a dataclass is an option if an `Option` annotates it. It has the field's name, type and default.
 """
 
 from __future__ import annotations
@@ -16,24 +16,20 @@ from longspan.errors import ParameterError
 
 @dataclass(frozen=True)
 class Option:
-    """Describes an option to people, and how they write it.
-
-    A truth value whose default is false is set by its flag. One whose default is true has a flag that negates it, too.
+    """An option on a command line. The flag of a boolean sets it. If it is true by default, a second flag negates it.
 
     Attributes:
         help: a sentence.
         group: the heading under which options are listed.
-        name: what its flag is called; by default, as the field.
+        name: the name of its flag. Default: the field's name.
         short: a second flag, of one letter.
-        metavar: stands for the value; by default, its type.
-        default: what the default means, in words; empty to show none, since the value is secret.
-        minimum: the least number.
-        may_be_infinite: infinity is a value of it, too.
-        repeatable: the option is given once for each of several texts.
-        configures: the option configures an engine or a server, so that an environment variable may set it, too. What
-            belongs to a single call, such as a prompt, comes from no variable.
-        read: makes the value from the text, or from the texts of a repeatable option. It raises ValueError with the
-            rest of a sentence that begins with the option.
+        metavar: placeholder of the value in help. Default: its type.
+        default: the default in words. Empty to show none, for a secret value.
+        minimum: the smallest number that is allowed.
+        may_be_infinite: infinity is allowed.
+        repeatable: the option may be given several times.
+        configures: the option configures an engine or a server, not a single call, and has an environment variable.
+        read: parses the text, or the texts of a repeatable option. Its ValueErrors continue the option's name.
     """
 
     help: str
@@ -53,14 +49,14 @@ class Option:
 
 
 def options_of(owner: type[Any] | Callable[..., object]) -> dict[str, tuple[Option, Any]]:
-    """Returns the fields of a dataclass, or the parameters of a function, that are options, with their types."""
+    """Return the fields of a dataclass, or the parameters of a function, that are options, with their types."""
     hints = get_type_hints(owner, include_extras=True)
     notes = ((name, get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Annotated)
     return {name: (note, kind) for name, (kind, *rest) in notes for note in rest if isinstance(note, Option)}
 
 
 def id_list(text: str) -> tuple[int, ...]:
-    """Reads token ids, or other whole numbers, with commas between; raises ValueError for anything else."""
+    """Parse token ids, or other whole numbers, separated by commas. Raise ValueError for anything else."""
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
@@ -68,7 +64,7 @@ def id_list(text: str) -> tuple[int, ...]:
 
 
 def key_values(pairs: Sequence[str]) -> dict[str, str]:
-    """Reads texts of the form key=value; raises ValueError for one without a key or `=`, or a key given twice."""
+    """Parse texts of the form key=value. Raise ValueError for a text without key or `=`, or a repeated key."""
     options: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -81,12 +77,12 @@ def key_values(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def option_text(value: str | float | bool) -> str:
-    """Writes the value of an option as `key_values` would have read it."""
+    """Format the value of an option as `key_values` parses it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def at_least_one(**values: int | None) -> None:
-    """Raises a ParameterError for the first value below 1; None means not given."""
+    """Raise a ParameterError for the first value below 1. None means not given."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise ParameterError(name, f"must be at least 1, but {value} given", value)
@@ -102,12 +98,12 @@ class SettledError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """A policy as the API shows it.
+    """The name and options of a policy, as the API reports them.
 
     Attributes:
-        options: all of its options, as they are in force.
+        options: the present values of all options.
         changeable: the options that may change while it serves.
-        given: the options that users gave, as texts. Everything else is derived, again for each cluster.
+        given: the options that users gave, as texts. All other values are derived for each cluster.
     """
 
     name: str
@@ -117,14 +113,14 @@ class PolicySettings:
 
     def check_changes(self, names: Iterable[str]) -> None:
         """Raise ValueError unless these options exist and may change, SettledError if one may not."""
-        others = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
+        changeable = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
         for name in names:
             if name not in self.options:
-                raise ValueError(f"policy {self.name} has no option {name[:60]!r}; its options {others}")
+                raise ValueError(f"policy {self.name} has no option {name[:60]!r}; its options {changeable}")
             if name not in self.changeable:
                 raise SettledError(
-                    f"option {name} of policy {self.name} cannot change while it serves: start anew with "
-                    f"policy option {name}=VALUE; options {others}"
+                    f"option {name} of policy {self.name} cannot change while it serves: restart, and give "
+                    f"policy option {name}=VALUE; options {changeable}"
                 )
 
 
@@ -136,7 +132,7 @@ _scheduling = partial(Option, group="Scheduling and memory", configures=True)
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingArgs:
-    """The options that say who decides the steps of an engine, and within which bounds; simulations have the same."""
+    """The options of scheduling and KV memory, for engines and simulations."""
 
     policy: Annotated[str, _scheduling("Who decides the steps.")] = "auto"
     exchange: Annotated[
@@ -226,7 +222,7 @@ class SchedulingArgs:
             raise ParameterError("target_ttft", problem, self.target_ttft)
 
     def all_policy_options(self) -> dict[str, str]:
-        """Returns the options of the policy, also those that are options of their own; raises for one given twice."""
+        """Return all options of the policy, including `sharing`. Raise ParameterError for a repeated option."""
         options = dict(self.policy_options or {})
         for name, value in self.sharing.items():
             if name in options:
@@ -237,6 +233,6 @@ class SchedulingArgs:
 
     @property
     def sharing(self) -> dict[str, str | float]:
-        """The policy options that are options of their own, too, and are given: by default they say nothing."""
+        """The policy options that are also scheduling options, if they differ from their defaults."""
         defaults = {field.name: field.default for field in fields(SchedulingArgs)}
         return {name: value for name in _SHARING if (value := getattr(self, name)) != defaults[name]}

@@ -1,4 +1,4 @@
-"""Owners of KV: the member of a group, the block and the slot that hold each token."""
+"""Owners of KV: the member of a group, the block and the slot of each token."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from longspan.core.runs import Run, SpanShards
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """Gives each token from `start` on to the member that holds the fewest; of equals to the first.
+    """Assigns each token from `start` on to the member with the fewest tokens. The first member wins ties.
 
-    So the members with the fewest take turns until they hold as many as the next one, which then joins them. A member
-    holds one run for each such phase.
+    Members with the fewest tokens alternate until the next member joins them. A member has one run per such phase.
 
     Attributes:
-        held: how many tokens before `start` each member of the group holds.
+        held: number of tokens before `start` on each member of the group.
     """
 
     start: int
     held: tuple[int, ...]
 
     def place(self, position: int) -> tuple[int, int]:
-        """Returns the member that holds a token from `start` on, and how many tokens it holds before that."""
+        """Return the member of a token from `start` on, and the number of its earlier tokens on that member."""
         phase = next(phase for phase in reversed(_phases(self)) if phase.start <= position)
         rounds, turn = divmod(position - phase.start, len(phase.members))
         return phase.members[turn], phase.level + rounds
 
     def runs(self, member: int, stop: int) -> tuple[Run, ...]:
-        """Returns what a member holds of `[start, stop)`, ascending."""
+        """Return the runs of a member in `[start, stop)`, ascending."""
         runs = []
         for phase in _phases(self):
             if member in phase.members:
@@ -44,17 +43,17 @@ class Rotation:
         return tuple(runs)
 
     def num_held(self, member: int, stop: int) -> int:
-        """Counts the tokens of `[0, stop)` that a member holds; `stop` is not before `start`."""
+        """Return the number of tokens of `[0, stop)` on a member. `stop` is at least `start`."""
         return self.held[member] + sum(len(run) for run in self.runs(member, stop))
 
     def num_blocks(self, stop: int, block_size: int) -> int:
-        """Counts the blocks that members begin for the tokens `[0, stop)`; `stop` is not before `start`."""
+        """Return the number of blocks that the tokens `[0, stop)` fill or begin. `stop` is at least `start`."""
         return sum(-(-self.num_held(member, stop) // block_size) for member in range(len(self.held)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Phase:
-    """`members` take turns in the tokens `[start, stop)`, and hold `level` tokens each before; the last never ends."""
+    """Tokens `[start, stop)` alternate over `members` with `level` earlier tokens each. The last has no `stop`."""
 
     start: int
     stop: int | None
@@ -78,11 +77,11 @@ def _phases(rotation: Rotation) -> tuple[_Phase, ...]:
 class Owners:
     """Reads a request's block table.
 
-    Entry b of the `table` is the block of tokens `[b * block_size, (b + 1) * block_size)`. With a `rotation` that holds
-    up to its start only: later entries are the blocks that members begin after it, in that order. Either way a
-    member's tokens lie in its own blocks one after the other, in order of position.
+    Entry b of the `table` is the block of tokens `[b * block_size, (b + 1) * block_size)`. With a `rotation`, this is
+    true up to its start. Later entries are the blocks that members begin after it, in that order. A member's tokens
+    fill its blocks in order of position.
 
-    The `group` are the pools that are asked about; what lies in others, such as that of a host, is left out.
+    Blocks in pools outside `group`, such as host pools, are left out.
     """
 
     table: Sequence[BlockRef]
@@ -91,7 +90,7 @@ class Owners:
     rotation: Rotation | None = None
 
     def held(self, num_tokens: int) -> SpanShards:
-        """Returns the runs, ascending, of the first `num_tokens` tokens that each member of the group holds."""
+        """Return the runs of each member in the first `num_tokens` tokens, ascending."""
         if self.rotation is None or num_tokens <= self.rotation.start:
             return self._by_blocks(num_tokens)
         before = self._by_blocks(self.rotation.start)
@@ -106,14 +105,14 @@ class Owners:
             if pool in held:
                 held[pool] += number * size
         if rest:
-            held[self.table[num_full].pool] += rest  # what is not full is on a device
+            held[self.table[num_full].pool] += rest  # the last block is on a device
         return tuple([held[instance] for instance in self.group])
 
     def blocks(self, instance: int) -> tuple[int, ...]:
         return tuple(ref.block for ref in self.table if ref.pool == instance)
 
     def slots(self, run: Run) -> Iterator[tuple[range, Sequence[BlockRef]]]:
-        """Yields where the tokens of a run lie, in order: places in some blocks that are laid end to end."""
+        """Yield the slots of a run's tokens, in order, as ranges of places in a sequence of blocks."""
         size, rotation = self.block_size, self.rotation
         before = run.positions if rotation is None else range(run.start, min(run.stop, rotation.start), run.step)
         if before:

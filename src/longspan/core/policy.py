@@ -1,4 +1,4 @@
-"""The base class of policies: it decides the next steps from a read-only view, and is notified of events."""
+"""The base class of policies, which plan the next steps from a read-only view and are notified of events."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class NoOptions:
 
 
 class Policy:
-    """Decides the next steps of an engine. Pure: the same views and events, in the same order, give the same plans.
+    """Plans the next steps of an engine. Pure: the same views and events, in the same order, give the same plans.
 
-    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`. All else has a default.
+    A subclass names itself (`class Chunked(Policy, name="chunked")`) and implements `plan`.
 
     Attributes:
-        name: what users choose it by.
-        Options: a dataclass of options, which checks them.
+        name: the name by which users choose the policy.
+        Options: a dataclass of options, which checks their values.
         changeable: the options that may change while the policy serves, see `change`.
-        reads_hosts: the oldest blocks of a request beyond the largest group are on hosts; never with `rotate=token`.
+        reads_hosts: the oldest blocks of a request that exceeds the largest group are on hosts.
         knows_roles: some instances may only prefill, or only decode.
-        shards_decodes: the KV of a request may lie on several instances that only decode.
-        takes_phases: instances of both roles use the same devices, one role after the other, see `admits`.
+        shards_decodes: the KV of a request may be on several decode instances.
+        takes_phases: instances of both roles use the same devices in alternating phases, see `admits`.
         whole_prompts: steps should hold whole prompts where memory allows.
         instances: the instances that prefill, in order of proximity.
         options: the options in force.
@@ -65,19 +65,19 @@ class Policy:
     def plan(self, view: ClusterView) -> Plan:
         """Schedule parts on instances that are not full. An empty plan waits for the next event.
 
-        A step for a busy instance is planned ahead: tokens that steps in flight compute and sample count as done,
-        though the last token of a request may be unknown. Only requests that no step in flight names can be preempted.
+        A step for a busy instance is planned ahead. Tokens of steps in flight count as computed and sampled, though the
+        last token of a request may be unknown. Only requests without steps in flight can be preempted.
         """
         raise NotImplementedError
 
     def arrived(self, request: RequestView) -> None:
-        """A request was added. A policy that replaces another one is told so of every unfinished request."""
+        """A request was added. A new policy gets this event for every unfinished request."""
 
     def ended(self, request: RequestView) -> None:
         """A request has ended: finished, aborted or failed. It may hold KV until the steps that name it complete."""
 
     def preempted(self, request: RequestView) -> None:
-        """A request is about to give up its KV on `request.group`, and waits again."""
+        """A request is about to lose its KV on `request.group`, and waits again."""
 
     def resumed(self, request: RequestView) -> None:
         """A preempted request is admitted again, on `request.group`."""
@@ -113,14 +113,15 @@ class Policy:
     @property
     def settings(self) -> PolicySettings:
         """The name of the policy and its options."""
-        from longspan.core.options import PolicySettings  # noqa: PLC0415 - only those who show options need it
+        from longspan.core.options import PolicySettings  # noqa: PLC0415 - to show options only
 
         shown = (str, int, float, type(None))  # options of a plug-in may have other types
-        options = {name: one if isinstance(one, shown) else str(one) for name, one in asdict(self.options).items()}
+        values = asdict(self.options).items()
+        options = {name: value if isinstance(value, shown) else str(value) for name, value in values}
         return PolicySettings(name=self.name, options=options, changeable=self.changeable, given=self.given)
 
     def update(self, changes: Mapping[str, str | None]) -> None:
-        """Change options between two plans. None takes an option back. Requests that run stay as they are.
+        """Change options between two plans. None removes an option. Running requests keep their groups and layouts.
 
         Raises:
             ValueError: for an unknown option, a bad value, or an option that may not change. Nothing changes then.
@@ -137,5 +138,5 @@ class Policy:
         return {**self.given, **changes}
 
     def change(self, options: Any) -> None:  # noqa: ANN401 - of a subclass
-        """Use other `options` from the next plan on; raise ValueError, and change nothing, if they do not fit."""
+        """Use other `options` from the next plan on. Raise ValueError, and change nothing, if they are invalid."""
         self.options = options

@@ -1,4 +1,4 @@
-"""The requests that wait, those that hold KV, also by instance, and the steps in flight."""
+"""The waiting requests, the running requests by instance, and the steps in flight."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from longspan.core.view import Admitted
 
 
 class Waiting:
-    """Requests in the order of their ids: one that was preempted stands where it stood before.
+    """Waiting requests in the order of their ids. A preempted request returns to its earlier position.
 
     Attributes:
-        changes: how many have come or gone.
-        num_started: how many of them have put out a token.
+        changes: number of requests added or removed so far.
+        num_started: number of these requests with output tokens.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class Waiting:
         self._num_followers -= request.leader is not None
         self.num_started -= bool(request.output)
 
-    def able(self, admitted: Admitted = "all") -> Sequence[Request]:
-        """Returns the requests that could run if there were room: their leader, if any, has computed their prompt.
+    def runnable(self, admitted: Admitted = "all") -> Sequence[Request]:
+        """Return the requests that lack only blocks and slots: their leader, if any, has computed their prompt.
 
-        `admitted` leaves out those that have, or have not, put out a token.
+        `admitted` selects requests without ("new") or with ("started") output tokens.
         """
         if admitted == "all" or (admitted == "new" and not self.num_started):
             return [r for r in self._all if not r.must_wait] if self._num_followers else self._all
@@ -54,16 +54,16 @@ class Waiting:
         return [r for r in self._all if bool(r.output) == is_started and not r.must_wait]
 
     def _place(self, request: Request) -> int:
-        return bisect_left(self._all, request.id, key=lambda one: one.id)
+        return bisect_left(self._all, request.id, key=lambda waiting: waiting.id)
 
 
 class Running:
-    """Running requests, first admitted first. The engine changes it, and says which requests have changed.
+    """Running requests in order of admission. The engine changes it, and reports the requests that have changed.
 
-    One that is `set_aside` runs on no instance.
+    A request after `pause` runs on no instance.
 
     Attributes:
-        changes: how often anything has changed of what runs on each instance.
+        changes: number of changes of the running requests and steps in flight of each instance.
         occupied: the instances that take part in any request.
     """
 
@@ -71,13 +71,13 @@ class Running:
         self.replace(num_instances)
 
     def replace(self, num_instances: int) -> None:
-        """Goes on with so many other instances, on which nothing runs."""
+        """Replace the instances by `num_instances` instances, on which no request runs."""
         self.changes = [0] * num_instances
         self.occupied: set[int] = set()
         self._all: dict[int, Request] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._by_group: dict[tuple[int, ...], dict[int, Request]] = {}
-        self._coupled_sets: list[frozenset[int]] | None = None  # while there are the same groups
+        self._coupled_sets: list[frozenset[int]] | None = None  # None after a change of the groups
         self._on: list[dict[int, Request]] = [{} for _ in range(num_instances)]
         self._tokens, self._blocks = [0] * num_instances, [0] * num_instances
         self._demands: dict[int, _Demand] = {}
@@ -103,15 +103,16 @@ class Running:
 
     @property
     def shared(self) -> Iterator[Request]:
-        return (request for group, found in self._by_group.items() if len(group) > 1 for request in found.values())
+        shared = (requests for group, requests in self._by_group.items() if len(group) > 1)
+        return (request for requests in shared for request in requests.values())
 
     def within(self, instances: frozenset[int]) -> Iterator[Request]:
         if len(instances) == 1:
             yield from self._by_group.get(tuple(instances), {}).values()
             return
-        for group, found in self._by_group.items():
+        for group, requests in self._by_group.items():
             if instances.issuperset(group):
-                yield from found.values()
+                yield from requests.values()
 
     @property
     def due_tokens(self) -> Sequence[int]:
@@ -123,32 +124,32 @@ class Running:
         self._update_demands()
         return self._blocks
 
-    def join(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         self._all[request.id] = request
-        self._seat(request)
+        self._add_to_group(request)
 
     def regroup(self, request: Request) -> None:
         if self._groups[request.id] != request.group:
-            self._unseat(request)
-            self._seat(request)
+            self._remove_from_group(request)
+            self._add_to_group(request)
 
-    def set_aside(self, request: Request) -> None:
-        """Keeps a request that holds KV on its group, but gives it no step until it gets another group."""
-        self._unseat(request)
+    def pause(self, request: Request) -> None:
+        """Schedule no more steps of a request that keeps its KV on its group, until it gets another group."""
+        self._remove_from_group(request)
         self._groups[request.id] = ()
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         if self._all.pop(request.id, None) is not None:
-            self._unseat(request)
+            self._remove_from_group(request)
             self.changed(request.group, ())
 
     def changed(self, instances: Iterable[int], request_ids: Iterable[int]) -> None:
-        """Records that what these requests still ask for, or what these instances have in flight, has changed."""
+        """Record changes of these requests' demand, and of the steps in flight on these instances."""
         for instance in instances:
             self.changes[instance] += 1
         self._stale.update(request_ids)
 
-    def _seat(self, request: Request) -> None:
+    def _add_to_group(self, request: Request) -> None:
         group = self._groups[request.id] = request.group
         if group not in self._by_group:
             self._by_group[group] = {}
@@ -160,10 +161,10 @@ class Running:
         self.occupied.update(group)
         self.changed(group, (request.id,))
 
-    def _unseat(self, request: Request) -> None:
+    def _remove_from_group(self, request: Request) -> None:
         group = self._groups.pop(request.id)
         if not group:
-            return  # it was set aside
+            return  # the request is paused
         for instance in group:
             del self._on[instance][request.id]
             if not self._on[instance]:
@@ -188,9 +189,9 @@ class Running:
         before = self._demands.pop(request_id, None)
         if demand is not None:
             self._demands[request_id] = demand
-        for one, sign in ((before, -1), (demand, 1)):
-            if one is not None:
-                group, tokens, kv_owners, blocks = one
+        for entry, sign in ((before, -1), (demand, 1)):
+            if entry is not None:
+                group, tokens, kv_owners, blocks = entry
                 for instance in group:
                     self._tokens[instance] += sign * tokens
                 for instance in kv_owners:
@@ -198,19 +199,19 @@ class Running:
 
 
 _Demand = tuple[tuple[int, ...], int, tuple[int, ...], int]
-"""A group and the tokens that a running request still needs of each member; KV owners, and the blocks of each."""
+"""A group and the tokens that a running request needs of each member, then KV owners and the blocks of each."""
 
 
 def _demand_of(request: Request) -> _Demand:
     num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
     missing = request.blocks_for(num_tokens) - len(request.table)
     residency = request.residency
-    num_there = residency.num_tokens if isinstance(residency, Loading) else request.num_computed
-    return group, -(-(request.num_known - num_there) // len(group)), kv_owners, -(-missing // len(kv_owners))
+    num_ready = residency.num_tokens if isinstance(residency, Loading) else request.num_computed
+    return group, -(-(request.num_known - num_ready) // len(group)), kv_owners, -(-missing // len(kv_owners))
 
 
 class StepOrder:
-    """The steps that were sent, and those of their completions that must wait for earlier ones.
+    """The steps in flight, and completions that wait for earlier steps.
 
     A completion waits until no earlier step is in flight on an instance of its step.
     """
@@ -225,13 +226,13 @@ class StepOrder:
         return bool(self._sent)
 
     def send(self, forward: Forward) -> None:
-        """Records an emitted step; numbers ascend."""
+        """Record an emitted step. Numbers ascend."""
         self._sent[forward.number] = forward
         for instance in forward.instances:
             self._queues[instance].append(forward.number)
 
     def complete(self, done: Completion) -> None:
-        """Takes a completion; `take` gives it once it waits for no earlier step."""
+        """Add a completion. `take` returns it once no earlier step is in flight on its instances."""
         self._early[done.number] = done
         candidates = [done.number]  # a heap: steps that are ready are taken in the order of their numbers
         while candidates:
@@ -250,12 +251,12 @@ class StepOrder:
         return bool(self._ready)
 
     def take(self) -> tuple[Forward, Completion]:
-        """Returns the next completion, and the step that it completes."""
+        """Return the next completion, and the step that it completes."""
         done = self._ready.popleft()
         return self._sent.pop(done.number), done
 
     def clear(self) -> list[Forward]:
-        """Forgets everything; returns the steps in flight."""
+        """Remove all steps and completions. Return the steps in flight."""
         steps = list(self._sent.values())
         self._sent.clear()
         self._queues.clear()
@@ -265,24 +266,24 @@ class StepOrder:
 
 
 class Occupancy:
-    """Steps in flight per instance, which is full with the number in `most`.
+    """Steps in flight per instance. An instance with its number in `max_steps` is full.
 
-    Other instances can take their places while no step is in flight; seconds are kept by number.
+    Instances can be replaced while no step is in flight. Busy seconds are kept by instance number.
     """
 
-    def __init__(self, most: Sequence[int]) -> None:
+    def __init__(self, max_steps: Sequence[int]) -> None:
         self._busy_s = list[float]()
-        self.replace(most)
+        self.replace(max_steps)
 
-    def replace(self, most: Sequence[int]) -> None:
-        self._most, self._counts = most, [0] * len(most)
+    def replace(self, max_steps: Sequence[int]) -> None:
+        self._max_steps, self._counts = max_steps, [0] * len(max_steps)
         self.busy, self.full = set[int](), set[int]()
-        self._busy_since_s = [0.0] * len(most)
-        self._busy_s += [0.0] * (len(most) - len(self._busy_s))
+        self._busy_since_s = [0.0] * len(max_steps)
+        self._busy_s += [0.0] * (len(max_steps) - len(self._busy_s))
 
     @property
     def all_full(self) -> bool:
-        return len(self.full) == len(self._most)
+        return len(self.full) == len(self._max_steps)
 
     def begin(self, instances: Iterable[int], now_s: float) -> None:
         for i in instances:
@@ -291,7 +292,7 @@ class Occupancy:
             if self._counts[i] == 1:
                 self.busy.add(i)
                 self._busy_since_s[i] = now_s
-            if self._counts[i] == self._most[i]:
+            if self._counts[i] == self._max_steps[i]:
                 self.full.add(i)
 
     def end(self, instances: Iterable[int], now_s: float) -> None:
@@ -304,13 +305,13 @@ class Occupancy:
                 self._busy_s[i] += now_s - self._busy_since_s[i]
 
     def busy_s(self, now_s: float) -> list[float]:
-        return [
-            done + (now_s - self._busy_since_s[i] if i in self.busy else 0.0) for i, done in enumerate(self._busy_s)
-        ]
+        """Return the seconds in which each instance had a step in flight."""
+        running_s = {i: now_s - self._busy_since_s[i] for i in self.busy}
+        return [ended_s + running_s.get(i, 0.0) for i, ended_s in enumerate(self._busy_s)]
 
 
 class Queues:
-    """Queues of all requests of an engine. A request waits or runs, and steps in flight name running requests.
+    """Queues of all requests of an engine. A request waits or runs. Steps in flight name running requests.
 
     Attributes:
         requests: by id, until they have ended and no step names them.
@@ -326,8 +327,8 @@ class Queues:
         return [self._max_steps_in_flight - 1 + cluster.pp(instance) for instance in cluster.instances]
 
     def replace(self, cluster: Cluster) -> None:
-        """Replace the instances by those of another cluster. No request runs, and no step is in flight."""
-        assert not (self.running or self.steps), "requests have left the instances"
+        """Replace the instances by the instances of another cluster. No request runs, and no step is in flight."""
+        assert not (self.running or self.steps), "the instances are idle"
         self.running.replace(cluster.num_instances)
         self.occupancy.replace(self._step_limits(cluster))
 
@@ -353,10 +354,10 @@ class Queues:
         request = self.requests.get(request_id)
         return request if request is not None and request.finish_reason is None else None
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a request from the queue that it is in."""
         if request.group:
-            self.running.leave(request)
+            self.running.remove(request)
         else:
             self.waiting.remove(request)
 
@@ -386,7 +387,7 @@ class Queues:
             request = self.requests[part.request_id]
             request.num_steps += change
             request.last_step = max(request.last_step, number)
-            # A decode in the middle of a block does not change what the request still needs.
+            # A decode in the middle of a block does not change the request's demand.
             is_decode = part.start >= request.num_prompt and part.stop == part.start + 1
             if not is_decode or part.rotation is not None or part.stop % request.block_size < 2:
                 changed.append(request.id)

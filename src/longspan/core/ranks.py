@@ -1,4 +1,4 @@
-"""The ranks as the engine sees them: an executor, the numbers of its steps, and the requests that ranks know."""
+"""The executor of an engine, the numbers of its steps, and the requests that ranks know."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Ranks:
 
     Attributes:
         executor: takes the steps, and returns their completions.
-        number: gives the next step's number.
+        number: returns the next step's number.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.number = count(1).__next__
-        self._known: set[int] = set()  # requests that ranks have a part of, or a move to a decode instance
+        self._known: set[int] = set()  # requests with a part on ranks, or a move to a decode instance
 
     def restart(self, executor: Executor) -> None:
         """Use new workers, which know no request."""

@@ -3,10 +3,9 @@
 The engine is in one of four states. Each event below moves it to the next one.
 
 - `running`: steps are planned. `ask` begins a change.
-- `draining`: no step is planned. Requests are preempted as their steps complete, and KV leaves the devices. `drain`
-  returns the `Reshard` once that is done.
+- `draining`: no step is planned. Requests are preempted, and KV leaves the devices. Then `drain` returns the `Reshard`.
 - `switching`: all ranks take their places in the new cluster. `complete` takes the completion of the `Reshard`.
-- `resuming`: the engine replaces what depends on the cluster. `resumed` ends the change.
+- `resuming`: the engine replaces all state that depends on the cluster. `resumed` ends the change.
 
 Lost workers end a change in any state: `restart`.
 """
@@ -34,22 +33,22 @@ class Change:
     """Another cluster for an engine.
 
     Attributes:
-        policy: the policy for another fleet. None if the present policy asked for the change and stays.
-        turns: the clusters of both phases. Empty without phases.
+        policy: the policy for another fleet. None if the present policy planned the change.
+        phases: the clusters of both phases. Empty without phases.
     """
 
     cluster: Cluster
     policy: Policy | None = None
-    turns: tuple[Cluster, ...] = ()
+    phases: tuple[Cluster, ...] = ()
 
     @classmethod
     def to(cls, config: EngineConfig, policy: Policy) -> Change:
         """Return the change to the fleet of a configuration."""
-        return cls(cluster=config.cluster, policy=policy, turns=config.turns)
+        return cls(cluster=config.cluster, policy=policy, phases=config.phases)
 
     def config(self, before: EngineConfig) -> EngineConfig:
         """Return the configuration of an engine after the change."""
-        return replace(before, cluster=self.cluster, turns=self.turns)
+        return replace(before, cluster=self.cluster, phases=self.phases)
 
 
 class Regrouping:
@@ -79,14 +78,14 @@ class Regrouping:
 
     def phase(self, config: EngineConfig) -> str:
         """Return prefill, decode or transition for an engine with phases. Empty without phases."""
-        if self._idle_s is not None or not config.turns:
+        if self._idle_s is not None or not config.phases:
             return "" if self._idle_s is None else "transition"
         from longspan.core.transitions import phase_of  # noqa: PLC0415 - most clusters stay
 
-        return phase_of(config.cluster, config.turns)
+        return phase_of(config.cluster, config.phases)
 
     def target(self, policy: Policy, config: EngineConfig) -> tuple[Policy, EngineConfig]:
-        """Return what replaces a policy and a configuration once the changes under way are complete.
+        """Return the policy and the configuration that apply once the changes under way are complete.
 
         Requests that arrive during a change are computed after it.
         """
@@ -105,7 +104,7 @@ class Regrouping:
             self._state, self._change, self._asked_s = "draining", change, now_s
             return
         if self._change.policy is not None or self._next is not None:
-            raise RuntimeError("clusters change already: call step until they have")
+            raise RuntimeError("a change of clusters is in progress: call step until it is complete")
         self._next = change
 
     def drain(self, number: Callable[[], int], now_s: float, *, computes: bool, moves: bool) -> Reshard | None:
@@ -151,12 +150,12 @@ class Regrouping:
 
         Without `change`, a change under way begins again, unless the policy asked for it. The policy asks again.
         """
-        asked = [one for one in (self._change, self._next) if one is not None and one.policy is not None]
+        pending = [change for change in (self._change, self._next) if change is not None and change.policy is not None]
         self._clear()
         if change is not None:
             self._state, self._change = "resuming", change
-        elif asked:
-            self.ask(asked[0], now_s)
+        elif pending:
+            self.ask(pending[0], now_s)
 
     def _clear(self) -> None:
         self._state, self._change, self._next, self._idle_s = "running", None, None, None
@@ -164,11 +163,11 @@ class Regrouping:
 
 def bounded(requests: Iterable[Request], max_len: int) -> list[Request]:
     """Bound the outputs of requests to the capacity of a new cluster. Return the failed requests, which exceed it."""
-    outgrown = []
+    failed = []
     for request in requests:
         if request.num_known >= max_len:
-            problem = f"it has {request.num_known} tokens, and the devices that remain hold {max_len}"
+            problem = f"it has {request.num_known} tokens, and the remaining devices hold {max_len}"
             request.fail("capacity", problem)
-            outgrown.append(request)
+            failed.append(request)
         request.max_tokens = min(request.max_tokens, max_len - request.num_prompt)
-    return outgrown
+    return failed

@@ -1,4 +1,4 @@
-"""A request, its counters, and its parts of steps. The engine owns and changes it; policies see its `RequestView`."""
+"""A request, its counters, and its parts of steps. The engine changes it, and policies see its `RequestView`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from longspan.core.view import ScheduledPart
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 ErrorKind = Literal["structured_outputs", "non_finite", "capacity"]
-"""Why a request ended with `error`: no token fits its grammar, the model computed NaN or infinity for it, or the
-devices that remain are too small for it.
-"""
+"""The cause of an `error`: no token fits the grammar, NaN or infinity was computed, or the cluster is too small."""
 
 ROOT = b""
 """Parent key of a request's first block."""
@@ -31,18 +29,17 @@ ROOT = b""
 
 @dataclass(kw_only=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of the engine's clock, and what was counted.
+    """Times of a request, in seconds of the engine's clock, and its counts.
 
     Attributes:
-        scheduled_s: when it was first admitted; None before.
-        ttft_s: from arrival to the first output token; None before it.
+        scheduled_s: time of the first admission. None before it.
+        ttft_s: from arrival to the first output token. None before it.
         tbt_s: the times between consecutive output tokens.
         num_cached_tokens: prompt tokens whose KV was reused when the request was first admitted.
-        num_computed_tokens: tokens run through the model, recomputed ones included.
-        exchanges: how its attention travelled: by kind of step (`prefill`; `partial_prefill`, behind tokens that were
-            cached or computed before; `decode`) the number of steps with each exchange.
-        kv_tokens_per_instance: KV tokens that each instance held when the prompt was done.
-        sparse_parts: of sparse attention, the setting, and whose queries and keys met, for each part.
+        num_computed_tokens: tokens run through the model, including recomputed tokens.
+        exchanges: number of steps with each exchange, by kind: `prefill`, `partial_prefill` (with a prefix), `decode`.
+        kv_tokens_per_instance: KV tokens of each instance at the end of the prompt.
+        sparse_parts: for each part with sparse attention: the setting, and the runs of queries and keys per member.
     """
 
     arrival_s: float
@@ -59,7 +56,6 @@ class RequestMetrics:
     sparse_parts: list[tuple[SparseSetting, SpanShards, SpanShards]] = field(default_factory=list)
 
     def record_token(self, now_s: float) -> None:
-        """Records that an output token came now."""
         if self.last_token_s is None:
             self.ttft_s = now_s - self.arrival_s
         else:
@@ -69,30 +65,28 @@ class RequestMetrics:
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`. See `RequestView` for others.
+    """Counters instead of states: `num_computed <= num_scheduled <= num_tokens`. See also `RequestView`.
 
     Attributes:
-        prompt: token ids; any sequence that does not change, whose slices are such sequences.
-        choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
-            prompt, whose KV they share.
+        prompt: token ids, in any immutable sequence with immutable slices.
+        choice, leader: index among the `n` outputs of a prompt, and the first, which computes the prompt for all.
         keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
-        num_tokens: no property, since policies ask so often.
-        num_steps, last_step: how many steps in flight name it, and the number of the last that did.
-        group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
-            everything again.
-        copying: blocks of its table that steps in flight fill, and the blocks that they copy.
-        spilling: blocks of its table that moves between a device and its host fill, and those that are read meanwhile.
-        targets: it takes no step between the end of its prefill and the arrival of all of its KV there.
-        sent_blocks: how many entries of `table` the ranks of `group` know.
-        sent_output: how many output tokens they know; counted if it `keeps_history` only.
-        rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
-        grammar: what the output must follow, see `Sampling`.
-        sparse: what its prefill may drop; part of the prefix keys.
-        cache_salt: only requests with the same one share KV; empty for the requests without. Part of the prefix keys.
-        stop_reason: the stop token that ended it, if one of `stop_token_ids` did; what went wrong, for `error`.
-        error: the kind of what went wrong; None for other ends.
-        non_finite_from: the first position of the first part with hidden states that are NaN or infinite; None while
-            all are finite. KV from its block on is neither shared nor moved to another tier.
+        num_tokens: an attribute and no property, because policies read it often.
+        num_steps, last_step: number of steps in flight that name it, and the number of the last step that did.
+        group: empty while it waits. It can shrink, and grow without a `rotation`. New members are sent the whole state.
+        copying: blocks of its table that steps in flight fill, with the source of each.
+        moving: blocks of its table that moves between a device and its host fill. Steps read the source until then.
+        targets: no step is scheduled between the end of the prefill and the arrival of all KV on the targets.
+        sent_blocks: number of `table` entries that the ranks of `group` know.
+        sent_output: number of output tokens that they know. Only counted if it `keeps_history`.
+        rope_length: the length that length-dependent rotary embeddings are pinned to. Part of the prefix keys.
+        grammar: the compiled grammar of the output, see `Sampling`.
+        sparse: the sparse setting of its prefill. Part of the prefix keys.
+        cache_salt: only requests with equal salts share KV. Empty without a salt. Part of the prefix keys.
+        stop_reason: the token of `stop_token_ids` that ended it. For `error`, the message.
+        error: the kind of error. None for other ends.
+        non_finite_from: the first position of the first part with hidden states that are NaN or infinite. None if all
+            are finite. KV from its block on is neither shared nor moved to another tier.
     """
 
     id: int
@@ -120,7 +114,7 @@ class Request:
     residency: Residency = WAITING
     table: list[BlockRef] = field(default_factory=list)
     copying: dict[BlockRef, BlockRef] = field(default_factory=dict)
-    spilling: dict[BlockRef, BlockRef] = field(default_factory=dict)
+    moving: dict[BlockRef, BlockRef] = field(default_factory=dict)
     hosted: Counter[int] = field(default_factory=Counter)
     rotation: Rotation | None = None
     kv_owner: int | None = None
@@ -172,7 +166,7 @@ class Request:
         return self.params.prompt_logprobs is not None and self.leader is None and not self.output
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
-        """Returns the token ids at positions `[start, stop)`, `UNKNOWN` where steps in flight will sample them."""
+        """Return the token ids at positions `[start, stop)`. Tokens that steps in flight sample are `UNKNOWN`."""
         num_prompt = self.num_prompt
         if stop <= num_prompt:
             return self.prompt[start:stop]
@@ -205,7 +199,7 @@ class Request:
         )
 
     def parent_key(self, index: int) -> bytes:
-        """Names all tokens before block `index`, which must be known."""
+        """Return the prefix key of all tokens before block `index`, which must be known."""
         if index == 0:
             root = ROOT if not self.rope_length else b"rope%d" % self.rope_length
             root = root if self.sparse is None else root + self.sparse.key
@@ -218,29 +212,29 @@ class Request:
         return self._keys[index - 1]
 
     def lose_kv(self) -> None:
-        """Resets it to waiting: its KV is gone, and ranks must be sent everything again."""
+        """Reset to waiting, without KV. Ranks must be sent the whole state again."""
         self.move_to()
         self.table.clear()
         self.copying.clear()
-        self.spilling.clear()
+        self.moving.clear()
         self.hosted.clear()
         self.num_computed = self.num_scheduled = 0
         self.num_tokens = self.num_known
 
     def move_to(self, *group: int) -> None:
-        """Makes these instances its only owners, whose ranks must be sent all of it."""
+        """Make these instances the only owners. Their ranks must be sent the whole state."""
         self.group, self.rotation, self.kv_owner, self.targets = group, None, None, ()
         self.sent_blocks = self.sent_output = 0
 
-    def fail(self, kind: ErrorKind, words: str) -> FinishReason:
-        """Records what went wrong; returns the reason to finish the request with."""
-        self.error, self.stop_reason = kind, words
+    def fail(self, kind: ErrorKind, message: str) -> FinishReason:
+        """Record an error. Return the reason to finish the request with."""
+        self.error, self.stop_reason = kind, message
         return "error"
 
     def non_finite_slots(self) -> tuple[tuple[BlockRef, int], ...]:
-        """Lists the blocks that may hold NaN or infinity, each with the first slot that may.
+        """Return the blocks that may hold NaN or infinity, each with the first such slot.
 
-        A block's tokens ascend, so all later slots of it are the request's own and not finite either.
+        A block's tokens ascend, so all later slots of it belong to the request and are not finite either.
         """
         if self.non_finite_from is None or not self.group:
             return ()
@@ -264,7 +258,7 @@ class Request:
         return Owners(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Counts the blocks that `num_tokens` tokens fill or begin: all there are, if tokens rotate."""
+        """Return the number of blocks that `num_tokens` tokens fill or begin, on all members if tokens rotate."""
         if self.rotation is not None:
             return self.rotation.num_blocks(num_tokens, self.block_size)
         return -(-num_tokens // self.block_size)
@@ -272,15 +266,16 @@ class Request:
     # ------------------------------------------------------------ parts of steps
 
     def make_part(self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...], hosted: tuple[int, ...] = ()) -> Part:
-        """Makes its part of a step; its table has the new blocks. Ranks then know what the part says.
+        """Return its part of a step, and count the part's contents as sent. The table has the new blocks already.
 
-        `hosted` is that of the part.
+        Args:
+            hosted: see `Part.hosted`.
         """
         start, stop, group = scheduled.start, scheduled.stop, scheduled.group
         assert start == self.num_scheduled, "spans of a request follow each other"
         if group != self.group and not set(group) <= set(self.group):
-            assert self.rotation is None, "owners that rotate do so in one group"
-            self.sent_blocks = self.sent_output = 0  # members that are new to it must hear everything
+            assert self.rotation is None, "a group with rotating owners does not change"
+            self.sent_blocks = self.sent_output = 0  # new members are sent the whole state
         tokens = self.tokens(start, stop)
         self.group, self.rotation, self.kv_owner = group, scheduled.rotation, scheduled.kv_owner
         unknown_on = self.sampler if tokens[-1] == UNKNOWN else None
@@ -300,7 +295,7 @@ class Request:
             runs=scheduled.runs,
             exchange=scheduled.exchange,
             first_block=first_block,
-            blocks=tuple([self.spilling.get(ref, ref) for ref in self.table[first_block:]]),
+            blocks=tuple([self.moving.get(ref, ref) for ref in self.table[first_block:]]),
             hosted=hosted,
             sample=self._sample(scheduled) if stop == self.num_tokens else None,
             unknown_on=unknown_on,
@@ -334,12 +329,11 @@ class Request:
             self.metrics.sparse_parts.append((part.exchange.sparse, queries, keys))
 
     def take_scores(self, scored: Scored) -> None:
-        """Adds logprobs of prompt tokens."""
         for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
             self.prompt_logprobs[position] = logprobs
 
     def take_token(self, sampled: Sampled, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Adds a token to the output; returns why the request ends with it, if it does."""
+        """Append a token to the output. Return the finish reason, or None if the request continues."""
         params, token = self.params, sampled.token
         if sampled.error:
             return self.fail("structured_outputs", sampled.error)
@@ -358,7 +352,7 @@ class Request:
 
 
 def _salt_key(cache_salt: str) -> bytes:
-    """Returns a hash of a salt, so that a disk tier does not store the salt itself."""
+    """Return a hash of a salt. A disk tier does not store the salt itself."""
     return b"salt" + hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -380,12 +374,12 @@ def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
 
 
 def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len: int) -> None:
-    """Raises ValueError when more output tokens are asked for, in the field `name`, than have room behind a prompt."""
-    room = max_model_len - num_prompt_tokens
-    if max_tokens > room:
+    """Raise ValueError if prompt and output exceed the model length. `name` is the field with `max_tokens`."""
+    max_output = max_model_len - num_prompt_tokens
+    if max_tokens > max_output:
         raise ValueError(
-            f"{name} is {max_tokens}, but with a prompt of {num_prompt_tokens} tokens there is room for {room} here "
-            f"(max_model_len is {max_model_len}, of prompt and output together): ask for at most {room}"
+            f"{name} is {max_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {max_output} output tokens "
+            f"(max_model_len is {max_model_len}, of prompt and output together): ask for at most {max_output}"
         )
 
 

@@ -1,7 +1,7 @@
-"""The algebra of runs: token positions, and which keys a query run sees.
+"""The algebra of runs: token positions, and the keys that are visible to a run of queries.
 
-A run is a set of token positions of one request; positions count from 0 at the start of the prompt. Everything about
-causality and sliding windows is arithmetic on two runs, so that no mask of length squared is ever built.
+A run is a set of token positions of one request. Positions count from 0 at the start of the prompt. Causality and
+sliding windows are arithmetic on two runs, so that no mask of length squared is built.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Layout = Literal["zigzag", "striped", "contiguous", "single"]
 RelationKind = Literal["skip", "full", "diagonal", "band"]
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for every token
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: a run is made per token
 class Run:
-    """Token positions `start, start + step, ...` below `stop`; nobody changes them."""
+    """Token positions `start, start + step, ...` below `stop`. Immutable."""
 
     start: int
     stop: int
@@ -41,10 +41,10 @@ SpanShards = tuple[tuple[Run, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """The queries of one run see some keys of another: key `j` is visible to query `i` iff `i+lower <= j <= i+upper`.
+    """The visible keys of a query run in a key run: query `i` sees key `j` iff `i+lower <= j <= i+upper`.
 
-    `i` and `j` count inside their runs. `kind` names the cases that kernels treat apart: `skip` (none), `full` (all),
-    `diagonal` (causal only: `lower` is out of reach) and `band` (a sliding window cuts too).
+    `i` and `j` count inside their runs. `kind` is the case for kernels. `skip`: no key. `full`: all keys. `diagonal`:
+    causal only, `lower` has no effect. `band`: with a sliding window.
     """
 
     kind: RelationKind
@@ -53,9 +53,7 @@ class Relation:
 
 
 def relate(queries: Run, keys: Run, window: int | None = None) -> Relation:
-    """Relates two runs of one step under the causal mask, with a sliding window of `window` tokens (query - key <
-    window) if given.
-    """
+    """Return the relation of two runs under the causal mask, and the sliding window `query - key < window` if given."""
     if len(queries) > 1 and len(keys) > 1 and queries.step != keys.step:
         raise ValueError(f"runs of steps {queries.step} and {keys.step} have no common diagonal: {queries}, {keys}")
     step = queries.step if len(queries) > 1 else keys.step
@@ -77,7 +75,7 @@ def _kind(num_queries: int, num_keys: int, lower: int, upper: int) -> RelationKi
 
 
 def coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Sorts runs of step 1 and joins those that touch."""
+    """Sort runs of step 1, and join runs that touch."""
     joined: list[Run] = []
     for run in sorted(runs, key=lambda r: r.start):
         if joined and joined[-1].stop == run.start:
@@ -88,17 +86,16 @@ def coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def positions(runs: Iterable[Run]) -> list[int]:
-    """Lists the positions of all runs, one run after the other."""
+    """Return the positions of all runs, run by run."""
     return [position for run in runs for position in run.positions]
 
 
 def num_tokens(runs: Iterable[Run]) -> int:
-    """Counts the positions of some runs."""
     return sum(map(len, runs))
 
 
 def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run, ...]:
-    """Cuts ascending runs to what lies at `start` or later, and below `stop`."""
+    """Cut ascending runs to positions in `[start, stop)`."""
     clipped = []
     for run in runs:
         first = run.start + max(0, -(-(start - run.start) // run.step)) * run.step
@@ -109,21 +106,20 @@ def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run,
 
 
 def stretch(runs: Iterable[Run]) -> Run:
-    """Joins disjoint runs that have no gap together."""
+    """Return the single run that disjoint runs cover without a gap."""
     filled = [run.positions for run in runs if len(run)]
     start, stop = min(run[0] for run in filled), max(run[-1] for run in filled) + 1
-    assert sum(len(run) for run in filled) == stop - start, "the runs together are one"
+    assert sum(len(run) for run in filled) == stop - start, "the runs have no gap"
     return Run(start, stop)
 
 
 _STEPS_PER_STAGE = 4
-_LEAST_CHUNK = 256
+_MIN_CHUNK = 256
 
 
 def chunk_tokens(num_due: int, num_stages: int) -> int:
-    """Returns the tokens of a step that keep several pipeline stages busy: what is due makes 4 steps for each of them.
+    """Return the tokens of a step that keep all pipeline stages busy: the due tokens make 4 steps per stage.
 
-    With two stages, a prompt that is alone leaves each idle for a ninth of the time. No step is cut to fewer than 256
-    tokens for that: what it takes to start one would count.
+    With two stages, a single prompt leaves each stage idle for a ninth of the time. Steps have at least 256 tokens.
     """
-    return max(_LEAST_CHUNK, -(-num_due // (_STEPS_PER_STAGE * num_stages)))
+    return max(_MIN_CHUNK, -(-num_due // (_STEPS_PER_STAGE * num_stages)))

@@ -1,4 +1,4 @@
-"""Sampling parameters: what a request asks of the sampler."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from longspan.core.options import Option, id_list, key_values
 from longspan.errors import ParameterError
 
 LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
-"""Token id to bias. JSON has no integer keys, so that ids may come as strings of digits; kept as sorted pairs.
+"""Token id to bias, stored as sorted pairs. JSON has no integer keys, so ids may be strings of digits.
 
-(One kind of mapping, since msgspec cannot tell two apart.)
+(One mapping type, since msgspec cannot distinguish two.)
 """
 
 MAX_BIAS = 100.0
-"""OpenAI's bound, either way. It is ample to force a token or to rule one out."""
+"""OpenAI's bound of the absolute value. It is enough to force or exclude a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an output must have: exactly one of these is given. Names are vLLM's. Instances are hashable.
+    """The form that an output must have. Exactly one field is given. Names are vLLM's. Instances are hashable.
 
     Attributes:
         json: a JSON schema, as text (kept as it is) or as a dictionary (kept as text).
@@ -35,7 +35,7 @@ class StructuredOutputsParams:
         json_object: the output is any JSON object.
 
     Raises:
-        ValueError: unless exactly one is given, or for one of the wrong type.
+        ValueError: not exactly one field is given, or a field has the wrong type.
     """
 
     json: str | dict[str, Any] | None = None
@@ -51,8 +51,8 @@ class StructuredOutputsParams:
         given = [name for name in all_names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             names = ", ".join(all_names)
-            found = " and ".join(given) or "none"
-            raise ParameterError("structured_outputs", f"must have exactly one of {names}, but {found} given", given)
+            present = " and ".join(given) or "none"
+            raise ParameterError("structured_outputs", f"must have exactly one of {names}, but {present} given", given)
         if isinstance(self.json, dict):
             object.__setattr__(self, "json", _json_text(self.json))
         if self.choice is not None:
@@ -75,35 +75,33 @@ _choice, _end = partial(Option, group="Sampling"), partial(Option, group="Length
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Says how the next tokens of a request are chosen and when it ends. Names, defaults and ranges are vLLM's.
+    """The choice of the next tokens of a request, and its end. Names, defaults and ranges are vLLM's. Hashable.
 
     They apply in this order: logit_bias, min_tokens, penalties, structured_outputs, temperature, min_p, top_k, top_p.
-    Instances are hashable whatever collections they were given.
 
     Attributes:
-        n: how many outputs are drawn for the prompt, each from random numbers of its own; greedy ones are all alike.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: the k most likely tokens stay, and those exactly as likely as the last of them; 0 or -1 keeps all.
-        top_p: the smallest set of most likely tokens whose probability reaches p stays, with those exactly as likely as
-            its last.
-        min_p: tokens less likely than this fraction of the most likely token's probability go.
-        repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative ones
-            multiplied; above 1 discourages them.
-        presence_penalty: taken from the logit of every token in the output.
-        frequency_penalty: taken from a token's logit as often as the token is in the output.
+        n: number of outputs of the prompt, each with its own random numbers. Greedy outputs are equal.
+        temperature: 0 is greedy. Otherwise logits are divided by it.
+        top_k: keep the k most likely tokens, and tokens exactly as likely as the last of them. 0 or -1 keeps all.
+        top_p: keep the most likely tokens whose probability reaches p, and tokens exactly as likely as the last.
+        min_p: drop tokens less likely than this fraction of the most likely token's probability.
+        repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative logits
+            are multiplied. Values above 1 make these tokens less likely.
+        presence_penalty: subtracted from the logit of every token in the output.
+        frequency_penalty: subtracted from a token's logit for each time that the token is in the output.
         logit_bias: added to the logits of these token ids.
-        seed: of this request's random numbers; None draws one from the engine's seed.
-        stop: strings that end the output; they are not part of it.
+        seed: seed of this request's random numbers. None draws a seed from the engine's seed.
+        stop: strings that end the output. They are not part of it.
         stop_token_ids: tokens that end the output.
-        min_tokens: until this many tokens are out, end-of-sequence tokens, stop tokens and stop strings do not end the
-            request; end-of-sequence and stop tokens are not sampled at all.
-        max_tokens: the most output tokens; None means up to the model's context.
-        ignore_eos: generate on past end-of-sequence tokens.
-        logprobs: report the log-probability of each output token, and of this many of the most likely tokens beside it.
+        min_tokens: before this number of output tokens, end-of-sequence tokens, stop tokens and stop strings do not end
+            the request. End-of-sequence and stop tokens are not sampled.
+        max_tokens: maximum output tokens. None means up to the model's context.
+        ignore_eos: continue after end-of-sequence tokens.
+        logprobs: report the log-probability of each output token, and of this number of most likely tokens.
         prompt_logprobs: the same for the tokens of the prompt.
-        structured_outputs: what form the output must have. It counts before `min_tokens`: an output that can only end
+        structured_outputs: the form of the output. It takes precedence over `min_tokens`: an output that can only end
             ends. With `ignore_eos`, end-of-sequence tokens follow until `max_tokens`.
-        output_logits: return the float32 logits that each output token was chosen from (before all of the above).
+        output_logits: return the float32 logits of each output token, before any of the above is applied.
 
     Raises:
         ValueError: for a value out of range or of the wrong type.
@@ -143,13 +141,13 @@ class SamplingParams:
     output_logits: bool = False
 
     def __post_init__(self) -> None:
-        for name, (read, in_range, wanted) in _NUMBERS.items():
+        for name, (read, in_range, valid) in _NUMBERS.items():
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
                 continue
             self._set(name, value := read(name, value))
             if not in_range(value):
-                raise ParameterError(name, f"must be {wanted}, but {value} given", value)
+                raise ParameterError(name, f"must be {valid}, but {value} given", value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             problem = f"({self.min_tokens}) must not exceed max_tokens({self.max_tokens})"
             raise ParameterError("min_tokens", problem, self.min_tokens)
@@ -175,12 +173,12 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Pairs of token id and bias, by ascending id; none for None."""
+        """Pairs of token id and bias, by ascending id. Empty for None."""
         assert self.logit_bias is None or isinstance(self.logit_bias, tuple), "normalised in the constructor"
         return self.logit_bias or ()
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Checks token ids and counts of logprobs against a vocabulary."""
+        """Check token ids and numbers of logprobs against a vocabulary."""
         for name, tokens in ("logit_bias", [token for token, _ in self.biases]), ("stop_token_ids", self.stop_ids):
             token = max(tokens, default=0)
             if token >= vocab_size:
@@ -193,7 +191,7 @@ class SamplingParams:
 
 
 def _whole(name: str, value: object, what: str = "") -> int:
-    """Returns the number; `what` says which one of several that the parameter holds."""
+    """Return a whole number. `what` names the element of a parameter with several numbers."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ParameterError(name, f"{what}must be a whole number, but {value!r} given", value)
     return int(value)
@@ -205,8 +203,8 @@ def _real(name: str, value: object, what: str = "") -> float:
     return float(value)
 
 
-def _at_least(least: int) -> Callable[[Any], bool]:
-    return lambda value: value >= least
+def _at_least(minimum: int) -> Callable[[Any], bool]:
+    return lambda value: value >= minimum
 
 
 _NUMBERS: dict[str, tuple[Callable[[str, object], float], Callable[[Any], bool], str]] = {
@@ -224,7 +222,7 @@ _NUMBERS: dict[str, tuple[Callable[[str, object], float], Callable[[Any], bool],
     "max_tokens": (_whole, _at_least(1), "at least 1"),
     "min_tokens": (_whole, _at_least(0), "at least 0"),
 }
-"""Numbers are read, then held against their range, which is given in words, too."""
+"""The converter, range check and range in words of each parameter."""
 _MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
 
 

@@ -1,6 +1,6 @@
-"""Sparse attention in levels: which tokens meet where, and what members send each other for that.
+"""Sparse attention in levels: the members that compute each region, and the tokens that members send each other.
 
-Every member finds the same by arithmetic on positions, so that nobody tells sizes or indices.
+Every member computes the same plan by arithmetic on positions, so that no sizes or indices are sent.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations, zip_longest
 
-from longspan.core.cluster import HeadShare, spread_heads
 from longspan.core.runs import Run, SpanShards, clip, num_tokens
 from longspan.core.sparse import SparseSetting
+from longspan.core.splits import HeadShare, spread_heads
 
 
 def ratios_by_rule(drop: float, num_levels: int) -> tuple[float, ...]:
-    """Returns the drop ratios of all levels from 2 on: level 2 + n keeps 1/2^n of what level 2 does (CSPS §3.2.4).
+    """Return the drop ratios of all levels from 2 on: level 2 + n keeps 1/2^n of the tokens of level 2 (CSPS §3.2.4).
 
-    So a token attends to the fewer tokens of a region the farther away that is. The paper's formula has it the other
-    way round; its text is followed.
+    So a token attends to fewer tokens of more distant regions. The paper's text says so, but its formula is inverted.
     """
     return tuple(1 - (1 - drop) / 2**n for n in range(num_levels - 1))
 
 
 def segments_of(num_members: int, hosts: Sequence[int], num_levels: int) -> tuple[int, ...]:
-    """Chooses segments that travel over the links of each level: a member, its host, and more hosts at once.
+    """Return segments that follow the links of the cluster: a member, then its host, then several hosts.
 
     Args:
-        hosts: the host of each member, neighbours together.
+        hosts: the host of each member. Members of a host are adjacent.
     """
     per_host = max(map(hosts.count, set(hosts)))
     sizes = {1} | ({per_host} if 1 < per_host < num_members else set())
@@ -42,10 +41,10 @@ def segments_of(num_members: int, hosts: Sequence[int], num_levels: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The tokens of a partition that one member has: queries of the step, or keys.
+    """The tokens of a partition on one member: queries of the step, or keys.
 
     Attributes:
-        offset: of its first token among all queries, or keys, that the member has of the request.
+        offset: the index of its first token among all queries, or keys, of the request on the member.
     """
 
     member: int
@@ -57,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The attention of one segment at a level above 1, whose heads are spread over the members that have some of it."""
+    """The attention of one segment at a level above 1. Its heads are spread over the members with tokens of it."""
 
     level: int
     members: tuple[int, ...]
@@ -65,7 +64,7 @@ class Job:
     queries: tuple[Piece, ...]
     keys: tuple[Piece, ...]
     sees: tuple[tuple[int, ...], ...]
-    """Indices into `keys`: for each piece of queries, those that it meets at this level."""
+    """The indices into `keys` of the pieces that each piece of queries meets at this level."""
 
     def share(self, member: int, num_heads: int, num_kv_heads: int) -> HeadShare:
         return spread_heads(num_heads, num_kv_heads, len(self.members))[self.members.index(member)]
@@ -76,7 +75,7 @@ class SparsePlan:
     """The regions of one request's attention in a step.
 
     Attributes:
-        queries, keys: of each member, in order of position.
+        queries, keys: the pieces of each member, in order of position.
         near: for each piece of queries, the pieces of keys of its own partition.
         jobs: level by level.
     """
@@ -87,7 +86,7 @@ class SparsePlan:
     jobs: tuple[Job, ...]
 
     def level(self, member: int, other: int) -> int:
-        """Returns the first level at which two members have tokens that meet; 0 if they have none."""
+        """Return the first level at which tokens of two members meet. 0 if there is none."""
         pair = {member, other}
         if any({query.member, key.member} == pair for query, keys in self.near.items() for key in keys):
             return 1
@@ -96,7 +95,7 @@ class SparsePlan:
 
 @lru_cache(maxsize=256)
 def sparse_plan(setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards) -> SparsePlan:
-    """Plans a step; every member finds the same."""
+    """Return the plan of a step, which is the same on every member."""
     queries = tuple(_pieces(setting, member, runs) for member, runs in enumerate(q_runs))
     keys = tuple(_pieces(setting, member, runs) for member, runs in enumerate(kv_runs))
     all_queries = [piece for pieces in queries for piece in pieces]
@@ -123,8 +122,9 @@ def sparse_plan(setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards)
 
 
 class _Order:
-    """Orders the members of segments by the heads that they get, such that a member has heads at each level that it has
-    at the level below: then the least is sent.
+    """Orders the members of segments by their heads, to minimise the bytes sent.
+
+    A member keeps the heads of the level below at each level.
     """
 
     def __init__(self, setting: SparseSetting, pieces: Sequence[Piece]) -> None:
@@ -181,10 +181,10 @@ def _pieces(setting: SparseSetting, member: int, runs: Sequence[Run]) -> tuple[P
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some heads of a piece, of which the same number of tokens is kept.
+    """Heads of a piece with an equal number of kept tokens.
 
     Attributes:
-        basis: how many of these the level keeps at which both ends meet, which is cut into even pieces.
+        basis: number of these tokens kept at the level where both ends meet. It is cut into even pieces.
     """
 
     piece: Piece
@@ -193,7 +193,7 @@ class Block:
     basis: int
 
     def cut(self, number: int, num_pieces: int) -> range:
-        """Returns the tokens of a micro-partition."""
+        """Return the tokens of a micro-partition."""
         start = min(self.count, number * self.basis // num_pieces)
         stop = self.count if number == num_pieces - 1 else min(self.count, (number + 1) * self.basis // num_pieces)
         return range(start, stop)
@@ -201,10 +201,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The tokens that go from one member to another before attention.
+    """The tokens that one member sends to another before attention.
 
     Attributes:
-        whole: pieces of keys of whose partition the other one has queries: all heads, in order of position.
+        whole: pieces of keys in partitions of which the receiver has queries, with all heads, in order of position.
         queries, keys: blocks of query heads and of KV heads, the most important tokens first.
     """
 
@@ -215,7 +215,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of a layer, as a rank has them; `first` is the number of its first KV head in the whole layer."""
+    """The heads of a layer on a rank. `first` is the number of its first KV head in the whole layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -223,7 +223,7 @@ class Heads:
 
 
 def num_queries(setting: SparseSetting, piece: Piece, layer: int, kv_head: int, level: int) -> int:
-    """Counts the queries of a piece that attend at a level."""
+    """Return the number of queries of a piece that attend at a level."""
     return setting.kept(piece.size, layer, kv_head, level) if setting.mode == "qkv" else piece.size
 
 
@@ -231,7 +231,7 @@ def num_queries(setting: SparseSetting, piece: Piece, layer: int, kv_head: int, 
 def sent(
     setting: SparseSetting, q_runs: SpanShards, kv_runs: SpanShards, layer: int, heads: Heads, ends: tuple[int, int]
 ) -> Sent:
-    """Returns what the first of two members sends to the second: once, the union of what the levels need."""
+    """Return the tokens that the first of two members sends to the second: the union over levels, sent once."""
     plan, (source, target) = sparse_plan(setting, q_runs, kv_runs), ends
     readers = heads.num_heads // heads.num_kv_heads
     queries: dict[Piece, list[int]] = {}
@@ -277,8 +277,8 @@ class SparseWork:
     """The work of one or more layers.
 
     Attributes:
-        sent_bytes, returned_bytes: between members before attention, sampled queries included, and after it.
-        near_pairs, far_pairs: of a query, of any head, and a key that meet at level 1, and at others.
+        sent_bytes, returned_bytes: sent between members before attention, with sampled queries, and after it.
+        near_pairs, far_pairs: pairs of a query, of any head, and a key that meet at level 1, and at further levels.
     """
 
     sent_bytes: int = 0
@@ -304,11 +304,11 @@ class SparseWork:
 
 
 def drops_in(layer: int, stages: Sequence[range]) -> bool:
-    """Tells whether a layer may drop tokens: the last may not, nor the first of a stage, before which nobody rates."""
+    """Return whether a layer may drop tokens. The last layer and a stage's first layer, without ratings, may not."""
     return layer < stages[-1].stop - 1 and all(layer != stage.start for stage in stages)
 
 
-def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
+def work_of_layer(  # noqa: PLR0917 - a setting, the runs of members, and a layer
     setting: SparseSetting,
     q_runs: SpanShards,
     kv_runs: SpanShards,
@@ -318,7 +318,7 @@ def work_of_layer(  # noqa: PLR0917 - a setting, who has what, and a layer
     dim: int,
     element_bytes: int,
 ) -> SparseWork:
-    """Counts what a layer of some pipeline stage takes, as the exchange does it."""
+    """Return the work of a layer of a pipeline stage, as the exchange computes it."""
     if not drops_in(layer, stages):
         setting = setting.exact
     plan, readers = sparse_plan(setting, q_runs, kv_runs), heads.num_heads // heads.num_kv_heads
@@ -357,10 +357,9 @@ class Savings:
     """The savings of a request by sparse attention.
 
     Attributes:
-        num_levels: the most of any part.
-        mean_drop_ratio: over layers, KV heads and levels from 2 on; layers that drop nothing count.
-        bytes_saved_share, attention_flops_saved_share: of what the same exchange takes without drops, queries that are
-            sampled included.
+        num_levels: the maximum over parts.
+        mean_drop_ratio: mean over layers, KV heads and levels from 2 on, including layers without drops.
+        bytes_saved_share, attention_flops_saved_share: fractions of the same work without drops.
     """
 
     num_levels: int
@@ -375,7 +374,7 @@ def savings(
     stages: Sequence[range],
     element_bytes: int,
 ) -> Savings:
-    """Sums up the parts of a request, of which there is one at least.
+    """Return the savings over the parts of a request, at least one.
 
     Args:
         layers: the query heads, KV heads and head size of each.
@@ -407,7 +406,7 @@ def _visible_pairs(query: Piece, key: Piece) -> int:
 
 
 def _sees(queries: Run, keys: Run) -> int:
-    """Counts the pairs of a query and a key that it sees, of runs without gaps."""
+    """Return the number of pairs of a query and a visible key, for runs without gaps."""
     before = max(0, min(keys.stop, queries.start) - keys.start)
     both = range(max(queries.start, keys.start), min(queries.stop, keys.stop))
     after = max(0, queries.stop - max(queries.start, keys.stop))
@@ -415,5 +414,5 @@ def _sees(queries: Run, keys: Run) -> int:
 
 
 def sampled_rows(size: int, samples: int) -> tuple[int, ...]:
-    """Chooses queries of a piece, evenly apart and the last among them."""
+    """Return the sampled queries of a piece, evenly spaced, including the last query."""
     return tuple(range(size)) if size <= samples else tuple((i + 1) * size // samples - 1 for i in range(samples))

@@ -1,4 +1,4 @@
-"""Numbers that an engine reports: its load at one moment, and its counts so far."""
+"""Metrics of an engine: its present load, and its counts so far."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _no_bytes() -> Counter[tuple[str, Link]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The work that the engine has to do.
+    """The present load of an engine.
 
     Attributes:
         num_waiting: requests that could run if there were free blocks.
         used_blocks: KV blocks in use, per instance.
         host_blocks, disk_blocks: KV blocks in use or cached in the pools of hosts and of disks.
-        busy_s: seconds since the engine was made in which each instance had a step to run.
+        busy_s: seconds in which each instance had a step in flight, since the start of the engine.
     """
 
     num_running: int
@@ -39,7 +39,7 @@ class Load:
 
     @classmethod
     def of(cls, queues: Queues, kv: KvManager, cluster: Cluster, now_s: float) -> Load:
-        waiting, hosts, disks = queues.waiting.able(), kv.usage(cluster.host_pools), kv.usage(cluster.disk_pools)
+        waiting, hosts, disks = queues.waiting.runnable(), kv.usage(cluster.host_pools), kv.usage(cluster.disk_pools)
         return cls(
             num_running=len(queues.running),
             num_waiting=len(waiting),
@@ -53,12 +53,12 @@ class Load:
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts since the engine was made.
+    """Counts since the start of the engine.
 
     Attributes:
-        num_preemptions: preemptions in favour of other requests.
+        num_preemptions: preemptions that freed blocks for other requests.
         num_prefix_queries, num_prefix_hits: prompt tokens looked up, and found, in the prefix cache.
-        num_external_queries: tokens that are looked up on hosts, too.
+        num_external_queries: tokens looked up on hosts, too.
         bytes_sent: by exchange and link.
     """
 

@@ -1,7 +1,6 @@
-"""Steps: what the controller tells ranks. A policy's `ScheduledPart` becomes a `Part` once its blocks are fixed.
+"""Steps that the controller sends to ranks. A policy's `ScheduledPart` becomes a `Part` once its blocks are fixed.
 
-Treat them as immutable. Those that are made for every token are not `frozen`, which would make them in thrice the
-time.
+Treat steps as immutable. Classes with an object per token are not `frozen`, which takes 3 times as long to make.
 """
 
 from __future__ import annotations
@@ -20,30 +19,28 @@ if TYPE_CHECKING:
     from longspan.core.cluster import Cluster
 
 Link = Literal["same_host", "other_host"]
-"""The locations of the two ends of a message."""
+"""The distance between the two ends of a message."""
 
 BytesSent = dict[tuple[str, Link], int]
-"""Payload bytes by exchange (or what else was sent) and link."""
+"""Payload bytes by exchange (or other kind of message) and link."""
 
 UNKNOWN = -1
-"""Stands for a token that is yet to be sampled."""
+"""Placeholder of a token that a step in flight samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Everything that stays the same whenever a token of one request is sampled. Ranks are sent it once and remember
-    it.
+    """The sampling state of a request that is the same for all its tokens. Ranks are sent it once.
 
-    Random numbers are keyed by (seed, choice, position), so that neither batch nor layout can change them.
+    Random numbers are keyed by (seed, choice, position), so they depend on neither batch nor layout.
 
     Attributes:
-        choice: which of the `n` outputs of a prompt this request is.
+        choice: the index of this request among the `n` outputs of its prompt.
         banned: token ids that are not sampled below `min_tokens` (end-of-sequence and stop tokens).
         prompt: the distinct token ids of the prompt, for the repetition penalty only.
-        logprobs, prompt_logprobs: how many of the most likely tokens are reported beside the one that was chosen, or
-            stands in the prompt; None for no report.
+        logprobs, prompt_logprobs: number of most likely tokens reported per output or prompt token. None: no report.
         output_logits: whether the logits are reported with the token.
-        grammar: what the output must follow, in llguidance's serialised form; empty for anything.
+        grammar: the grammar of the output, in llguidance's serialised form. Empty: any output.
     """
 
     seed: int
@@ -78,7 +75,7 @@ class Sample:
     """One token to sample, at `position`, on the `instance` that computes the span's last token.
 
     Attributes:
-        below_minimum: whether `Sampling.banned` tokens are out of the question.
+        below_minimum: whether `Sampling.banned` tokens are excluded.
     """
 
     instance: int
@@ -88,12 +85,12 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """The likelihood of one token by the model's own logits (before penalties, bias and temperature).
+    """The log-probability of a token by the model's logits, before penalties, bias and temperature.
 
     Attributes:
         logprob: natural logarithm of the token's probability.
-        rank: 1 for the most likely token of all.
-        top_ids, top_logprobs: the most likely tokens, best first, as many as were asked for.
+        rank: 1 for the most likely token.
+        top_ids, top_logprobs: the requested number of most likely tokens, in descending order.
     """
 
     logprob: float
@@ -107,23 +104,22 @@ class Part:
     """One request's share of a Forward.
 
     Attributes:
-        start, stop: the span of token positions computed.
-        group: the instances that work on it and hold its KV, in ring order.
-        runs: of the span, per member of `group`; ranks never shard anew.
+        start, stop: the span of computed token positions.
+        group: the instances that compute it and hold its KV, in ring order.
+        runs: the runs of the span, per member of `group`. Ranks do not shard.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.
-            `Owners` says what lies where. KV is with the member that computed it, or, in a `chain`, a later one.
-        tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
-        unknown_on: the instance that samples that unknown token, in a step before this one.
-        sampling: with the first part that a rank of the group sees of a request, None later; `first_block` and
-            `first_output` are then 0, and members that have the request's sampling state already keep it.
-        first_output, new_output: of a request with penalties or a grammar, the output tokens that became known since
-            its last part, and which one the first of them is.
-        targets: when prompt logprobs are wanted, the token that follows each of the span's tokens inside the prompt.
-        sample: None when the span does not reach the request's last token.
+            `Owners` reads the table. KV is on the member that computed it, or, in a `chain`, on a later member.
+        tokens: the span's token ids. The last is `UNKNOWN` if the step that samples it was still in flight.
+        unknown_on: the instance that samples the unknown token, in an earlier step.
+        sampling: only in the first part of a request on a rank of the group. `first_block` and `first_output` are then
+            0. Members that have the request's sampling state already keep it.
+        first_output, new_output: with penalties or a grammar, output tokens known since the last part, from this index.
+        targets: with prompt logprobs, the token after each of the span's tokens inside the prompt.
+        sample: None if the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
-        rotation: the rule that assigns single new tokens to owners; None while owners take whole blocks.
-        hosted: how many blocks in the pool of its host each member of `group` attends over; empty when there are none.
-            Of the table's blocks in one host's pool the first such member takes the first so many, and so on.
+        rotation: the rule that assigns single new tokens to owners. None if owners have whole blocks.
+        hosted: number of host blocks that each member of `group` attends over. Empty without host blocks. Members on a
+            host take the table's blocks in its pool in order: the first member the first blocks, and so on.
     """
 
     request_id: int
@@ -148,9 +144,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names.
+    """The content of a cached block: the KV of `tokens` after the prefix with key `parent`.
 
-    `parent` is a root for the first block of a prompt, and else the key of the block before.
+    `parent` is a root for the first block of a prompt, and otherwise the key of the previous block.
     """
 
     parent: bytes
@@ -166,20 +162,20 @@ MoveWay = Literal["across", "out", "in", "save", "load"]
 
 @dataclass(kw_only=True, slots=True)
 class MoveKV:
-    """Copies whole KV blocks of one request to other instances, every layer of them.
+    """Copies whole KV blocks of one request, with all layers, to other pools.
 
-    By itself it is a step: sources send what they hold, targets write it into their pools while they compute, and a
-    `Completion` says when all of it is there. Inside a Forward it keeps pace with the layers of that, see there. Where
-    instances are split differently, each rank of a target gets the KV heads that it has, from a rank that has them.
+    As a separate step, sources send blocks and targets write them into their pools while they compute. A `Completion`
+    follows when all blocks have arrived. Inside a Forward, it follows the Forward's layers. If source and target
+    instances are split differently, each rank of a target receives its KV heads from a rank that has them.
 
     Attributes:
-        copies: pairs of source and target. Meanwhile nobody writes its sources, and nobody else touches its targets.
-            Ranks need to know nothing of the request: its first part may come later, and it may be freed before.
-        way: from instances to instances, or by itself: `out` of an instance to the pool of its host, or from there
-            `in`. Each rank of that instance copies its own layers and heads while it computes; no message is sent.
-            Ranks have no part in those from the pool of a host to that of its disk, `save`, and back, `load`.
-        contents: of those that are saved or loaded, what the disk keeps with them.
-        sources, targets: the instances that send, and those that receive, ascending. A host is none.
+        copies: pairs of source and target. Until the completion no step writes the sources, and no other step uses the
+            targets. Ranks need not know the request: its first part may be later, and it may be freed before.
+        way: `across` instances, `out` of an instance to its host pool, or `in` from its host pool. For `out` and `in`
+            each rank copies its layers and heads while it computes, without messages. Ranks take no part in `save`
+            (host pool to disk) and `load` (disk to host pool).
+        contents: for `save` and `load`, the contents that the disk stores with the blocks.
+        sources, targets: the sending and the receiving instances, ascending. Hosts are left out.
         is_local: whether no block goes to another instance.
     """
 
@@ -206,13 +202,12 @@ class Forward:
     """One forward pass over several parts, which may differ in group and exchange.
 
     Attributes:
-        rebalances: moves between members of a part, whose table names the targets already: a layer's KV is there before
-            its attention, and that of the next layer is under way meanwhile. Done when the Forward is. Or a copy of the
-            block that an admitted request begins in, on the same instance, made before anything is computed.
-        streams: moves of blocks that this Forward completes, to instances outside: sources send a layer as soon as its
-            KV is computed. The executor informs targets. Each has a `Completion` of its own, after the Forward's or
-            before.
-        instances: those that compute or pass on a token, ascending.
+        rebalances: moves between members of a part, whose table has the targets already. A layer's KV arrives before
+            its attention, while the next layer's KV is sent. They complete with the Forward. Or a copy of an admitted
+            request's partial block on the same instance, before any computation.
+        streams: moves of blocks that this Forward completes to other instances. Sources send a layer as soon as its KV
+            is computed. The executor informs targets. Each stream has its own `Completion`.
+        instances: the instances that compute or pass on a token, ascending.
     """
 
     number: int
@@ -235,8 +230,7 @@ class Free:
     """Ranks forget these requests. Its number orders it among Forwards. It has no completion.
 
     Attributes:
-        cleared: blocks of KV that is not finite, each with the first slot that ranks set to zero, up to its end. No
-            step in flight names these slots.
+        cleared: blocks with KV that is not finite, each with its first such slot. Ranks clear the slots from there on.
     """
 
     number: int
@@ -248,8 +242,7 @@ class Free:
 class Reshard:
     """Moves every rank to its place in another cluster: another share of the weights, an empty pool (Seesaw §4.1).
 
-    No Forward is in flight meanwhile, nor a copy to or from a device. Ranks forget all requests. If the
-    cluster has more ranks than there are, further ones start.
+    No Forward, and no copy to or from a device, is in flight. Ranks forget all requests. Missing ranks are started.
     """
 
     number: int
@@ -261,9 +254,9 @@ Step = Forward | MoveKV | Free | Reshard
 
 @dataclass(kw_only=True, slots=True)
 class Sampled:
-    """A token that a rank sampled; `logits` are float32 bytes of `[vocab]`, empty unless asked for.
+    """A token that a rank sampled. `logits` are float32 bytes of `[vocab]` if requested, and otherwise empty.
 
-    `error` says why the request cannot go on, if so; its token means nothing then.
+    A non-empty `error` is the reason why the request cannot continue. The token is then invalid.
     """
 
     request_id: int
@@ -275,7 +268,7 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The likelihood of the prompt tokens at `positions`, by the rank that computed the tokens before them."""
+    """The logprobs of the prompt tokens at `positions`, by the rank that computed the tokens before them."""
 
     request_id: int
     positions: tuple[int, ...]
@@ -284,10 +277,10 @@ class Scored:
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """A Forward, MoveKV or Reshard that is done on all its ranks, which have sent `bytes_sent`.
+    """A Forward, MoveKV or Reshard that is complete on all its ranks, which have sent `bytes_sent`.
 
     Attributes:
-        failed: of a MoveKV to or from a disk, the copies that could not be made, by their index.
+        failed: the indices of failed copies of a MoveKV to or from a disk.
         non_finite: requests for which this Forward computed hidden states or logits that are NaN or infinite.
     """
 
@@ -303,23 +296,23 @@ class Executor(Protocol):
     """Runs steps in the order of their numbers, as far as they share ranks.
 
     Attributes:
-        wakeup: something that the host can wait for, such as a zmq socket. When it can be read, `poll` returns early,
-            with nothing. Its owner sets it; None for no such thing. A virtual clock waits for nothing and ignores it.
+        wakeup: an object that the host can wait for, such as a zmq socket. When it is readable, `poll` returns early
+            with an empty list. Its owner sets it, None if there is none. Simulations ignore it.
     """
 
     wakeup: Any
 
     def submit(self, step: Step) -> None:
-        """Sends a step to its ranks; does not wait for them."""
+        """Send a step to its ranks, without waiting for them."""
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
-        """Waits for completions and returns those that have come, at most one per request; none after `timeout_s`.
+        """Wait for completions and return them, at most one per request. Return an empty list after `timeout_s`.
 
-        No limit is None.
+        None is no limit.
 
         Raises:
-            WorkerLostError: when a worker died or raised; none of the steps in flight will complete.
+            WorkerLostError: a worker died or raised. No step in flight will complete.
         """
 
     def close(self) -> None:
-        """Ends its workers, if any; nothing of them is left. May be called again."""
+        """End all workers. May be called again."""

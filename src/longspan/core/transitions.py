@@ -1,4 +1,4 @@
-"""Changes from one cluster to another, and how the time of a run is made up of them and of what lies between."""
+"""Changes from one cluster to another, and the seconds of a run in each phase and in changes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Transition:
     """A change from one cluster to another, in seconds of the engine's clock.
 
     Attributes:
-        asked_s: when the policy asked for it.
-        idle_s: when nothing was computed any more.
-        begun_s: when all KV had left the devices, and ranks began to regroup.
-        ended_s: when they had.
-        copied_bytes: of weights, which were not there already.
+        asked_s: time of the request for the change.
+        idle_s: time when the last step before the change was complete.
+        begun_s: time when all KV had left the devices, and ranks began to regroup.
+        ended_s: time when ranks had regrouped.
+        copied_bytes: bytes of weights that ranks did not have yet.
     """
 
     cluster: Cluster
@@ -29,43 +29,43 @@ class Transition:
 
     @property
     def exposed_s(self) -> float:
-        """The time in which nothing was computed."""
+        """The time without computation."""
         return self.ended_s - self.idle_s
 
 
-def phase_of(cluster: Cluster, turns: Sequence[Cluster]) -> str:
-    """Names what a cluster is for: the first of those that take turns prefills. Empty for one that stays."""
-    if not turns:
+def phase_of(cluster: Cluster, phases: Sequence[Cluster]) -> str:
+    """Return the phase of a cluster. The first of the two clusters prefills. Empty without phases."""
+    if not phases:
         return ""
-    return "prefill" if cluster.spec == turns[0].spec else "decode"
+    return "prefill" if cluster.spec == phases[0].spec else "decode"
 
 
 def phase_seconds(
-    transitions: Sequence[Transition], turns: Sequence[Cluster], begun_s: float, ended_s: float
+    transitions: Sequence[Transition], phases: Sequence[Cluster], begun_s: float, ended_s: float
 ) -> dict[str, float]:
-    """Returns the seconds of a run on each of two clusters that take turns, and those of changes between them.
+    """Return the seconds of a run in its prefill phases, decode phases, and changes. Empty without phases.
 
-    Changes count while nothing is computed. The sum is the length of the run; {} for a cluster that stays.
+    Changes count from their `idle_s` on. The sum is the length of the run.
 
     Args:
-        transitions: all of an engine, also before the run.
-        turns: the clusters, the first of which prefills and is the engine's first.
-        begun_s, ended_s: when the run began and ended, by the engine's clock.
+        transitions: all changes of an engine, including changes before the run.
+        phases: the clusters of both phases. The engine began with the first, which prefills.
+        begun_s, ended_s: begin and end of the run, by the engine's clock.
     """
-    if not turns:
+    if not phases:
         return {}
-    found = {"prefill": 0.0, "decode": 0.0, "transition": 0.0}
-    cluster, at_s = turns[0], begun_s
+    seconds = {"prefill": 0.0, "decode": 0.0, "transition": 0.0}
+    cluster, at_s = phases[0], begun_s
 
     def until(name: str, end_s: float) -> None:
         nonlocal at_s
         end_s = min(max(end_s, at_s), ended_s)
-        found[name] += end_s - at_s
+        seconds[name] += end_s - at_s
         at_s = end_s
 
-    for one in transitions:
-        until(phase_of(cluster, turns), one.idle_s)
-        until("transition", one.ended_s)
-        cluster = one.cluster
-    until(phase_of(cluster, turns), ended_s)
-    return found
+    for transition in transitions:
+        until(phase_of(cluster, phases), transition.idle_s)
+        until("transition", transition.ended_s)
+        cluster = transition.cluster
+    until(phase_of(cluster, phases), ended_s)
+    return seconds

@@ -1,9 +1,8 @@
-"""The seam between deciding and doing: a `core.policy.Policy` reads a `ClusterView` and returns a `Plan`.
+"""The interface between engine and policies: a `core.policy.Policy` reads a `ClusterView` and returns a `Plan`.
 
-A view is read-only: what it shows of requests and KV pools is declared here as protocols, to which type checks hold
-policies. The engine's own objects stand behind, so that a view costs nothing to make. The engine finds the requests of
-a plan again by their ids. Nobody writes to a view, a scheduled part or a plan; they are not `frozen`, since making one
-would take thrice as long, and there are some for every token.
+Protocols declare the read-only attributes of requests and KV pools. The objects are the engine's own, so a view costs
+no copy. The engine finds the requests of a plan by their ids. Views, scheduled parts and plans are read-only. They are
+not `frozen`, because a frozen dataclass takes 3 times as long to make, and several are made per token.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ if TYPE_CHECKING:  # types alone
 
 
 class RequestView(Protocol):
-    """A request as policies see it; `core.request.Request` is one.
+    """A request as policies see it. `core.request.Request` implements it.
 
     Attributes:
         id: ascends in the order of arrival.
         num_known: prompt and output tokens known so far.
-        num_tokens: tokens that can be scheduled: the known ones, and one that a step in flight will sample.
-        num_scheduled, num_computed: emitted steps and loads fill, and completed ones have filled, the KV up to here.
-        max_tokens: the output ends with this many tokens at the latest.
-        was_admitted: it has held KV before, though it may have lost that since.
-        admission: counts admissions; the last admitted gives way first.
+        num_tokens: tokens that can be scheduled: the known tokens, and one token that a step in flight samples.
+        num_scheduled, num_computed: tokens with KV after the emitted steps and loads, and after the completed ones.
+        max_tokens: maximum output tokens.
+        was_admitted: it was admitted before, and may have lost its KV since.
+        admission: number of its admission. Preemption picks the most recently admitted request.
         in_flight: an emitted step or a load names it, so that it cannot be preempted.
-        num_steps: how many of them do.
-        last_step: the number of the last step that named it; -1 before the first.
-        group: the instances that hold its KV, in ring order; empty while it waits.
-        residency: where its KV is, or is on its way to.
-        rotation: the rule that gives single tokens to members; None while members own whole blocks.
-        kv_owner: the member that keeps all that is computed from now on; None when all members do.
-        kv_owners: the members that will hold what is still to come.
+        num_steps: number of steps in flight that name it.
+        last_step: the number of the last step that named it. -1 before the first.
+        group: the instances that hold its KV, in ring order. Empty while it waits.
+        residency: the tier and state of its KV.
+        rotation: the rule that assigns single tokens to members. None if members own whole blocks.
+        kv_owner: the member that stores all KV computed from now on. None if all members do.
+        kv_owners: the members that will store KV of further tokens.
         sampler: the instance that samples, or has sampled, its latest token.
-        hosted: how many of its blocks are read in the pool of each host.
-        targets: the instances that its KV is on its way to; none when it stays where it is.
-        scores_prompt: all of its prompt must be computed, because logprobs of it are still to be reported.
+        hosted: number of blocks that are read in each host pool.
+        targets: the decode instances that its KV is sent to. Empty without transfers.
+        scores_prompt: its whole prompt must be computed, because prompt logprobs are not reported yet.
     """
 
     @property
@@ -103,24 +102,24 @@ class RequestView(Protocol):
     def sparse(self) -> SparseSetting | None: ...
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Counts the blocks that `num_tokens` tokens fill or begin."""
+        """Return the number of blocks that `num_tokens` tokens fill or begin."""
 
     def tokens(self, start: int, stop: int) -> Sequence[int]: ...
 
     def parent_key(self, index: int) -> bytes:
-        """Names all tokens before block `index`, as the prefix cache does."""
+        """Return the prefix key of all tokens before block `index`."""
 
 
 class RunningView(Protocol):
-    """The requests that hold KV, first admitted first, also by instance.
+    """The requests that hold KV, in order of admission, also by instance.
 
     Attributes:
-        changes: counts the changes of what runs on each instance.
+        changes: number of changes of the running requests and steps in flight of each instance.
         coupled_sets: the instances that share requests, see `coupled_instances`.
-        shared: the requests that several instances take part in.
+        shared: the requests on groups of several instances.
         occupied: the instances that take part in any request.
         due_tokens: known tokens still to be computed on each instance, if the members of a group share evenly.
-        due_blocks: blocks still asked of each instance for the tokens that its requests have.
+        due_blocks: blocks that the tokens of running requests still need on each instance.
     """
 
     @property
@@ -144,56 +143,55 @@ class RunningView(Protocol):
     def on(self, instance: int) -> Collection[RequestView]: ...
 
     def within(self, instances: frozenset[int]) -> Iterator[RequestView]:
-        """Iterates, in no order, over the requests that no other instances take part in."""
+        """Iterate, in no order, over the requests on groups of only these instances."""
 
 
 class KvView(Protocol):
-    """The KV pools of all instances, and what a request would find in them."""
+    """The KV pools of all instances, and lookups of cached prefixes."""
 
     def num_blocks(self, instance: int) -> int: ...
 
     def num_free(self, instance: int) -> int:
-        """Counts the blocks that can be allocated now, cached ones included."""
+        """Return the number of blocks that can be allocated now, including cached blocks."""
 
-    def num_leaving(self, instance: int) -> int:
-        """Counts the blocks that only copies under way hold: they become free when these are done."""
+    def num_pending_free(self, instance: int) -> int:
+        """Return the number of blocks held only by in-flight copies. They are free when the copies are done."""
 
     def num_allocated(self, instance: int) -> int:
-        """Counts the blocks handed out so far. A pool with few is the emptiest, or what it caches is the oldest."""
+        """Return the number of blocks allocated so far. A pool with fewer is emptier, or has older contents."""
 
     def changes(self, instances: Sequence[int]) -> int:
-        """Counts how often anything has changed in these pools."""
+        """Return the number of changes in these pools so far."""
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
-        """Finds the longest beginning of a request on `group`, or on its hosts and disks if it pays to load that."""
+        """Return the longest prefix on `group`, or on its hosts and disks if a load costs less than recomputation."""
 
-    def match_beside(self, request: RequestView, most: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
-        """Return the longest prefix of a request on the instances of `most` or in the pools of `hosts`, read in place.
+    def match_in_place(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
+        """Return the longest prefix on the instances of `max_blocks` or in the pools of `hosts`, read in place.
 
-        `most` bounds the unreferenced full blocks that the hit uses on each instance. The last blocks are kept.
+        `max_blocks` bounds the unreferenced full blocks that the hit uses on each instance. The last blocks are kept.
         """
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
-        """Counts the free blocks per instance that taking a hit uses up; `claimed` ones are taken before."""
+        """Return the free blocks per instance that a hit uses. `claimed` blocks are in use by then."""
 
     def reclaimable(self, request: RequestView) -> Counter[int]:
-        """Counts the blocks per instance that become free when the request is preempted."""
+        """Return the number of blocks per instance that are free after a preemption of the request."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterView:
-    """Everything that a policy may look at.
+    """The state that a policy reads.
 
     Attributes:
         max_num_batched_tokens, max_num_seqs: the bounds of a step on one instance.
-        max_steps_in_flight: the steps that may be in flight, with its own, when one of them samples a request's token.
-        waiting: requests that hold no KV on devices, in order of arrival. Those of a leader that is still computing
-            their common prompt are left out.
-        startable: the waiting requests that can start now. Others wait behind one whose KV is on its way to a host.
-        busy, full: instances that have a step in flight, and those that can be given no further step now.
+        max_steps_in_flight: maximum steps in flight that name a request, including the step that samples its token.
+        waiting: requests without KV on devices, in order of arrival. Followers of a computing leader are left out.
+        startable: the waiting requests that can start now, up to the first with an offload in flight.
+        busy, full: instances with a step in flight, and instances that cannot take another step now.
         now_s: the engine's clock.
-        expected: blocks on decode instances that KV on its way will need, and that are not allocated yet.
-        queue_changes: how often requests have begun or ceased to wait, or have become able to start.
+        expected: blocks on decode instances that transfers will need, and that are not allocated yet.
+        queue_changes: number of times that a request began or ceased to wait, or became startable.
         device_limit: maximum device blocks of one request. Older blocks are read on hosts. None: host reads are off.
     """
 
@@ -213,8 +211,9 @@ class ClusterView:
     device_limit: int | None = None
 
     def changes(self, instances: Sequence[int]) -> int:
-        """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits, runs
-        and is in flight there, and the contents of their pools, and of hosts where they read them.
+        """Return a number that grows with every change that matters to these instances, while `kv` is the same object.
+
+        It covers the waiting and running requests, steps in flight, and pools, including host pools if they are read.
         """
         changes = self.running.changes
         pools = instances if self.device_limit is None else (*instances, *self.cluster.host_pools)
@@ -223,18 +222,16 @@ class ClusterView:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduledPart:
-    """A part as a policy asks for it, of one request in one step; the engine makes a `Part` of it.
+    """The part of one request in one step that a policy plans. The engine turns it into a `Part`.
 
     Attributes:
         runs: of the span `[start, stop)`, per member of `group`.
-        block_owners: the instances of the new blocks that the span needs, or that are loaded, in order of position.
-        rotation: the rule that gives the span, a single token, to a member; None where members own blocks.
-        kv_owner: the member that keeps all that is computed of the request from now on; None when all members do.
-        hit: for a request that is admitted: the prefix that it starts from. While that is loaded, the span is empty.
-        targets: for a request that is admitted where instances have roles: those that are to decode it, for all blocks
-            of its tokens; none when it ends with its next token.
-        moves: pairs of an index into the request's table and a member of `group`: full blocks that are there before the
-            attention of this step.
+        block_owners: the instances of the new blocks that the span or a load needs, in order of position.
+        rotation: the rule that assigns the span, a single token, to a member. None if members own blocks.
+        kv_owner: the member that stores all KV of the request from now on. None if all members do.
+        hit: the prefix of a request that is admitted. If it is loaded, the span is empty.
+        targets: decode instances of a request that is admitted. Empty without roles, or if one token remains.
+        moves: pairs of an index into the request's table and the member that gets the block before attention.
     """
 
     request: RequestView
@@ -252,18 +249,18 @@ class ScheduledPart:
 
     @property
     def new_blocks(self) -> Counter[int]:
-        """Blocks that the part asks of each instance."""
+        """Number of blocks that the part allocates on each instance."""
         return Counter([*self.block_owners, *(instance for _, instance in self.moves)])
 
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """The next preemptions, and one Forward per batch; batches share no instance.
+    """The next preemptions, and one Forward per batch. Batches share no instance.
 
     Attributes:
         loads: requests that are admitted and compute nothing before their KV is loaded, see `ScheduledPart.hit`.
-        parked: requests in no step in flight that give up their KV on devices, though they are in nobody's way.
-        reshard: the cluster that takes the place of this one once all who run are parked; nothing is planned before.
+        parked: requests without steps in flight whose KV is offloaded for a change of clusters.
+        reshard: the cluster that replaces this one when all running requests are parked. No step is planned before.
     """
 
     preempted: tuple[RequestView, ...] = ()

@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only model that decide what it computes, from its config.json in Hugging Face's format."""
+"""The sizes of a decoder-only model that determine its costs, from its config.json in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder-only model that decide what its attention computes and sends.
+    """The sizes of a decoder-only model that determine the operations and messages of its attention.
 
     Attributes:
-        bytes_per_element: of queries, keys, values, hidden states and attention weights: 2 for bfloat16.
+        bytes_per_element: bytes of an element of queries, keys, values, hidden states and attention weights.
     """
 
     num_layers: int
@@ -28,7 +28,7 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
 
     def block_bytes(self, num_tokens: int) -> float:
-        """Count the bytes of a KV block of so many tokens, with all layers and heads."""
+        """Return the bytes of a KV block of `num_tokens` tokens, with all layers and heads."""
         return num_tokens * self.kv_bytes * self.num_layers
 
     @property
@@ -43,13 +43,13 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Speeds of instances: how fast they compute, and send to each other.
+    """Compute speed of an instance, and link speed between instances.
 
-    Achieved speeds serve better than peaks. Give both per device or both per instance: the rules need their ratio.
+    Use achieved speeds instead of peaks. Give both per device or both per instance, since the rules use their ratio.
 
     Attributes:
-        flops_per_s: of one instance, in attention.
-        bytes_per_s: from one instance to another, one way.
+        flops_per_s: operations per second of one instance in attention.
+        bytes_per_s: bytes per second from one instance to another, one way.
     """
 
     flops_per_s: float
@@ -57,9 +57,9 @@ class Hardware:
 
 
 def typical_hardware(device: str, threads: int) -> Hardware:
-    """Returns rough speeds for a machine without a profile.
+    """Return rough speeds for a machine without a profile.
 
-    Of CPU threads that attend in float32, and messages between processes; of accelerators of 2023, and their links.
+    CPU: threads that attend in float32, and messages between processes. CUDA: accelerators of 2023, and their links.
     """
     if device == "cuda":
         return Hardware(flops_per_s=4e14, bytes_per_s=5e10)
@@ -79,25 +79,25 @@ _NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
 _TWO_MATRICES = {"falcon", "gpt_neox", "gptj", "phi", "starcoder2", "nemotron"} | _NO_ROTARY
 _LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
 _TIED = _NO_ROTARY | {"falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "starcoder2"}
-"""Model types whose output head is the embedding unless the config says otherwise."""
+"""Model types whose output head is the embedding, unless the config states otherwise."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _NESTED = {"ffn_config": ("ffn_hidden_size", "intermediate_size"), "attn_config": ("kv_n_heads", "num_key_value_heads")}
-"""Fields that MPT and DBRX have in objects of their own, and their usual names."""
+"""Fields that MPT and DBRX have in nested objects, and their usual names."""
 _LATENT = "kv_lora_rank"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The sizes of a model that costs depend on.
+    """The sizes of a model that determine its costs.
 
     Attributes:
-        attention: of the part that exchanges depend on; its precision is that of all but the feed-forward layers.
-        ffn_bytes: of a weight in the feed-forward layers.
-        gated: three matrices in the feed-forward layers, two otherwise.
+        attention: the sizes of attention. Their precision applies to all weights outside feed-forward layers.
+        ffn_bytes: bytes of a weight in the feed-forward layers.
+        gated: feed-forward layers have three matrices instead of two.
         tied: whether the output head is the embedding.
-        rms_norm: norms without mean; layer norms otherwise.
-        rotary: whether positions turn queries and keys.
-        parallel: attention and feed-forward layers read the same norm and are added at once.
+        rms_norm: RMS norms instead of layer norms.
+        rotary: rotary position embeddings.
+        parallel: attention and feed-forward layers read the same norm, and their outputs are added together.
     """
 
     name: str
@@ -122,13 +122,13 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all matrices; norms and biases are left out."""
+        """Elements of all matrices, without norms and biases."""
         layers = self.attention.num_layers * (self.attention.attention_weights + self.ffn_weights)
         return layers + self.head_weights * (1 if self.tied else 2)
 
     @property
     def head_layers(self) -> float:
-        """The weights of the output head, in layers."""
+        """The weights of the output head, as a multiple of a layer's weights."""
         return self.head_weights / (self.attention.attention_weights + self.ffn_weights)
 
     @property
@@ -137,9 +137,9 @@ class Architecture:
         return self.stage_bytes(range(self.attention.num_layers))
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Counts the operations of a prompt: two per weight of its layers and token, and causal attention.
+        """Return the operations of a prompt: two per weight of its layers and token, and causal attention.
 
-        The embedding is left out, and the output head, since only one token needs it.
+        The embedding is left out, and so is the output head, which only one token needs.
         """
         shape = self.attention
         weights = shape.num_layers * (shape.attention_weights + self.ffn_weights)
@@ -147,7 +147,7 @@ class Architecture:
         return 2.0 * weights * num_tokens + attention
 
     def stage_bytes(self, layers: range) -> float:
-        """Counts the same for some layers; the first come with the embedding, the last with the output head."""
+        """Return the bytes of some layers. The first layer includes the embedding, the last the output head."""
         shape = self.attention
         layer = shape.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
         ends = [layers.start == 0, layers.stop == shape.num_layers]
@@ -158,18 +158,18 @@ class Architecture:
 def from_config(
     config: Mapping[str, Any], *, name: str, bytes_per_element: float = 2, ffn_bytes: float | None = None
 ) -> Architecture:
-    """Reads a config.json, also one that nests the language model under `text_config`.
+    """Parse a config.json, which may nest the language model under `text_config`.
 
     Raises:
-        ValueError: when a field is missing or no positive number, with its name; for mixtures of experts, latent
-            attention, and sizes in objects that are not read.
+        ValueError: a field is missing or not a positive number, or the model has mixtures of experts, latent attention,
+            or sizes in nested objects that are not read.
     """
     config = config.get("text_config", config)
     nested = {key: config.get(key) or {} for key in _NESTED}
     for key, value in nested.items():
         if not isinstance(value, Mapping):
             raise ValueError(f"{key} of {name} must be an object, but {value!r} given")
-    if any(one.get(key) not in (None, 0, 1) for one in (config, nested["ffn_config"]) for key in _EXPERTS):
+    if any(part.get(key) not in (None, 0, 1) for part in (config, nested["ffn_config"]) for key in _EXPERTS):
         raise ValueError(f"the config of {name} has experts in its feed-forward layers, whose cost is not modelled")
     if config.get(_LATENT):
         raise ValueError(f"the config of {name} has latent attention ({_LATENT}), whose cost is not modelled")
@@ -202,9 +202,7 @@ def from_config(
 
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
-    """Reads the KV heads. Falcon and GPT-BigCode say by flags that there is one; a number beside the flag does not
-    count.
-    """
+    """Return the number of KV heads. A flag of Falcon and GPT-BigCode means one KV head, whatever number is given."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
@@ -213,9 +211,9 @@ def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
 
 
 def _size(config: Mapping[str, Any], field: str, name: str, default: int | None = None) -> int:
-    found = next((config[key] for key in _OTHER_NAMES[field] if config.get(key) is not None), default)
-    if found is None:
+    size = next((config[key] for key in _OTHER_NAMES[field] if config.get(key) is not None), default)
+    if size is None:
         raise ValueError(f"the config of {name} has no {field}: add it")
-    if not isinstance(found, int) or found < 1:
-        raise ValueError(f"{field} of {name} must be a positive whole number, but {found!r} given")
-    return found
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{field} of {name} must be a positive whole number, but {size!r} given")
+    return size

@@ -1,4 +1,4 @@
-"""Devices, links, models and efficiency constants, as the data files beside this one have them."""
+"""Devices, links, models and efficiency constants, read from the data files of this package."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from importlib.resources import files
 from typing import Any, Literal
 
 Kernels = Literal["flash", "eager"]
-"""Kernels compute attention fused, or as separate operators over a matrix of scores."""
+"""Attention is fused, or made of separate operators over a matrix of scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCurve:
-    """Seconds of a matrix product, (c^smooth + m^smooth)^(1/smooth) + start, for c of computing and m of memory.
+    """Seconds of a matrix product: (c^smooth + m^smooth)^(1/smooth) + start, for c of compute and m of memory.
 
     Attributes:
-        compute: the part of the peak that large products reach.
-        half_wave: how many times the tiles of a product must fill the device to reach half of that.
-        half_depth: how many terms its sums must have to reach half of it.
-        memory: the part of the memory's speed that weights are read with.
-        smooth: how sharp the edge of the roof is.
-        start_us: of the smallest product.
+        compute: the fraction of the peak that large products reach.
+        half_wave: number of waves of tiles on the device at which a product reaches half of that.
+        half_depth: number of terms per sum at which a product reaches half of that.
+        memory: the fraction of the memory's speed at which weights are read.
+        smooth: sharpness of the edge of the roof.
+        start_us: microseconds of the smallest product.
     """
 
     compute: float
@@ -35,12 +35,12 @@ class LinearCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCurve:
-    """Constants of element-wise operators: how fast they read and write.
+    """Constants of the read and write speed of element-wise operators.
 
     Attributes:
-        norm, rotary, activation: bytes per clock and unit, which limit these beside the memory.
-        add: the part of the memory's speed that is reached.
-        start_us: of the smallest.
+        norm, rotary, activation: bytes per clock and unit, a limit in addition to the memory.
+        add: the fraction of the memory's speed that is reached.
+        start_us: microseconds of the smallest operator.
     """
 
     norm: float
@@ -52,22 +52,22 @@ class StreamCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One way to compute attention, and what comes with the code that does.
+    """One way to compute attention, with the overheads of its code.
 
     Attributes:
-        attention: the part of the peak that fused attention reaches.
+        attention: the fraction of the peak that fused attention reaches.
         merge_bytes: memory traffic per output element when a partial output is merged.
-        hop_us: what a hop of a ring costs beside computing and sending: launches, and waiting for each other.
-        layer_us: the host's time to start all operators of a layer.
+        hop_us: microseconds of a ring hop without computation and transfer: launches, and waits of members.
+        layer_us: the host's time to launch all operators of a layer.
         launch_us: the host's time for each further operator: messages, and repeating KV heads. 0 with fused code,
             where `hop_us` includes it.
-        memory_passes: how often received keys and values are read and written once more.
+        memory_passes: number of further reads and writes of received keys and values.
         score_bytes: memory traffic per score element, without fusion.
-        score_part: the part of the memory's speed that this traffic reaches.
-        score_buffer_bytes: what is held per score element at once.
-        kv_copies: how many copies of gathered keys and values are held, on average over layers.
-        rendezvous: whether a message leaves only when its receiver asks for it.
-        unfused: whether all else consists of single operators, too, and hidden scores are computed.
+        score_part: the fraction of the memory's speed that this traffic reaches.
+        score_buffer_bytes: memory in use per score element.
+        kv_copies: number of copies of gathered keys and values in memory, on average over layers.
+        rendezvous: whether a message is sent only when its receiver is ready.
+        unfused: whether all other code consists of single operators, too, and masked scores are computed.
     """
 
     attention: float
@@ -89,8 +89,8 @@ class Efficiency:
     """The efficiency constants of the roofline.
 
     Attributes:
-        host_smooth: how sharply the time of the host, which starts operators, and that of the device meet.
-        attention: by the kernels that compute it.
+        host_smooth: sharpness of the transition between the host's launch time and the device's time.
+        attention: constants of attention by kernels.
     """
 
     linear: LinearCurve
@@ -101,15 +101,15 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of device by its data sheet.
+    """A kind of device, from its data sheet.
 
     Attributes:
-        flops_per_s, fp8_flops_per_s, fp32_flops_per_s: of dense matrix products in 16, 8 and 32 bits (without TF32); 0
-            for what it cannot do.
-        bytes_per_s: of its memory.
-        units: how many tiles of a matrix product it computes at a time.
-        clock_hz: of these.
-        link, bus, network: names of what connects those of one host, them through its memory, and hosts.
+        flops_per_s, fp8_flops_per_s, fp32_flops_per_s: speed of dense matrix products in 16, 8 and 32 bits (without
+            TF32). 0 if the device does not support them.
+        bytes_per_s: speed of its memory.
+        units: number of tiles of a matrix product that it computes at once.
+        clock_hz: clock of the units.
+        link, bus, network: names of the links between devices of a host, to the host's memory, and between hosts.
     """
 
     name: str
@@ -126,32 +126,30 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """Whether its memory is that of its host."""
+        """Whether the device uses its host's memory."""
         return self.bus == "shared-memory"
 
     def peak(self, bytes_per_weight: float) -> float:
-        """Returns operations per second with weights of `bytes_per_weight`: those of 16 bits where narrower ones cannot
-        be used.
-        """
+        """Return the operations per second with weights of `bytes_per_weight`, in 16 bits if there is no fp8."""
         if bytes_per_weight >= 4:
             return self.fp32_flops_per_s
         return self.fp8_flops_per_s if self.multiplies_narrow(bytes_per_weight) else self.flops_per_s
 
     def multiplies_narrow(self, bytes_per_weight: float) -> bool:
-        """Tells whether weights of `bytes_per_weight` are multiplied in 8 bits, so that their inputs are rounded."""
+        """Return whether weights of `bytes_per_weight` are multiplied in 8 bits, so that their inputs are rounded."""
         return bytes_per_weight <= 1 and self.fp8_flops_per_s > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link as messages find it: inside a host, or between hosts.
+    """A link inside a host, or between hosts.
 
     Attributes:
-        nominal_bytes_per_s: one way, of a device, or of a host if it is `shared` by the devices of that.
-        bytes_per_s: that large messages between two devices reach of that.
-        ring_bytes_per_s: the same of rings of messages, as collectives send them.
-        latency_s: of the smallest message.
-        collective_s: of the smallest collective; between hosts, what each doubling of their number adds.
+        nominal_bytes_per_s: nominal speed one way, of a device, or of a host if its devices share the link.
+        bytes_per_s: achieved speed of large messages between two devices.
+        ring_bytes_per_s: achieved speed of rings of messages, as in collectives.
+        latency_s: seconds of the smallest message.
+        collective_s: seconds of the smallest collective. Between hosts, the increase per doubling of hosts.
     """
 
     where: Literal["inside", "between"]
@@ -163,16 +161,16 @@ class Link:
     collective_s: float
 
     def send_s(self, num_bytes: float, flows: int = 1) -> float:
-        """Times a message, one of `flows` that leave a host at once."""
+        """Return the seconds of a message, one of `flows` concurrent messages of a host."""
         return self.latency_s + num_bytes / self.flow(flows)
 
     def flow(self, flows: int) -> float:
-        """Returns bytes per second of each of `flows` messages that leave a host at once."""
+        """Return the bytes per second of each of `flows` concurrent messages of a host."""
         return self.bytes_per_s / flows if self.shared else self.bytes_per_s
 
 
 def device(name: str) -> Device:
-    """Finds a device by its name, such as `a100-sxm-80g`. Raises ValueError for an unknown one, with all known."""
+    """Return a device by its name, such as `a100-sxm-80g`. Raise ValueError with all names for an unknown name."""
     entry = _entry("hardware", "hardware", name)
     return Device(
         name=name,
@@ -190,7 +188,7 @@ def device(name: str) -> Device:
 
 
 def link(name: str, bytes_per_s: float | None = None) -> Link:
-    """Finds a link by its name, such as `nvlink3`; of another nominal speed if one is given."""
+    """Return a link by its name, such as `nvlink3`, with another nominal speed if it is given."""
     entry = _entry("links", "link", name)
     nominal = entry["gbytes_per_s"] * 1e9 if bytes_per_s is None else bytes_per_s
     return Link(
@@ -205,7 +203,7 @@ def link(name: str, bytes_per_s: float | None = None) -> Link:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """Returns the fields of a known model's config.json. Raises ValueError for an unknown one, with all known."""
+    """Return the fields of a model's config.json. Raise ValueError with all names for an unknown name."""
     return dict(_entry("models", "model", name))
 
 
@@ -215,15 +213,15 @@ def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedError:
-    """The error of computed times against what a paper measured, in percent of that.
+    """The relative error of predicted times against a paper's measurements, in percent.
 
     Attributes:
-        what: table or figure, and how many of its numbers.
+        what: table or figure, and the number of values.
         hardware: the kind of device, such as `a100`.
-        policies: serve by what the paper measured.
+        policies: the policies that compute like the paper's system.
         wanted: the bound, in words.
-        mean: of the absolute errors.
-        worst: the largest, with its sign and where it is.
+        mean: mean of the absolute errors.
+        worst: the largest error, with its sign and its place.
     """
 
     what: str
@@ -237,7 +235,7 @@ class ComputedError:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedError:
-    """The errors of simulated latencies against those of the same requests on a real machine, in percent of these."""
+    """The relative errors of simulated latencies against a real machine with equal requests, in percent."""
 
     policy: str
     ttft_p50: float
@@ -248,7 +246,7 @@ class ServedError:
 
 @cache
 def errors() -> tuple[tuple[ComputedError, ...], tuple[ServedError, ...]]:
-    """Returns the errors of predictions that were found so far: of computed steps, and of simulated serving."""
+    """Return the recorded errors of predictions: of computed steps, and of simulated serving."""
     table = _table("errors")
     computed = tuple(ComputedError(**{**row, "policies": tuple(row["policies"])}) for row in table["computed"])
     return computed, tuple(ServedError(**row) for row in table["served"])

@@ -1,6 +1,6 @@
-"""Seconds per layer of attention and what is exchanged for it, by exchange, as each really overlaps.
+"""Seconds per layer of attention and its messages, by exchange, with the overlap of each exchange.
 
-A channel is all that a step does in one group by one exchange. Each kind of exchange has an `ExchangeCost`. The time of
+A channel has the parts of a step in one group by one exchange. Each kind of exchange has an `ExchangeCost`. The time of
 a `chain`, whose layers run skewed, is in `forward.py`. Sparse forms take a share of the exact form, see `csa_price.py`.
 Bytes are as in docs/exchanges.md.
 """
@@ -33,10 +33,10 @@ class Share(NamedTuple):
     """One member's part of a channel.
 
     Attributes:
-        queries: tokens it computes.
-        pairs: of these and the keys they see, wherever those lie.
-        scores: the same as rectangles, hidden pairs included, as plain products compute them.
-        held: keys that it holds, those it computes included; in a chain all up to its own.
+        queries: number of tokens that it computes.
+        pairs: pairs of a query and a visible key, on any member.
+        scores: score elements of full rectangles, including masked pairs, as plain products compute them.
+        held: number of keys on the member, including new keys. In a chain, all keys up to its own.
     """
 
     queries: int
@@ -65,16 +65,16 @@ class Shares(NamedTuple):
 
     @property
     def busiest(self) -> Share:
-        """The share with the most pairs; the first of equals."""
+        """The share with the most pairs. The first wins ties."""
         return self.of_member(self.pairs.index(max(self.pairs)))
 
 
 @dataclass(kw_only=True, slots=True)
 class Channel:
-    """The parts of a step that have one group and exchange.
+    """The parts of a step with one group and exchange.
 
     Attributes:
-        keys: that all of the parts' queries see together.
+        keys: number of keys that are visible to any query of the parts.
         decode: whether all its queries are single tokens, so that a step is a recorded graph without launches.
     """
 
@@ -87,12 +87,12 @@ class Channel:
 
 @dataclass(kw_only=True, slots=True)
 class ChannelTime:
-    """Seconds of a channel in one layer; all members take as long, since they wait for each other.
+    """Seconds of a channel in one layer. All members take equally long, since they wait for each other.
 
     Attributes:
-        attention_s: of the member with the most.
-        exposed_s: communication that nothing hides.
-        overhead_s: hops, merges, copies.
+        attention_s: attention of the busiest member.
+        exposed_s: communication that is not overlapped.
+        overhead_s: hops, merges and copies.
     """
 
     attention_s: float
@@ -101,10 +101,10 @@ class ChannelTime:
 
 
 def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> list[Share]:
-    """Makes the shares of members that compute runs of the span from `start` to `stop`.
+    """Return the shares of members that compute runs of the span from `start` to `stop`.
 
-    Earlier keys count as spread evenly over the group. A member of a chain gets all keys before its own, which its
-    rectangles end with.
+    Earlier keys count as spread evenly over the group. A member of a chain receives all keys before its own, and its
+    rectangles end with its own keys.
     """
     members, shares = len(runs), []
     for own in runs:
@@ -121,12 +121,12 @@ def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> li
 
 
 def cached_in_chain(channel: Channel) -> float:
-    """Returns the keys of earlier steps, which all members send to each other; they do not run through the chain."""
+    """Return the number of keys of earlier steps. Members gather them instead of passing them through the chain."""
     return max(0.0, channel.shares.held[0] - channel.shares.queries[0])
 
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
-    """Returns seconds of a member's attention over `keys`, as `pieces` equal ones, with its part of the heads."""
+    """Return the seconds of a member's attention over `keys` in `pieces` parts, with 1/`head_parts` of the heads."""
     heads, kv_heads = layer.heads, layer.kv_heads
     if head_parts > 1:
         heads, kv_heads = math.ceil(heads / head_parts), math.ceil(kv_heads / head_parts)
@@ -148,11 +148,11 @@ def copies_s(layer: Layer, keys: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCost:
-    """Prices one kind of exchange for the members of a group, in one layer.
+    """The cost of one kind of exchange for the members of a group, in one layer.
 
     Attributes:
-        num_bytes: what all ranks together send.
-        time: how long it takes; None for a skewed exchange, which `forward.py` predicts over all layers.
+        num_bytes: returns the bytes that all ranks send.
+        time: returns the seconds. None for a skewed exchange, which `forward.py` predicts over all layers.
         copies_kv: received keys and values are copied into one buffer.
         joins_all: the buffer is joined from the keys and values of all members.
     """
@@ -171,7 +171,7 @@ def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
 
 
 def cost_of(exchange: Exchange) -> ExchangeCost:
-    """Returns the registered cost of a kind, or that of a plug-in."""
+    """Return the registered cost of a kind, or the cost of a plug-in."""
     if exchange.kind not in _COSTS and (added := plugin_part(exchange.kind, "cost")) is not None:
         if not isinstance(added, ExchangeCost):
             raise PluginError(f"the cost of exchange {exchange.kind} is no longspan.cost.channels.ExchangeCost")
@@ -189,12 +189,12 @@ def channel_time(layer: Layer, topology: Topology, channel: Channel, cost: Excha
 
 
 def exchanged_bytes(layer: Layer, channel: Channel) -> float:
-    """Counts what all ranks together send for a channel in one layer."""
+    """Return the bytes that all ranks send for a channel in one layer."""
     return cost_of(channel.exchange).num_bytes(layer, channel) if len(channel.group) > 1 else 0.0
 
 
 def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Prices keys and values that travel, hop by hop, while those before them are used; the last are not sent on."""
+    """Keys and values are sent hop by hop, while the previous ones are used. The last are not sent on."""
     members = len(channel.group)
     busiest = channel.shares.busiest
     attended_s = attention_s(layer, busiest, keys=channel.keys, pieces=members)
@@ -207,15 +207,13 @@ def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
 
 
 def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Prices queries that go to all members at once, while every member attends its own, and partial outputs that come
-    back at once, which nothing hides.
-    """
+    """Queries are sent to all members at once, while each attends its own. Partial outputs return without overlap."""
     asking = sum(1 for number in channel.shares.queries if number)
     attended_s = asked_s(layer, channel, asking)
     sent_s, returned_s, overhead_s = _queries_s(
         layer, topology, channel.group, channel.decode, max(channel.shares.queries)
     )
-    # A member without queries has nothing to attend while those of others travel.
+    # A member without queries has no attention to overlap with the messages.
     hidden_s = attended_s / asking if asking == len(channel.group) else 0.0
     return ChannelTime(
         attention_s=attended_s, exposed_s=max(0.0, sent_s - hidden_s) + returned_s, overhead_s=overhead_s
@@ -223,9 +221,9 @@ def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
 
 
 def asked_s(layer: Layer, channel: Channel, asking: int) -> float:
-    """Returns seconds in which the member with most keys attends the queries of `asking` members, one after another.
+    """Return the seconds in which the member with most keys attends the queries of `asking` members, one after another.
 
-    In a prompt each of these reads all keys that it holds; a decoded token reads those of its own request.
+    In a prompt, queries of each member read all its keys. A decoded token reads the keys of its own request.
     """
     shares = channel.shares
     largest = max(shares.held)
@@ -242,27 +240,27 @@ def asked_s(layer: Layer, channel: Channel, asking: int) -> float:
 
 @lru_cache(maxsize=2**14)
 def _queries_s(
-    layer: Layer, topology: Topology, group: tuple[int, ...], decode: bool, most: int
+    layer: Layer, topology: Topology, group: tuple[int, ...], decode: bool, queries: int
 ) -> tuple[float, float, float]:
-    """Prices what of `ring_q` does not depend on keys, which change with every token that is decoded.
+    """Return the costs of `ring_q` that do not depend on keys, which change with every decoded token.
 
     Args:
-        most: queries of a member, which it sends to all others.
+        queries: queries of a member, which it sends to all peers.
 
     Returns:
-        The time of sending queries, that of returning partial outputs, and the overhead.
+        The seconds of sending queries and of returning partial outputs, and the overhead.
     """
-    others = len(group) - 1
+    peers = len(group) - 1
     width = layer.heads * layer.model.attention.head_dim * layer.bytes_per_element
     return (
-        topology.alltoall_s(others * most * width, group),
-        topology.alltoall_s(others * most * (width + 4 * layer.heads), group),
-        2 * hop_s(layer, decode) + len(group) * merge_s(layer, most),
+        topology.alltoall_s(peers * queries * width, group),
+        topology.alltoall_s(peers * queries * (width + 4 * layer.heads), group),
+        2 * hop_s(layer, decode) + len(group) * merge_s(layer, queries),
     )
 
 
 def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Prices a wait of every member for all keys and values."""
+    """Every member waits for all keys and values."""
     return ChannelTime(
         attention_s=attention_s(layer, channel.shares.busiest, keys=channel.keys),
         exposed_s=topology.gather_s(max(channel.shares.held) * layer.kv_bytes, channel.group),
@@ -281,15 +279,15 @@ def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime
 
 
 def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    members, most = len(channel.group), max(channel.shares.queries)
-    hidden = most * layer.model.attention.hidden_size * layer.bytes_per_element
+    members, queries = len(channel.group), max(channel.shares.queries)
+    hidden = queries * layer.model.attention.hidden_size * layer.bytes_per_element
     exposed_s = 2 * topology.gather_s(hidden, channel.group)
-    exposed_s += topology.alltoall_s(most * layer.kv_bytes * (members - 1) / members, channel.group)
+    exposed_s += topology.alltoall_s(queries * layer.kv_bytes * (members - 1) / members, channel.group)
     return ChannelTime(attention_s=by_heads_s(layer, channel), exposed_s=exposed_s)
 
 
 def by_heads_s(layer: Layer, channel: Channel) -> float:
-    """Returns seconds of attention when each member attends all tokens with its part of the heads."""
+    """Return the seconds of attention when each member attends all tokens with its part of the heads."""
     shares = channel.shares
     every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
     return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group))
@@ -300,7 +298,7 @@ def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:
 
 
 def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
-    """Counts the bytes of queries and partial outputs, with a log-sum-exp of four bytes per head."""
+    """Return the bytes of queries and partial outputs, with a log-sum-exp of four bytes per head."""
     shape, queries = layer.model.attention, sum(channel.shares.queries)
     per_query = shape.num_heads * (2 * shape.head_dim * layer.bytes_per_element + 4)
     return (len(channel.group) - 1) * queries * per_query

@@ -1,11 +1,11 @@
 """The time of a long prompt with sparse attention, by a simulated pipeline (CSPS §3.2.5 and Eq. 6 and 7).
 
-The timeline is of one member, and does what `attn/sparse` does: all tokens leave after the projections, near members
-first; a level is attended as its pieces come; the last piece of keys is attended in as many parts of the queries, whose
-results travel meanwhile. A member has two links, inside its host and between hosts. On each, messages go one after
-another in the order in which they are handed over, both ways by themselves. Others are taken to be as far as this
-member is: what comes is there when what leaves with it is gone, too.
-Everything is arithmetic on counts and speeds, which may come from data sheets or from measurements.
+The timeline is of one member, and follows `attn/sparse`. All tokens are sent after the projections, to near members
+first. A level is attended piece by piece as they arrive. The last piece of keys is attended in equally many parts of
+the queries, and their results are sent meanwhile. A member has two links, inside its host and between hosts. Messages
+on a link are sent in the order of submission, independently in both directions. All members are assumed to be equally
+far: a message arrives when the message sent with it has left. Everything is arithmetic on counts and speeds, which may
+come from data sheets or from measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from longspan.core.cluster import spread_heads
 from longspan.core.runs import Run, SpanShards
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import (
@@ -30,6 +29,7 @@ from longspan.core.sparse_plan import (
     sent,
     sparse_plan,
 )
+from longspan.core.splits import spread_heads
 from longspan.cost.architecture import ModelShape
 
 Where = Literal["inside", "between"]
@@ -37,7 +37,7 @@ Key = TypeVar("Key")
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The share of one member in a link: bytes per second each way, and seconds that each message takes beside."""
+    """The share of one member in a link: bytes per second each way, and the start time of each message in seconds."""
 
     bytes_per_s: float
     message_s: float = 0.0
@@ -47,7 +47,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The speeds of a member.
 
     Attributes:
-        pairs_per_s: pairs of a query, of any head, and a key that are attended.
+        pairs_per_s: attended (query, key) pairs per second, counted for each head.
         qkv_s, linear_s: seconds per token and layer of the projections before and after attention.
         rest_s: R of §3.2.6, seconds per token of the prompt outside of attention, in all layers.
     """
@@ -61,7 +61,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Duplex(NamedTuple):
-    """Bytes that come and that leave at the same time, and the number of messages each way."""
+    """Bytes received and sent at the same time, and the number of messages each way."""
 
     coming: float = 0.0
     leaving: float = 0.0
@@ -70,12 +70,12 @@ class Duplex(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """The tokens between a member and those it first meets at a level, over one link.
+    """The tokens between a member and the members that it first meets at a level, over one link.
 
     Attributes:
-        first: what goes with the first piece: queries.
-        keys: blocks of KV heads that come, and that leave.
-        token_bytes: of a key and a value of one head.
+        first: bytes of queries, which are sent with the first piece.
+        keys: blocks of KV heads that are received, and that are sent.
+        token_bytes: bytes of a key and a value of one head.
     """
 
     first: Duplex
@@ -83,16 +83,16 @@ class Traffic:
     token_bytes: float
 
     def cut(self, num_pieces: int) -> list[Duplex]:
-        """Returns what travels in each micro-partition."""
-        found = []
+        """Return the bytes of each micro-partition."""
+        cuts = []
         for number in range(num_pieces):
             keys = [
                 self.token_bytes * sum(len(block.heads) * len(block.cut(number, num_pieces)) for block in blocks)
                 for blocks in self.keys
             ]
             coming, leaving = (self.first[way] * (number == 0) + keys[way] for way in range(2))
-            found.append(Duplex(coming, leaving, self.first.messages if coming or leaving else 0))
-        return found
+            cuts.append(Duplex(coming, leaving, self.first.messages if coming or leaving else 0))
+        return cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +100,12 @@ class MemberWork:
     """The work of one member in a layer.
 
     Attributes:
-        near_pairs: of its own partition.
-        at_once: by level, pairs with keys that are there, or have come at a level before.
-        by_piece: by level, pairs with keys that come in micro-partitions.
-        tokens, results: by level and link.
-        samples: queries for ratings, by link.
-        rated_pairs: of samples and its own keys.
+        near_pairs: pairs of its own partition.
+        at_once: by level, pairs with keys of this member, or keys that arrived at a lower level.
+        by_piece: by level, pairs with keys that arrive in micro-partitions.
+        tokens, results: messages by level and link.
+        samples: messages with sampled queries, by link.
+        rated_pairs: pairs of samples and its own keys.
     """
 
     num_tokens: int
@@ -120,12 +120,12 @@ class MemberWork:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """The timeline of a layer, in seconds from its begin.
+    """The timeline of a layer, in seconds from its start.
 
     Attributes:
-        computed_s: of projections, ratings and attention, which are never at the same time.
-        arrivals: by level and piece, when its last token is there.
-        returned: by level and part, when the last result is there.
+        computed_s: seconds of projections, ratings and attention, which never overlap.
+        arrivals: by level and piece, the time at which its last token arrives.
+        returned: by level and part, the time at which the last result arrives.
     """
 
     total_s: float
@@ -142,20 +142,20 @@ class LayerTime:
 def layer_time(
     work: MemberWork, pieces: Sequence[int], rates: Rates, *, rated: bool = True, samples: bool = True
 ) -> LayerTime:
-    """Simulates a layer.
+    """Simulate a layer.
 
     Args:
         pieces: micro-partitions of each level from 2 on.
-        rated: whether tokens are rated before they leave, as in all layers but the first and the last.
-        samples: whether the next layer rates, so that samples follow attention. They travel during the projection
-            behind attention, and delay the end of the layer if they take longer.
+        rated: whether tokens are rated before they are sent, as in all layers but the first and the last.
+        samples: whether the next layer rates tokens. Samples are then sent during the projection behind attention, and
+            delay the end of the layer if they take longer.
     """
     qkv_s, linear_s = rates.qkv_s * work.num_tokens, rates.linear_s * work.num_tokens
     clock = qkv_s + rated * work.rated_pairs / rates.pairs_per_s
     free = dict.fromkeys(product(("inside", "between"), range(2)), clock)
     computed_s = clock + linear_s
 
-    def hand_over(where: Where, duplex: Duplex) -> float:
+    def send(where: Where, duplex: Duplex) -> float:
         speed = rates.inside if where == "inside" else rates.between
         for way in range(2):
             last_s = duplex.messages * speed.message_s + duplex[way] / speed.bytes_per_s
@@ -165,7 +165,7 @@ def layer_time(
     arrivals: dict[tuple[int, int], float] = {}
     for level, num_pieces in enumerate(pieces, 2):
         for number, where, duplex in _messages(work, level, num_pieces):
-            there_s = hand_over(where, duplex)
+            there_s = send(where, duplex)
             arrivals[level, number] = max(arrivals.get((level, number), 0.0), there_s)
     returned: dict[tuple[int, int], float] = {}
     near_s = work.near_pairs / rates.pairs_per_s
@@ -184,12 +184,12 @@ def layer_time(
             for (of, where), duplex in work.results.items():
                 if of == level:
                     part = Duplex(duplex.coming / num_pieces, duplex.leaving / num_pieces, duplex.messages)
-                    there_s = hand_over(where, part)
+                    there_s = send(where, part)
                     returned[level, number] = max(returned.get((level, number), 0.0), there_s)
     clock = max([clock, *returned.values()])
     total_s = clock + linear_s
     if samples:
-        total_s = max([total_s, *(hand_over(where, duplex) for where, duplex in work.samples.items())])
+        total_s = max([total_s, *(send(where, duplex) for where, duplex in work.samples.items())])
     return LayerTime(total_s=total_s, computed_s=computed_s, arrivals=arrivals, returned=returned)
 
 
@@ -197,7 +197,7 @@ def layer_time(
 def member_works(
     setting: SparseSetting | None, num_tokens: int, partition: int, hosts: tuple[int, ...], shape: ModelShape
 ) -> tuple[MemberWork, ...]:
-    """Counts the work of each member in a layer, by the ratios of the first; None is `alltoall` without levels."""
+    """Count the work of each member in a layer, by the ratios of layer 0. None is `alltoall` without levels."""
     starts = [min(num_tokens, member * partition) for member in range(len(hosts) + 1)]
     runs = tuple((Run(*ends),) if ends[0] < ends[1] else () for ends in pairwise(starts))
     if setting is None:
@@ -259,7 +259,7 @@ def _sparse_work(
 
 
 def _exact_work(me: int, runs: SpanShards, hosts: tuple[int, ...], shape: ModelShape) -> MemberWork:
-    """Counts `alltoall`, as a second level that all belongs to: nothing is attended before all is there."""
+    """Count the work of `alltoall`, as one level whose attention starts when all tokens have arrived."""
     shares = spread_heads(shape.num_heads, shape.num_kv_heads, len(hosts))
     sizes = [sum(map(len, own)) for own in runs]
     vector = shape.head_dim * shape.bytes_per_element
@@ -287,20 +287,20 @@ def _exact_work(me: int, runs: SpanShards, hosts: tuple[int, ...], shape: ModelS
 
 @lru_cache(maxsize=2**14)
 def _messages(work: MemberWork, level: int, num_pieces: int) -> list[tuple[int, Where, Duplex]]:
-    """Lists what travels before attention for a level that is cut into so many pieces: number, link, bytes."""
-    found = [
+    """List the messages of a level before attention: the number of the piece, the link and the bytes."""
+    messages = [
         (number, where, duplex)
         for (of, where), traffic in work.tokens.items()
         for number, duplex in enumerate(traffic.cut(num_pieces))
         if of == level and duplex.messages
     ]
-    return sorted(found, key=lambda one: one[0])
+    return sorted(messages, key=lambda message: message[0])
 
 
 def _where(hosts: Sequence[int], me: int, other: int) -> Where:
     return "inside" if hosts[me] == hosts[other] else "between"
 
 
-def _add(found: dict[Key, Duplex], at: Key, coming: float, leaving: float) -> None:
-    old = found.get(at, Duplex())
-    found[at] = Duplex(old.coming + coming, old.leaving + leaving, old.messages + 1)
+def _add(messages: dict[Key, Duplex], at: Key, coming: float, leaving: float) -> None:
+    old = messages.get(at, Duplex())
+    messages[at] = Duplex(old.coming + coming, old.leaving + leaving, old.messages + 1)

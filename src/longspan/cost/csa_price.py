@@ -1,6 +1,7 @@
-"""The time of a prompt with sparse attention: one formula, for the choice of settings and for the cost of steps.
+"""The price of sparse attention: one formula, for the choice of settings and for the cost of steps.
 
-The formula is that of CSPS §3.2.6: the pipeline of a layer, summed over layers, and the rest by tokens.
+A prompt by the sparse form of an exchange takes the seconds of the exact exchange, by the cost of steps, times a share.
+The share is a ratio of two sums of CSPS §3.2.6: the pipeline of a layer, summed over layers, and the rest by tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import lru_cache
 
 import msgspec
 
-from longspan.core.exchange import ALLTOALL_SPARSE, LOCAL, Exchange
+from longspan.core.exchange import ALLTOALL, LOCAL, Exchange
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import drops_in
 from longspan.cost.architecture import ModelShape
@@ -21,29 +22,41 @@ from longspan.cost.profile import Profile
 _NO_LINK = LinkSpeed(math.inf)
 
 
-def prompt_s(
+def prompt_s(  # noqa: PLR0917 - a setting, a prompt and the members that share it
     setting: SparseSetting | None,
     num_tokens: int,
     partition: int,
     hosts: tuple[int, ...],
     shape: ModelShape,
     rates: Rates,
+    kind: str = ALLTOALL.kind,
 ) -> float:
     """Predict T_a + R L_in of a prompt that members share, each with a partition.
 
+    Messages of `gather_hidden` are the same with and without drops. Only its attention takes less time.
+
     Args:
-        setting: the way tokens are dropped. None is `alltoall` without levels.
+        setting: the drops. None is the exact exchange.
         hosts: the host of each member.
+        kind: the exact exchange.
     """
+    messages_s = 0.0
+    if kind != ALLTOALL.kind:
+        members = len(hosts)
+        received = 2 * shape.hidden_size * shape.bytes_per_element + shape.kv_bytes / members
+        link = rates.inside if len(set(hosts)) == 1 else rates.between
+        messages_s = shape.num_layers * (members - 1) * min(partition, num_tokens) * received / link.bytes_per_s
+        rates = msgspec.structs.replace(rates, inside=_NO_LINK, between=_NO_LINK)
     layers = range(shape.num_layers)
     rated = [setting is not None and drops_in(layer, (layers,)) for layer in layers]
     by_layer = [None if setting is None else _in_layer(setting, layer, drops=rated[layer]) for layer in layers]
     pieces = (1,) if setting is None else setting.micro_partitions or (1,) * len(setting.segments)
     attention_s = 0.0
-    for (one, is_rated, is_sampled), many in Counter(zip(by_layer, rated, [*rated[1:], False], strict=True)).items():
-        work = _busiest(one, num_tokens, partition, hosts, shape, rates)
-        attention_s += many * layer_time(work, pieces, rates, rated=is_rated, samples=is_sampled).total_s
-    return attention_s + rates.rest_s * num_tokens
+    alike = Counter(zip(by_layer, rated, [*rated[1:], False], strict=True))
+    for (layer_setting, is_rated, is_sampled), num_layers in alike.items():
+        work = _busiest(layer_setting, num_tokens, partition, hosts, shape, rates)
+        attention_s += num_layers * layer_time(work, pieces, rates, rated=is_rated, samples=is_sampled).total_s
+    return messages_s + (attention_s + rates.rest_s * num_tokens)
 
 
 def _in_layer(setting: SparseSetting, layer: int, *, drops: bool) -> SparseSetting:
@@ -62,7 +75,7 @@ def _busiest(
     shape: ModelShape,
     rates: Rates,
 ) -> MemberWork:
-    """Find the member that takes longest without micro-partitions: the others wait for it."""
+    """Return the work of the member that takes longest without micro-partitions. All members wait for it."""
     pieces = (1,) * (1 if setting is None else len(setting.segments))
     works = member_works(setting, num_tokens, partition, hosts, shape)
     return max(works, key=lambda work: layer_time(work, pieces, rates).total_s)
@@ -70,28 +83,20 @@ def _busiest(
 
 @lru_cache(maxsize=2**12)
 def time_share(exchange: Exchange, num_tokens: int, hosts: tuple[int, ...], shape: ModelShape, rates: Rates) -> float:
-    """Predict the time of a prompt by the sparse form of an exchange, relative to the exact exchange.
-
-    Messages of `gather_hidden_sparse` are those of the exact exchange. Only its attention takes less time.
-    """
-    setting, members = exchange.sparse, len(hosts)
-    assert setting is not None, f"{exchange} has a setting"
-    partition = max(setting.partition, -(-num_tokens // members))
-    setting, messages_s = setting._replace(partition=partition), 0.0
-    if exchange.kind != ALLTOALL_SPARSE.kind:
-        received = 2 * shape.hidden_size * shape.bytes_per_element + shape.kv_bytes / members
-        link = rates.inside if len(set(hosts)) == 1 else rates.between
-        messages_s = shape.num_layers * (members - 1) * min(partition, num_tokens) * received / link.bytes_per_s
-        rates = msgspec.structs.replace(rates, inside=_NO_LINK, between=_NO_LINK)
-    sparse_s, exact_s = (prompt_s(one, num_tokens, partition, hosts, shape, rates) for one in (setting, None))
-    return (messages_s + sparse_s) / (messages_s + exact_s) if messages_s + exact_s else 1.0
+    """Predict the seconds of a prompt by the sparse form of an exchange, relative to the exact exchange."""
+    setting, kind = exchange.sparse, exchange.exact_form.kind
+    assert setting is not None, f"{exchange} has no setting"
+    partition = max(setting.partition, -(-num_tokens // len(hosts)))
+    setting = setting._replace(partition=partition)
+    sparse_s, exact_s = (prompt_s(one, num_tokens, partition, hosts, shape, rates, kind) for one in (setting, None))
+    return sparse_s / exact_s if exact_s else 1.0
 
 
 def rates_of_profile(profile: Profile, shape: ModelShape, members: int) -> Rates | None:
-    """Take the speeds of a member from a profile, which times prompts on one instance.
+    """Return the speeds of a member by a profile, which times prompts on one instance.
 
-    Time that grows with the length is shared by the members. Time that grows with its square is attention. Links have
-    one speed, inside hosts and between them. None if attention takes no time that was measured.
+    Seconds proportional to the length are split evenly over the members. Seconds proportional to its square are
+    attention. Links inside hosts and between them have one speed. Return None if no attention time was measured.
     """
     alone = profile.fits().get((1, LOCAL))
     if alone is None or not alone.pair_s:

@@ -1,4 +1,4 @@
-"""The cost of one prompt, or one step of decoding, on a cluster: the answer of `longspan estimate`."""
+"""The cost of one prompt, or one decode step, on a cluster, for `longspan estimate`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from longspan.core.cluster import cut_evenly
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
 from longspan.core.layouts import shard_span
 from longspan.core.runs import Run, chunk_tokens
+from longspan.core.splits import cut_evenly
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
@@ -24,11 +24,11 @@ from longspan.errors import ParameterError
 Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
-"""Tokens of a block; pieces of a chain are whole blocks."""
+"""Tokens of a block. Pieces of a chain are whole blocks."""
 _RESERVED_BYTES = 1.5 * 2**30
 """Memory of each device for the driver's context, libraries' workspaces and buffers of links."""
 _HIDDEN_COPIES = 6
-"""Hidden states held at once: residual, normed, queries, attention's output, projected, sum."""
+"""Hidden states in memory at once: residual, normed, queries, attention output, projected, sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Memory:
     """Bytes on the fullest device.
 
     Attributes:
-        scores: of attention without fusion.
-        activations: hidden states, and those in the feed-forward layers as far as they exceed the scores.
-        capacity: of the device.
+        scores: scores of unfused attention.
+        activations: hidden states, and the bytes by which feed-forward activations exceed the scores.
+        capacity: memory of the device.
     """
 
     weights: float
@@ -57,7 +57,7 @@ class Memory:
 
     @property
     def kv_room(self) -> float:
-        """Bytes that KV may take beside the rest, when `USED_MEMORY` of the device is used."""
+        """Bytes available for KV, when `USED_MEMORY` of the device is used."""
         return USED_MEMORY * self.capacity - self.used + self.kv
 
     @property
@@ -80,8 +80,8 @@ class HostKv:
     """KV in the memory of hosts.
 
     Attributes:
-        tokens: whose KV all hosts have room for.
-        fetch_s: seconds in which the KV of the context comes back, each device over its own bus.
+        tokens: number of tokens whose KV fits on all hosts.
+        fetch_s: seconds to load the KV of the context, each device over its own bus.
     """
 
     tokens: int
@@ -93,13 +93,13 @@ class Estimate:
     """The prediction for a prompt or a step.
 
     Attributes:
-        seconds: to the first token, or between tokens.
-        lower_bound_s: of a prefill, equation 2 of KV-Runahead, from the time of one instance; of a decode step, all
+        seconds: seconds to the first token, or between tokens.
+        lower_bound_s: for a prefill, equation 2 of KV-Runahead from the time of one instance. For a decode step, all
             weights and keys at the memory's full speed.
         flops_per_gpu_s: operations per second and device, counted as in Context Parallelism, Appendix A.
-        mfu: that as a part of the peak in 16 bits.
+        mfu: fraction of the peak in 16 bits.
         partition: tokens of each instance.
-        host: what the memory of hosts does for it, if that is asked.
+        host: KV in the memory of hosts, if requested.
     """
 
     phase: Phase
@@ -134,7 +134,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptShape:
-    """`batch` prompts alike, of `new` tokens behind `cached` ones, sharded over a group."""
+    """`batch` equal prompts of `new` tokens after `cached` tokens, sharded over a group."""
 
     exchange: Exchange
     group: tuple[int, ...]
@@ -173,14 +173,13 @@ def estimate_prefill(
     fractions: Fractions = None,
     batch: int = 1,
 ) -> Estimate:
-    """Predicts `batch` prompts of `length` tokens, the first `cached` of them computed before, sharded over all
-    instances.
+    """Predict `batch` prompts of `length` tokens, of which the first `cached` have KV, sharded over all instances.
 
-    Chains, and whatever gets fractions, are sharded contiguously, the rest zigzag.
+    Chains, and prompts with fractions, are sharded contiguously. Other prompts are sharded zigzag.
 
     Raises:
-        ValueError: without new tokens or prompts, for no exchange, another number of fractions, or more instances
-            than they are searched for.
+        ValueError: there are no new tokens, prompts or exchange, the number of fractions differs, or a search has too
+            many instances.
     """
     if instances == 1:
         exchange = LOCAL
@@ -212,13 +211,13 @@ def estimate_prefill(
     )
 
 
-def _last(found: dict[int, Breakdown], exchange: Exchange) -> Breakdown:
-    """Picks the member that ends last."""
-    return found[max(found)] if exchange.traits.skewed else max(found.values(), key=lambda one: one.total_s)
+def _last(times: dict[int, Breakdown], exchange: Exchange) -> Breakdown:
+    """Return the breakdown of the member that ends last."""
+    return times[max(times)] if exchange.traits.skewed else max(times.values(), key=lambda member: member.total_s)
 
 
 def _pipelined(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tuple[Breakdown, Channel]:
-    """Returns what the last stage does while a prompt passes through all of them in chunks, and the last of these."""
+    """Return the breakdown of the last stage for a prompt in chunks through all stages, and the last chunk."""
     number = -(-prompt.new // chunk_tokens(prompt.new, len(model.stages)))
     cuts = cut_evenly(prompt.new, number)
     chunks = [replace(prompt, new=stop - start, cached=prompt.cached + start) for start, stop in cuts]
@@ -235,10 +234,10 @@ def _pipelined(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tu
 
 
 def host_kv(model: Roofline, instances: int, num_hosts: int, gib: float, context: int, batch: int = 1) -> HostKv:
-    """Predicts what so much memory of each host holds, and how long the KV of `batch` requests needs from there.
+    """Predict the tokens that `gib` of each host hold, and the seconds to load the KV of `batch` requests.
 
     Raises:
-        ParameterError: when it holds no token.
+        ParameterError: no token fits.
     """
     shape, layer = model.layer.model.attention, model.layer
     token_bytes = shape.kv_bytes * shape.num_layers
@@ -250,33 +249,35 @@ def host_kv(model: Roofline, instances: int, num_hosts: int, gib: float, context
 
 
 def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length: int, batch: int = 1) -> Estimate:
-    """Predicts one token of each of `batch` requests, behind `length` tokens each, which lie evenly on all instances.
+    """Predict one token of each of `batch` requests, after `length` tokens each, spread evenly over all instances.
 
-    A chain leaves all of them with its last member, which decodes alone.
+    After a chain all KV is on its last member, which decodes alone.
 
     Raises:
-        ValueError: without tokens or requests, or for `gather_hidden`, by which nothing decodes.
+        ValueError: there are no tokens or requests, or the exchange is `gather_hidden`, which does not decode.
     """
     if length < 1 or batch < 1:
-        raise ValueError(f"decoding is of at least 1 request behind 1 token, but {batch} behind {length} given")
+        raise ValueError(
+            f"decoding needs at least 1 request and 1 token, but {batch} requests of {length} tokens given"
+        )
     if exchange.traits.keeps == "later":
         instances = 1
     if instances > 1 and not exchange.traits.decodes:
-        able = ", ".join(one.kind for one in decoding())
-        raise ValueError(f"exchange {exchange.kind} is of prompts: decode by one of {able}")
+        kinds = ", ".join(other.kind for other in decoding())
+        raise ValueError(f"exchange {exchange.kind} is for prompts only: choose one of {kinds} to decode")
     channel = decode_channel(LOCAL if instances == 1 else exchange, tuple(range(instances)), length, batch)
-    breakdown, turns = _last(_times(model, channel), LOCAL), min(batch, len(model.stages))
-    if model.hops:  # requests take turns, so that every stage has some
-        turn = decode_channel(channel.exchange, channel.group, length, -(-batch // turns))
-        breakdown = _last(_times(model, turn), LOCAL)
-        tokens = max(turn.shares.queries)
+    breakdown, num_groups = _last(_times(model, channel), LOCAL), min(batch, len(model.stages))
+    if model.hops:  # groups of requests alternate, to keep all stages busy
+        grouped = decode_channel(channel.exchange, channel.group, length, -(-batch // num_groups))
+        breakdown = _last(_times(model, grouped), LOCAL)
+        tokens = max(grouped.shares.queries)
         stages_s = model.by_stage(breakdown.total_s - breakdown.head_s, breakdown.head_s, tokens)
         part = len(model.stages[-1]) / model.layer.model.attention.num_layers
-        breakdown = breakdown.of_stage(part, max(sum(stages_s), turns * max(stages_s)))
+        breakdown = breakdown.of_stage(part, max(sum(stages_s), num_groups * max(stages_s)))
     layer, shape = model.layer, model.layer.model.attention
     embedding = 0.0 if layer.model.tied else layer.model.head_weights * shape.bytes_per_element
     keys_bytes = batch * length * shape.kv_bytes * shape.num_layers
-    read = (layer.model.weight_bytes - embedding) * instances + keys_bytes / turns
+    read = (layer.model.weight_bytes - embedding) * instances + keys_bytes / num_groups
     flops = batch * (2 * layer.model.num_parameters + 4 * length * shape.num_heads * shape.head_dim * shape.num_layers)
     bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
     return _estimate(
@@ -285,11 +286,11 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
 
 
 def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
-    """Makes the channel of one token per request; keys and owners lie evenly on all members."""
+    """Return the channel of one token per request. Keys and owners are spread evenly over members."""
     members, keys = len(group), batch * length
     queries = [batch // members + (member < batch % members) for member in range(members)]
-    seen = [number * length for number in queries]
-    shares = Shares(queries=queries, pairs=seen, scores=seen, held=[keys / members] * members)
+    pairs = [number * length for number in queries]
+    shares = Shares(queries=queries, pairs=pairs, scores=pairs, held=[keys / members] * members)
     return Channel(exchange=exchange, group=group, shares=shares, keys=keys, decode=True)
 
 
@@ -305,33 +306,29 @@ def _partition(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tu
 
 
 def searched_fractions(model: Roofline, members: int, length: int, *, align: int = _BLOCK) -> tuple[float, ...]:
-    """Searches how a chain of the first `members` instances cuts a prompt, by what the model predicts, in multiples
-    of `searched_block`.
+    """Search the fractions of a prompt for a chain of the first `members` instances, in multiples of `searched_block`.
 
     Raises:
-        ParameterError: for more instances than `MOSTMAX_SEARCHED`.
+        ParameterError: for more instances than `MAX_SEARCHED`.
     """
     prompt = PromptShape(group=tuple(range(members)), exchange=CHAIN, new=length, cached=0, batch=1)
     return tuple(piece / length for piece in _searched(model, prompt, align))
 
 
 def levelled_fractions(model: Roofline, members: int, length: int) -> tuple[float, ...]:
-    """Cuts a prompt for a chain into pieces that take equally long alone.
+    """Return the fractions of a chain's pieces that take equal time alone.
 
-    A search that starts from these pieces gains a few per cent, and takes seconds for 8 members.
+    A search from these pieces gains a few per cent, and takes seconds for 8 members.
     """
     prompt = PromptShape(group=tuple(range(members)), exchange=CHAIN, new=length, cached=0, batch=1)
     return tuple(piece / length for piece in _levelled(model, prompt, 1))
 
 
 def _searched(model: Roofline, prompt: PromptShape, align: int = _BLOCK) -> tuple[int, ...]:
-    """Returns the best of two searches, from even pieces and from pieces that take equally long alone."""
+    """Return the better of two searches, from even pieces and from pieces that take equal time alone."""
 
     def ttft_s(partition: tuple[int, ...]) -> float:
-        found = _times(model, prompt.channel(partition), prompt.batch)
-        if prompt.exchange.traits.skewed:
-            return found[prompt.group[-1]].total_s
-        return max(breakdown.total_s for breakdown in found.values())
+        return _last(_times(model, prompt.channel(partition), prompt.batch), prompt.exchange).total_s
 
     members = len(prompt.group)
     if members > MAX_SEARCHED:
@@ -342,12 +339,12 @@ def _searched(model: Roofline, prompt: PromptShape, align: int = _BLOCK) -> tupl
         raise ParameterError("fractions", problem)
     block = searched_block(prompt.new, members, align)
     seeds = (None, _levelled(model, prompt, block))
-    found = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)
-    return min(found, key=ttft_s)
+    partitions = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)
+    return min(partitions, key=ttft_s)
 
 
 def _levelled(model: Roofline, prompt: PromptShape, block: int) -> tuple[int, ...]:
-    """Finds pieces whose tokens and scores cost the same: earlier ones see fewer keys, so they are longer."""
+    """Return pieces of equal cost. Earlier pieces attend to fewer keys, so they are longer."""
     layer, members = model.layer, len(prompt.group)
     token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new
     whole = Share(queries=prompt.new, pairs=prompt.new**2, scores=prompt.new**2, held=prompt.new)
@@ -385,7 +382,7 @@ def _estimate(
     flops: float,
     at_once: Channel,
 ) -> Estimate:
-    """Adds bytes, memory and rates to seconds; `at_once` is what one step computes of the channel."""
+    """Return an estimate with bytes, memory and rates. `at_once` is the part of the channel in one step."""
     layer, shape = model.layer, model.layer.model.attention
     queries = channel.shares.queries
     sums = 1 if layer.model.parallel else 2
@@ -407,10 +404,10 @@ def _estimate(
 
 
 def memory(line: Roofline, channel: Channel, tokens: float) -> Memory:
-    """Counts the memory of the fullest rank, when its group has computed a channel's queries and holds all its keys.
+    """Return the memory of the fullest rank, when its group has computed a channel's queries and has all its keys.
 
     Args:
-        tokens: that the busiest instance computes at once.
+        tokens: number of tokens that the busiest instance computes at once.
     """
     layer, most_layers = line.layer, max(map(len, line.stages))
     attention = layer.attention
@@ -429,25 +426,22 @@ def memory(line: Roofline, channel: Channel, tokens: float) -> Memory:
 
 
 def full_step(line: Roofline, tokens: int) -> Memory:
-    """Counts the memory of the fullest rank while its instance computes a prompt of so many tokens."""
+    """Return the memory of the fullest rank while its instance computes a prompt of `tokens` tokens."""
     shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
     return memory(line, Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False), tokens)
 
 
 def activation_bytes(model: Architecture, tokens: float, tp: int) -> tuple[float, float]:
-    """Counts the bytes on a rank of hidden states, and of those in the feed-forward layers, while it computes `tokens`
-    at once.
-    """
+    """Return the bytes of hidden states, and of feed-forward activations, on a rank that computes `tokens` tokens."""
     shape, matrices = model.attention, 4 if model.gated else 2
     hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * shape.bytes_per_element
     return hidden, matrices * tokens * model.intermediate_size / tp * shape.bytes_per_element
 
 
-def whole_prompt_tokens(needed_bytes: Callable[[int], float], room_bytes: float, *, least: int, longest: int) -> int:
-    """Returns the tokens of a step that is to hold a whole prompt: as many as there is room for, and no more than the
-    longest prompt has, but at least `least`.
+def whole_prompt_tokens(needed_bytes: Callable[[int], float], free_bytes: float, *, least: int, longest: int) -> int:
+    """Return the maximum tokens of a step for whole prompts: as memory allows, from `least` to `longest`.
 
     Args:
-        needed_bytes: memory of a rank for so many tokens; never less for more.
+        needed_bytes: returns the memory of a rank for a number of tokens. It must not decrease.
     """
-    return least + max(0, bisect_right(range(least, longest + 1), room_bytes, key=needed_bytes) - 1)
+    return least + max(0, bisect_right(range(least, longest + 1), free_bytes, key=needed_bytes) - 1)

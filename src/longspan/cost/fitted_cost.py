@@ -1,4 +1,4 @@
-"""The time of a step by measurements: what `longspan profile` has found is what a simulated cluster takes."""
+"""The time of a step from the measurements of `longspan profile`, for simulations."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from longspan.errors import ParameterError
 
 
 class FittedCost:
-    """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
+    """A cost for simulations, in which instances take the time that a profile measured for a group of the same size.
 
-    Blocks are sharded whole, so some members have more tokens than others: a prompt counts as one of which each has as
-    many as the busiest, and so do those that were measured, but not where a chain was cut unevenly on purpose. A step
-    is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of decodes where
-    there is no prefill. The first decode of each group costs its messages: what it takes to start beyond one
-    instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
-    prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
-    two ranks sent to each other. Keys on a host come to a device beside the attention to cached tokens, and for decodes
-    with nothing beside. The sparse form of an exchange takes a share of the time of the exact one, see `csa_price`.
-
-    Pipeline stages share what was measured of an instance without stages, beside as many busy others as there are
-    stages: by their layers, and the output head by its weights.
+    - Blocks are not split, so the busiest member has the most tokens. Predicted and measured prompts count with the
+      busiest member's tokens on every member, except for chains that are cut unevenly on purpose.
+    - A step is one row of tokens and has one start time, of the largest prefill, or else of decodes.
+    - The first decode of each group adds its messages: its start time beyond the start time of one instance. If several
+      members compute tokens in a decode step, their waits for each other are added.
+    - A decode in a step with a prefill costs a token of the prefill, and its own context.
+    - Members of a group end together. KV moves at the measured speed between two ranks.
+    - Keys on a host are copied to a device during the attention to cached tokens, and for decodes without overlap.
+    - The sparse form of an exchange takes a fraction of the exact form's time, see `csa_price`.
+    - Pipeline stages split the measured time of an instance without stages, by their layers and the head's weights. It
+      was measured with as many other busy instances as there are further stages.
 
     Args:
-        shape: of the model that was measured.
-        block_size: tokens of a KV block, which transfers consist of.
-        cluster: the instances, when they have stages or pools on hosts.
-        others: profiles of instances that are split otherwise, which take turns with these; what one lacks of links
-            another may have.
+        shape: the shape of the measured model.
+        block_size: tokens of a KV block.
+        cluster: the instances, if they have stages or host pools.
+        others: profiles of instances with another split, for clusters of phases. Their links fill gaps.
 
     Raises:
-        ValueError: for a profile that lacks one instance alone, with the remedy.
+        ValueError: the profile lacks measurements of one instance alone.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class FittedCost:
         self._known: dict[tuple[int, Exchange, int, int], float] = {}
         if (1, LOCAL) not in self._times or (1, LOCAL) not in self._decodes:
             problem = (
-                "lacks prefills or decodes of one instance alone: run longspan profile with the same model and options "
-                "again, which measures what is missing"
+                "lacks prefills or decodes of one instance alone: use longspan profile with the same model and options "
+                "again, which adds them"
             )
             raise ParameterError("profile", problem)
 
@@ -77,7 +76,7 @@ class FittedCost:
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         if move.way != "across":
-            assert self._cluster is not None, "pools of hosts belong to a cluster"
+            assert self._cluster is not None, "host pools belong to a cluster"
             link = self._host_link or self._known_link()
             return host_flows(move, self._cluster, lambda _: self._block_bytes, link.start_s, link.bytes_per_s)
         link = self._known_link()
@@ -88,35 +87,32 @@ class FittedCost:
         )
 
     def resharded(self, cluster: Cluster) -> FittedCost:
-        """Takes the profile of instances that are split so.
+        """Return the cost by the profile of instances with this cluster's split.
 
         Raises:
-            ParameterError: when there is none.
+            ParameterError: there is no such profile.
         """
         profiles = (self._profile, *self._others)
-        found = next((one for one in profiles if one.profile_key.tp == cluster.spec.tp), None)
-        if found is None:
-            known = " and ".join(str(one.profile_key.tp) for one in profiles)
-            problem = f"is of instances with tp {known}, but {cluster} is to take its turn: measure that, too"
+        match = next((profile for profile in profiles if profile.profile_key.tp == cluster.spec.tp), None)
+        if match is None:
+            known = " and ".join(str(profile.profile_key.tp) for profile in profiles)
+            problem = f"is of instances with tp {known}, but a phase uses {cluster}: measure that, too"
             raise ParameterError("profile", problem)
-        others = [one for one in profiles if one is not found]
-        return FittedCost(found, self._shape, block_size=self._block_size, cluster=cluster, others=others)
+        others = [profile for profile in profiles if profile is not match]
+        return FittedCost(match, self._shape, block_size=self._block_size, cluster=cluster, others=others)
 
-    def reshard(self, cluster: Cluster) -> ReshardCost:  # noqa: ARG002 - on a CPU it does not depend on that
-        """Returns nothing: shares of a CPU are views of the same weights."""
+    def reshard(self, cluster: Cluster) -> ReshardCost:  # noqa: ARG002 - a CPU copies nothing
+        """Return no cost, since shards on a CPU are views of the same weights."""
         return ReshardCost(0.0, 0.0)
 
     def _known_link(self) -> LinkFit:
         if self._link is None:
-            problem = (
-                "lacks times of messages between two ranks, which KV and hidden states move by: measure 2 instances or "
-                "more"
-            )
+            problem = "lacks times of messages between two ranks, for KV and hidden states: measure 2 instances or more"
             raise ParameterError("profile", problem)
         return self._link
 
     def exposed_s(self, forward: Forward) -> None:
-        """Returns None: steps were measured as a whole."""
+        """Return None, since steps were measured as a whole."""
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         if self._cluster is None or not self._cluster.has_stages:
@@ -124,13 +120,16 @@ class FittedCost:
         return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
 
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
-        found, cluster = self._unsplit_s(forward), self._cluster
+        unsplit_s, cluster = self._unsplit_s(forward), self._cluster
         if cluster is None or not cluster.has_stages:
-            return {instance: (seconds,) for instance, seconds in found.items()}
-        tokens, sampled = computed_tokens(forward), Counter(one.sample.instance for one in forward.parts if one.sample)
+            return {instance: (seconds,) for instance, seconds in unsplit_s.items()}
+        tokens, sampled = (
+            computed_tokens(forward),
+            Counter(part.sample.instance for part in forward.parts if part.sample),
+        )
         by_stage = {}
-        for instance, seconds in found.items():
-            weight = sampled[instance] * cluster.head_layers  # of the head, where a layer has that of its tokens
+        for instance, seconds in unsplit_s.items():
+            weight = sampled[instance] * cluster.head_layers  # of the head, relative to a layer with weight 1 per token
             head_s = seconds * weight / (tokens[instance] * cluster.num_layers + weight) if weight else 0.0
             layer_s, stages = (seconds - head_s) / cluster.num_layers, range(cluster.pp(instance))
             hop_s = self._known_link().seconds(tokens[instance] * self._hidden_bytes) if tokens[instance] else 0.0
@@ -139,7 +138,7 @@ class FittedCost:
         return by_stage
 
     def _unsplit_s(self, forward: Forward) -> dict[int, float]:
-        """Returns what instances without stages take."""
+        """Return the seconds of instances without stages."""
         starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)
         prefilling: set[int] = set()
         for part in forward.parts:
@@ -149,7 +148,7 @@ class FittedCost:
                 for instance in part.group:
                     starts[instance] = max(starts[instance], fixed_s)
                     rest[instance] += max(0.0, whole_s - fixed_s)
-        decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums have the same last bits
+        decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums are reproducible
         for part in forward.parts:
             if self._decodes_in(part):
                 is_first = (part.group, part.exchange) not in decoding
@@ -161,11 +160,11 @@ class FittedCost:
             if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
                 for instance in group:
                     rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
-        found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
+        unsplit_s = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
         for coupled in coupled_instances({part.group for part in forward.parts if len(part.group) > 1}):
-            found.update(dict.fromkeys(coupled, max(found[instance] for instance in coupled)))
-        wait_for_balances(forward, found, self)
-        return found
+            unsplit_s.update(dict.fromkeys(coupled, max(unsplit_s[instance] for instance in coupled)))
+        wait_for_balances(forward, unsplit_s, self)
+        return unsplit_s
 
     def _add_decode(
         self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
@@ -182,7 +181,7 @@ class FittedCost:
                 rest[instance] += fit.request_s + context_s
 
     def _add_hosts(self, forward: Forward, rest: dict[int, float]) -> None:
-        """Times keys on hosts as if they came from there; on a CPU they are where its pool is, too."""
+        """Add the copies of keys from hosts to devices. On a CPU the pools share the memory."""
         for part in forward.parts if self.device != "cpu" else ():
             if part.hosted:
                 link = self._host_link or self._known_link()
@@ -193,7 +192,7 @@ class FittedCost:
                     rest[instance] += max(0.0, seconds)
 
     def _decodes_in(self, part: Part) -> bool:
-        """Tells whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""
+        """Return whether a part counts as a decode: a single token, by an exchange with measured decodes."""
         return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
 
     def _prefill_s(self, part: Part) -> float:
@@ -216,13 +215,13 @@ class FittedCost:
         return 1.0 if rates is None else sparse_share(part, hosts, self._shape, rates)
 
     def _measured_as(self, prefill: Prefill) -> int:
-        """Counts the new tokens that a measured prefill stands for."""
+        """Return the number of new tokens that a measured prefill counts as."""
         members, exchange = prefill.kind
         start = prefill.cached_tokens
         return _as_even(self._sharded(exchange, start, start + prefill.new_tokens, members))
 
     def _sharded(self, exchange: Exchange, start: int, stop: int, members: int) -> SpanShards:
-        """Shards to members with room alike, as evenly as blocks allow."""
+        """Shard as evenly as blocks allow."""
         return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
@@ -237,10 +236,10 @@ class FittedCost:
 
 
 def _link(profiles: Sequence[Profile], kind: TransferKind, members: int) -> LinkFit | None:
-    """Returns the first that was measured: links are those of the machine, however instances are split."""
-    return next((link for one in profiles if (link := one.link(kind, members)) is not None), None)
+    """Return the first measured link. Links do not depend on the split of instances."""
+    return next((link for profile in profiles if (link := profile.link(kind, members)) is not None), None)
 
 
 def _as_even(sharded: SpanShards) -> int:
-    """Counts tokens as if each member had as many as the busiest."""
+    """Return the number of tokens if each member had as many as the busiest."""
     return len(sharded) * max(sum(map(len, runs)) for runs in sharded)

@@ -1,4 +1,4 @@
-"""KV that flows between instances, hosts and disks: the links it takes, and how all that is under way shares them."""
+"""KV flows between instances, hosts and disks: their links, and the shares of concurrent flows in them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from longspan.core.cluster import Cluster
 from longspan.core.steps import MoveKV
 
 DISK_BYTES_PER_S = 1e9
-"""Typical of disks without moving parts, of which each block is read or written whole, and its checksum made."""
+"""Typical for SSDs when whole blocks are read or written with a checksum."""
 
 
 class Flow(NamedTuple):
     """KV from one instance to another.
 
     Attributes:
-        latency_s: from the last byte that leaves to its arrival.
-        s_per_byte: how long each byte keeps the ends of links busy that it passes, one way each.
+        latency_s: seconds from the departure of the last byte to its arrival.
+        s_per_byte: seconds per byte at each end of a link, one way.
     """
 
     source: int
@@ -29,7 +29,7 @@ class Flow(NamedTuple):
 
 
 def alone_s(flows: Sequence[Flow]) -> float:
-    """Times flows that begin at once on links that carry nothing else: the busiest end says how long it takes."""
+    """Return the seconds of flows that start together on idle links, which the busiest end determines."""
     busy_s: defaultdict[Hashable, float] = defaultdict(float)
     for flow in flows:
         for end, seconds in flow.s_per_byte:
@@ -38,21 +38,21 @@ def alone_s(flows: Sequence[Flow]) -> float:
 
 
 def shared_rates(flows: Sequence[Flow]) -> list[float]:
-    """Returns bytes per second of flows that are under way at once.
+    """Return the bytes per second of concurrent flows.
 
-    They are fair as connections are: where an end is full, all that pass it get as many bytes, but for those that get
-    fewer elsewhere, which leave theirs to the others.
+    Shares are max-min fair, as for connections. Flows through a full end get equal rates. A flow with a lower rate at
+    another end leaves the difference to the rest.
     """
     rates = [0.0] * len(flows)
     left: defaultdict[Hashable, float] = defaultdict(lambda: 1.0)
     rising = list(range(len(flows)))
     while rising:
-        asked: defaultdict[Hashable, float] = defaultdict(float)
+        demand: defaultdict[Hashable, float] = defaultdict(float)
         for index in rising:
             for end, seconds in flows[index].s_per_byte:
-                asked[end] += seconds
-        fullest = min(asked, key=lambda end: left[end] / asked[end])
-        rate = left[fullest] / asked[fullest]
+                demand[end] += seconds
+        fullest = min(demand, key=lambda end: left[end] / demand[end])
+        rate = left[fullest] / demand[fullest]
         stopped = [index for index in rising if any(end == fullest for end, _ in flows[index].s_per_byte)]
         for index in stopped:
             rates[index] = rate
@@ -63,23 +63,24 @@ def shared_rates(flows: Sequence[Flow]) -> list[float]:
 
 
 def block_pairs(move: MoveKV) -> ItemsView[tuple[int, int], int]:
-    """Counts the blocks that go from each source to each target."""
+    """Return the number of blocks from each source to each target."""
     return Counter([(source.instance, target.instance) for source, target in move.copies]).items()
 
 
 def host_flows(
     move: MoveKV, cluster: Cluster, block_bytes: Callable[[int], float], latency_s: float, bytes_per_s: float
 ) -> tuple[Flow, ...]:
-    """Returns flows between instances and pools of hosts, each over the links of all ranks of the instance; or between
-    such a pool and the one on the host's disk, which has a typical speed.
+    """Return flows between instances and host pools, each over the links of all ranks of the instance.
+
+    Flows between a host pool and the host's disk have a typical speed.
     """
-    found = []
+    flows = []
     for pair, number in block_pairs(move):
         if move.way in ("save", "load"):
-            lane = "disk", max(pair)  # both ways: disks come last
-            found.append(Flow(*pair, number * block_bytes(0), 0.0, ((lane, 1 / DISK_BYTES_PER_S),)))
+            lane = "disk", max(pair)  # both ways: disk pools have the highest numbers
+            flows.append(Flow(*pair, number * block_bytes(0), 0.0, ((lane, 1 / DISK_BYTES_PER_S),)))
             continue
         instance = pair[move.way == "in"]
         byte_s = 1 / (bytes_per_s * len(cluster.ranks(instance)))
-        found.append(Flow(*pair, number * block_bytes(instance), latency_s, (((move.way, instance), byte_s),)))
-    return tuple(found)
+        flows.append(Flow(*pair, number * block_bytes(instance), latency_s, (((move.way, instance), byte_s),)))
+    return tuple(flows)

@@ -1,4 +1,4 @@
-"""Seconds of a forward pass over channels, per instance, and what they consist of."""
+"""Seconds of a forward pass over channels, per instance, by kind of work."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from longspan.cost.topology import Devices, Topology
 
 @dataclass(kw_only=True, slots=True)
 class Breakdown:
-    """Seconds of one instance in a forward pass, by what they are spent on. Instances alike share one: write to none.
+    """Seconds of one instance in a forward pass, by kind of work. Equal instances share an object, so it is read-only.
 
     Attributes:
         linear_s: projections and feed-forward layers.
         elementwise_s: norms, rotary embeddings, activations, additions.
-        attention_s: scores, softmax, values; while waiting for the slowest member, too.
+        attention_s: scores, softmax and values, including the wait for the slowest member.
         overhead_s: hops, merges and copies of an exchange.
         all_reduce_s: sums over the ranks of an instance.
-        exchange_s: messages between instances that nothing hides, and waiting for them.
-        launch_s: what the host needs beyond all of that to start all operators.
+        exchange_s: messages between instances that are not overlapped, and waits for them.
+        launch_s: further seconds of the host to launch all operators.
         head_s: the output head.
-        pipeline_s: while the last pipeline stage waits for those before it, or others for their turn.
+        pipeline_s: waits of the last pipeline stage for earlier stages, or of requests for stages.
     """
 
     linear_s: float = 0.0
@@ -70,40 +70,40 @@ class Breakdown:
         )
 
     def of_stage(self, part: float, seconds: float) -> Breakdown:
-        """Returns what the last stage, with a part of all layers, spends in so many seconds in which it does this."""
+        """Return the breakdown of the last stage, which has a `part` of all layers, over `seconds`."""
         own = {name: part * spent_s for name, spent_s in self.as_dict().items()} | {"head_s": self.head_s}
         return Breakdown(**(own | {"pipeline_s": max(0.0, seconds - sum(own.values()))}))
 
     def as_dict(self) -> dict[str, float]:
-        """Returns seconds by name, without the total."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        """Return seconds by name, without the total."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
 
 _IDLE = Breakdown()
 
 
-def _add(found: dict[int, Breakdown], more: Mapping[int, Breakdown]) -> None:
-    """Adds something to instances; instances alike that get the same object still share one."""
-    befores = []  # are kept, so that none has another's id
+def _add(times: dict[int, Breakdown], more: Mapping[int, Breakdown]) -> None:
+    """Add to the breakdowns of instances. Instances that shared an object and get equal additions still share one."""
+    befores = []  # kept alive, so that ids are unique
     alike: dict[tuple[int, int], Breakdown] = {}
     for instance, extra in more.items():
-        before = found[instance]
+        before = times[instance]
         kind = id(before), id(extra)
         after = alike.get(kind)
         if after is None:
             after = alike[kind] = extra if before is _IDLE else before + extra
             befores.append(before)
-        found[instance] = after
+        times[instance] = after
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Roofline:
-    """Predicts forward passes of a model on a cluster.
+    """Predicts the seconds of forward passes of a model on a cluster.
 
     Attributes:
         stages: the layers of each pipeline stage of an instance.
-        hops: from each of them to the next, the slowest link that hidden states take.
-        costs: of kinds of exchange, in place of the registered ones, for what other systems do by the same name.
+        hops: the slowest link of hidden states from each stage to the next.
+        costs: costs of exchanges that replace the registered ones, for other systems with the same exchanges.
     """
 
     layer: Layer
@@ -116,14 +116,14 @@ class Roofline:
     def times(
         self, channels: Sequence[Channel], tokens: Mapping[int, float], sampled: Mapping[int, float]
     ) -> dict[int, Breakdown]:
-        """Returns what each instance spends its time on.
+        """Return the breakdown of each instance.
 
         Args:
-            channels: all that is attended to.
-            tokens: that each instance computes; those with none do not take part.
-            sampled: for how many of them it computes the output head.
+            channels: all attention of the pass.
+            tokens: number of tokens that each instance computes. Instances without tokens take no part.
+            sampled: number of tokens for which each instance computes the output head.
         """
-        found = {
+        times = {
             instance: self._computed(number, asked) if (asked := sampled.get(instance, 0)) or number else _IDLE
             for instance, number in tokens.items()
         }
@@ -132,15 +132,15 @@ class Roofline:
             if channel.exchange.traits.skewed and len(channel.group) > 1:
                 chains.append(channel)
             else:
-                _add(found, dict.fromkeys(channel.group, self._exchanged(channel)))
+                _add(times, dict.fromkeys(channel.group, self._exchanged(channel)))
         for channel in chains:
-            self._chain(channel, found)
+            self._chain(channel, times)
         if self.layer.attention.unfused or not all(channel.decode for channel in channels):
-            _add(found, self._waiting_for_host(found, channels))
-        return found
+            _add(times, self._waiting_for_host(times, channels))
+        return times
 
     def by_stage(self, layers_s: float, head_s: float, tokens: float) -> tuple[float, ...]:
-        """Shares the seconds of all layers among the stages; each but the first waits for hidden states of `tokens`."""
+        """Split the seconds of all layers over stages. All but the first also wait for hidden states of `tokens`."""
         num_bytes = tokens * self.layer.model.attention.hidden_size * self.layer.bytes_per_element
         hops_s = (link.send_s(num_bytes, self.layer.tp) if tokens else 0.0 for link in self.hops)
         heads_s = chain(repeat(0.0, len(self.hops)), (head_s,))
@@ -175,8 +175,8 @@ class Roofline:
             )
         return self._known[key]
 
-    def _waiting_for_host(self, found: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
-        """Adds the time that instances wait for the host to start operators."""
+    def _waiting_for_host(self, times: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
+        """Return the time that instances wait for the host to launch operators."""
         layer, messages = self.layer, Counter[int]()
         for channel in channels:
             if (members := len(channel.group)) > 1:
@@ -186,27 +186,27 @@ class Roofline:
         num_layers, smooth = layer.model.attention.num_layers, layer.efficiency.host_smooth
         alike: dict[tuple[int, float], Breakdown] = {}
         waiting: dict[int, Breakdown] = {}
-        for instance, one in found.items():
-            if one is _IDLE:
+        for instance, computed in times.items():
+            if computed is _IDLE:
                 continue
-            kind = messages[instance], one.total_s
+            kind = messages[instance], computed.total_s
             if kind not in alike:
                 host_s = num_layers * layer.host_s(messages[instance])
-                waiting_s = float((one.total_s**smooth + host_s**smooth) ** (1 / smooth)) - one.total_s
+                waiting_s = float((computed.total_s**smooth + host_s**smooth) ** (1 / smooth)) - computed.total_s
                 alike[kind] = Breakdown(launch_s=waiting_s)
             waiting[instance] = alike[kind]
         return waiting
 
-    def _chain(self, channel: Channel, found: dict[int, Breakdown]) -> None:
-        """Adds a chain; all else that its members compute comes behind its attention, layer by layer."""
+    def _chain(self, channel: Channel, times: dict[int, Breakdown]) -> None:
+        """Add a chain. All other work of its members follows its attention in each layer."""
         num_layers = self.layer.model.attention.num_layers
         members, busy_s, cached = [], [], cached_in_chain(channel)
         for index, instance in enumerate(channel.group):
             share = channel.shares.of_member(index)
             attended_s = num_layers * attention_s(self.layer, share, keys=share.held)
             copied_s = num_layers * copies_s(self.layer, share.held) if index else 0.0
-            found[instance] += Breakdown(attention_s=attended_s, overhead_s=copied_s)
-            busy_s.append(found[instance].total_s - found[instance].head_s)
+            times[instance] += Breakdown(attention_s=attended_s, overhead_s=copied_s)
+            busy_s.append(times[instance].total_s - times[instance].head_s)
             before_s = self.layer.before(share.queries).total_s
             rest_s = busy_s[-1] / num_layers - before_s
             sent_s = latency_s = 0.0
@@ -220,11 +220,11 @@ class Roofline:
         gather_s = self.topology.gather_s(own_bytes, channel.group) if cached else 0.0
         ends = skewed(members, num_layers, rendezvous=self.layer.attention.rendezvous, gather_s=gather_s)
         for instance, end_s, own_s in zip(channel.group, ends, busy_s, strict=True):
-            found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
+            times[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 
 
 def pipelined_s(steps: Iterable[Sequence[float]]) -> float:
-    """Returns when the last of some steps leaves the last stage, from the seconds of each per pipeline stage."""
+    """Return the time when the last step leaves the last stage, from the seconds of each step per stage."""
     ends_s: list[float] = []
     for stages_s in steps:
         ends_s, before_s = ends_s or [0.0] * len(stages_s), 0.0
@@ -240,10 +240,10 @@ def rooflines(
     kernels: Kernels = "flash",
     constants: Efficiency | None = None,
 ) -> tuple[Roofline, ...]:
-    """Makes the cost model of each role: of all instances, or of those that prefill and those that decode.
+    """Return the cost model of each role: of all instances, or of prefill instances and of decode instances.
 
     Args:
-        constants: in place of those of efficiency.toml.
+        constants: efficiency constants that replace efficiency.toml.
 
     Raises:
         ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
@@ -266,12 +266,12 @@ def rooflines(
     per_host, located = devices.gpus_per_host, cluster if cluster.locations else cluster.on_hosts(devices.gpus_per_host)
     located = located.with_layers(model.attention.num_layers, model.head_layers)
     hosts = [located.hosts[located.rank(instance)] for instance in located.instances]
-    found = []
+    lines = []
     for spec, role in zip(specs, (located.prefill, located.decode), strict=False):
         topology = Topology(tp=spec.tp, gpus_per_host=per_host, inside=inside, between=between, hosts=hosts)
         layer = Layer(model=model, device=device, efficiency=constants, attention=attention, tp=spec.tp)
         stages = [located.layers(role[0], stage) for stage in range(spec.pp)]
         ranks_hosts = [[located.hosts[located.rank(i, stage)] for i in role] for stage in range(spec.pp)]
         hops = [inside if here == there else between for here, there in pairwise(ranks_hosts)]
-        found.append(Roofline(layer=layer, topology=topology, stages=stages, hops=hops))
-    return tuple(found)
+        lines.append(Roofline(layer=layer, topology=topology, stages=stages, hops=hops))
+    return tuple(lines)

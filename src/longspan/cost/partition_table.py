@@ -15,10 +15,10 @@ _SUM_TOLERANCE = 1e-3
 
 
 def parse_fractions(text: str) -> tuple[float, ...]:
-    """Reads fractions with commas between, such as `0.35,0.255,0.21,0.185`.
+    """Parse fractions separated by commas, such as `0.35,0.255,0.21,0.185`.
 
     Raises:
-        ParameterError: for what is no number, not positive, or does not add up to 1.
+        ParameterError: a text is not a positive number, or the fractions do not add up to 1.
     """
     try:
         fractions = tuple(float(word) for word in text.split(","))
@@ -40,7 +40,7 @@ def _check_fractions(fractions: Sequence[float]) -> None:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A searched partition: what part of a prompt of `length` tokens each member takes."""
+    """A searched partition: the fraction of a prompt of `length` tokens for each member."""
 
     model: str
     members: int
@@ -58,7 +58,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class PartitionTable(Stored, frozen=True):
-    """Entries, at most one for a model, number of members and length."""
+    """Entries, at most one for each model, number of members and length."""
 
     called: ClassVar[str] = "table of partitions"
 
@@ -70,18 +70,17 @@ class PartitionTable(Stored, frozen=True):
                 raise ValueError(f"two partitions for model {key[0]!r}, {key[1]} members and {key[2]} tokens: keep one")
 
     def with_entry(self, entry: Entry) -> PartitionTable:
-        """Returns a table with this entry, in place of one for the same model, members and length."""
+        """Return a table with this entry, which replaces an entry for the same model, members and length."""
         return PartitionTable((*(other for other in self.partitions if other.key != entry.key), entry))
 
     def lengths(self, model: str, members: int) -> tuple[int, ...]:
-        """Returns the lengths of prompts that the table has entries for, ascending."""
+        """Return the prompt lengths with an entry, ascending."""
         return tuple(entry.length for entry in self._known(model, members))
 
     def predict(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
-        """Interpolates fractions for a prompt of this length, between those of the two nearest lengths known for model
-        and members.
+        """Interpolate fractions for a prompt length between the entries of the two nearest lengths.
 
-        Below the shortest and above the longest known length they are that one's. None when none is known.
+        Below the shortest and above the longest length, return the fractions of that entry. None without entries.
         """
         known = [(entry.length, entry.fractions) for entry in self._known(model, members)]
         return interpolated(known, length) if known else None
@@ -91,12 +90,12 @@ class PartitionTable(Stored, frozen=True):
         return self.predict(model, members, length) if length in self.lengths(model, members) else None
 
     def _known(self, model: str, members: int) -> list[Entry]:
-        found = (entry for entry in self.partitions if (entry.model, entry.members) == (model, members))
-        return sorted(found, key=lambda entry: entry.length)
+        entries = (entry for entry in self.partitions if (entry.model, entry.members) == (model, members))
+        return sorted(entries, key=lambda entry: entry.length)
 
 
 def interpolated(known: Sequence[tuple[int, tuple[float, ...]]], length: int) -> tuple[float, ...]:
-    """Returns fractions between those of the two nearest lengths; outside of all, those of the nearest one."""
+    """Interpolate fractions between the two nearest lengths. Beyond all lengths, return the nearest fractions."""
     for (shorter, first), (longer, second) in pairwise(known):
         if shorter <= length <= longer:
             weight = (length - shorter) / (longer - shorter)

@@ -1,8 +1,7 @@
-"""Partitions of a prompt: the length of each member's piece when they work in a chain (KV-Runahead, arXiv 2405.05329,
-§4.2), and the time to first token that follows.
+"""Partitions of a prompt over a chain, and the time to first token (KV-Runahead, arXiv 2405.05329, §4.2).
 
-Earlier members see fewer keys, so they take more tokens, but later ones wait for them: the best cut depends on the
-hardware. It is searched once for some lengths (the paper's KVR-S) and interpolated between (KVR-P); `even` is KVR-E.
+Earlier members attend to fewer keys, so they get more tokens, but later members wait for them. The best cut depends on
+the hardware. It is searched for some lengths (the paper's KVR-S) and interpolated between (KVR-P). `even` is KVR-E.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from longspan.cost.partition_table import interpolated
 from longspan.cost.profile import LinkFit, PrefillTime, Profile
 
 Partition = tuple[int, ...]
-"""Tokens of every member, in the order of the prompt; all but the last are multiples of the block size."""
+"""Tokens of every member, in the order of the prompt. All but the last are multiples of the block size."""
 
 _CONFIRMED = 3
 _MODELLED = tuple(2**power for power in range(9, 21))
 """Lengths from 512 tokens to a million."""
 _SEARCHED = 4
-"""Members up to which a search takes well below a second. A simulation searches for several lengths."""
+"""Number of members up to which a search takes well below a second. A simulation searches for several lengths."""
 _MANY = 8
 MAX_SEARCHED = 16
-"""Searches for more members would take minutes."""
+"""Largest number of members in a search. Searches for more would take minutes."""
 
 
 def even(length: int, members: int, align: int) -> Partition:
-    """Cuts pieces that differ by at most one block, as the `contiguous` layout does."""
+    """Return pieces that differ by at most one block, as in the `contiguous` layout."""
     return _cut(length, members, align)
 
 
 def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
-    """Returns the partition nearest to these fractions; in a short prompt, members may get nothing."""
+    """Return the partition nearest to these fractions. In a short prompt, members may get no tokens."""
     return _cut(length, len(fractions), align, fractions)
 
 
@@ -57,28 +56,27 @@ def search(
     *,
     noisy: bool = False,
 ) -> Partition:
-    """Finds the partition with the shortest time to first token, by a hierarchical grid search (Fig. 6).
+    """Return the partition with the shortest time to first token, by a hierarchical grid search (Fig. 6).
 
-    It begins with the seed, or with even pieces, and a stride of a piece, rounded down to a power of two blocks (with a
-    seed, a quarter of that). Around the best partition so far it tries all those to which one or two strides of tokens
-    have changed hands, and goes on from the best of all, up to `members - 1` times or until nothing is better. Then it
-    halves the stride, until that would be less than a block.
+    The search starts from the seed, or from even pieces. The first stride is a piece, rounded down to a power of two
+    blocks, or a quarter of that with a seed. Neighbours move one or two strides of tokens between members. The search
+    moves to the best neighbour up to `members - 1` times, while it is better. Then it halves the stride.
 
-    For two members and no seed this is binary search, and finds the best cut when time falls and then rises with it.
-    For more members nothing guarantees the best (docs/experiments/ says how near it comes).
+    For two members and no seed this is a binary search, which is exact if the time falls and then rises with the cut.
+    For more members it is a heuristic (docs/experiments/ has its error).
 
     No partition is evaluated twice, unless it is `noisy`. For m members and `levels = 1 + log2(first stride / align)`,
     evaluations are at most `1 + levels * (m - 1) * neighbours`, with `neighbours = m * (m - 1) * (m * m - m + 2) / 4`:
-    2 for two members, 12 for three, 42 for four, 812 for eight. More than eight members would be too many for that: of
-    those a single stride changes hands, which is `m * (m - 1)` neighbours.
+    2 for two members, 12 for three, 42 for four, 812 for eight. With more than eight members only one stride is moved,
+    which gives `m * (m - 1)` neighbours.
 
     Args:
-        ttft: seconds, measured or modelled; infinity for a partition that does not fit.
+        ttft: returns the seconds, measured or modelled. Infinity for a partition that does not fit.
         length: tokens of the prompt.
-        members: how many share it. Each keeps at least a token.
+        members: number of members. Each keeps at least one token.
         align: tokens of a block.
         seed: a partition to start from, usually one predicted from other lengths.
-        noisy: measure the best three once more, and return the one that is best then: the luckiest of many need not be.
+        noisy: measure the best three again, and return the best of them, since the minimum of noisy values is biased.
 
     Returns:
         The best partition evaluated; with fewer blocks than members, even pieces, without evaluating any.
@@ -109,9 +107,9 @@ def search(
 
 
 def _shifts(members: int) -> list[tuple[int, ...]]:
-    """Lists what members gain, in strides, when one or two change hands, but not two between the same two members.
+    """Return the strides that members gain in each neighbour: one or two moves, not both between the same members.
 
-    Only one changes hands between more than `_MANY` members.
+    Above `_MANY` members only one stride is moved.
     """
     gifts = list(itertools.permutations(range(members), 2))
     pairs = itertools.combinations(gifts, 2) if members <= _MANY else ()
@@ -124,9 +122,7 @@ def _shifts(members: int) -> list[tuple[int, ...]]:
 
 
 def modelled_ttft(profile: Profile, shape: ModelShape) -> Callable[[Partition], float] | None:
-    """Makes the model of a chain from what a profile says of one instance and of links between two; None when it does
-    not say.
-    """
+    """Return the model of a chain from a profile of one instance and links. None if either was not measured."""
     alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
     if alone is None or link is None:
         return None
@@ -135,24 +131,25 @@ def modelled_ttft(profile: Profile, shape: ModelShape) -> Callable[[Partition], 
 
 
 def fractions_by(ttft: Callable[[Partition], float], members: int, length: int, *, align: int) -> tuple[float, ...]:
-    """Searches the fractions of members, whose pieces are multiples of `searched_block`."""
-    found = search(ttft, length, members, searched_block(length, members, align))
-    return tuple(piece / length for piece in found)
+    """Search the fractions of members. Pieces are multiples of `searched_block`."""
+    partition = search(ttft, length, members, searched_block(length, members, align))
+    return tuple(piece / length for piece in partition)
 
 
 def searched_block(length: int, members: int, align: int) -> int:
-    """Returns `align` tokens, or fewer for prompts so short that pieces would have few blocks."""
+    """Return `align` tokens, or fewer for short prompts whose pieces would have few blocks."""
     return min(align, max(1, length // (4 * members)))
 
 
 class ModelledPartitions:
-    """Partitions that a model of the chain finds when they are first asked for; in place of a table for a cluster that
-    is not there. For prompts between two powers of two they are interpolated, as from a table.
+    """Partitions searched by a model of the chain on first use, for a simulated cluster without a table.
+
+    Fractions are searched for powers of two and interpolated between them, as from a table.
 
     Args:
-        search: finds the fractions of so many members for a prompt of some length.
-        estimate: finds nearly as good ones at once, which are predicted for more than 4 members. A search for 8
-            members and one length takes seconds. None to search for all.
+        search: returns the fractions for a number of members and a prompt length.
+        estimate: returns nearly as good fractions in less time, for more than 4 members. A search for 8 members and
+            one length takes seconds. None: always search.
     """
 
     def __init__(
@@ -164,7 +161,7 @@ class ModelledPartitions:
         self._estimate = self._search if estimate is None else lru_cache(maxsize=None)(estimate)
 
     def lengths(self, _model: str, members: int) -> tuple[int, ...]:
-        """Returns the lengths between which others are interpolated."""
+        """Return the lengths with searched fractions."""
         return _MODELLED if members <= MAX_SEARCHED else ()
 
     def exact(self, _model: str, members: int, length: int) -> tuple[float, ...] | None:
@@ -173,8 +170,8 @@ class ModelledPartitions:
     def predict(self, _model: str, members: int, length: int) -> tuple[float, ...] | None:
         if members > MAX_SEARCHED:
             return None
-        nearest, found = bisect_left(_MODELLED, length), self._estimate if members > _SEARCHED else self._search
-        around = [(known, found(members, known)) for known in _MODELLED[max(0, nearest - 1) : nearest + 1]]
+        nearest, fractions = bisect_left(_MODELLED, length), self._estimate if members > _SEARCHED else self._search
+        around = [(known, fractions(members, known)) for known in _MODELLED[max(0, nearest - 1) : nearest + 1]]
         return interpolated(around, length)
 
 
@@ -183,10 +180,10 @@ class Member:
     """Costs of a layer for one member of a chain, in seconds.
 
     Attributes:
-        before_s: until its own keys and values are there.
+        before_s: until its own keys and values are computed.
         behind_s: attention and everything after it.
-        message_s: keys and values, all up to its own, on their way to the next member.
-        latency_s: of that message, besides.
+        message_s: transfer of all keys and values up to its own to the next member.
+        latency_s: further latency of that message.
     """
 
     before_s: float
@@ -198,17 +195,16 @@ class Member:
 def skewed(
     members: Sequence[Member], num_layers: int, *, rendezvous: bool = False, gather_s: float = 0.0
 ) -> list[float]:
-    """Returns when each member of a chain is done (§4.1, Fig. 7).
+    """Return the end time of each member of a chain (§4.1, Fig. 7).
 
-    In every layer a member projects its tokens while its predecessor's message is under way, and attends once all KV up
-    to its own is there; it leaves for the successor at that moment, while attention runs. So layers run skewed, and
-    nobody waits for a later member. A link carries one message after the other.
+    In every layer a member projects its tokens while its predecessor's message is in flight. When all KV up to its own
+    has arrived, it starts attention and sends the KV to its successor. So layers run skewed, and no member waits for a
+    later member. A link carries one message at a time.
 
-    With `rendezvous`, a message also waits until its receiver has come to the same layer.
+    With `rendezvous`, a message also waits until its receiver has reached the same layer.
 
-    Keys of earlier steps lie with all members, which send them to each other in every layer, as they come to it, before
-    all else that leaves in that layer. That takes `gather_s`. So members that have cached keys wait for the last one to
-    come to the layer, and little is left of the skew.
+    Keys of earlier steps are spread over all members, which gather them in every layer before other messages. That
+    takes `gather_s`. With cached keys, members thus wait for the last member in each layer, and the skew is small.
     """
     free_s, link_free_s = [0.0] * len(members), [0.0] * len(members)
     for _ in range(num_layers):
@@ -231,12 +227,12 @@ def skewed(
 
 
 def chain_ttft_s(partition: Partition, alone: PrefillTime, link: LinkFit, *, num_layers: int, kv_bytes: float) -> float:
-    """Predicts when the last member of a chain is done, from the times of one instance and of a link.
+    """Return the end time of a chain, from the fits of one instance and a link.
 
-    Those times do not tell projections from what is behind attention, so all counts as that.
+    The fits do not separate projections from later operators, so all time counts as later operators.
 
     Args:
-        kv_bytes: of a token and layer, which one rank sends.
+        kv_bytes: bytes of a token and layer that one rank sends.
     """
     members, end = [], 0
     for tokens in partition:

@@ -1,4 +1,4 @@
-"""Prices of work by the cost of steps: copies of KV, the work of clusters that take turns, and predicted profiles."""
+"""Prices of work by the cost of steps: copies of KV, the work of phases, and predicted profiles."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, ParallelSpec, cut_evenly
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.layouts import shard_span
-from longspan.core.runs import Run, chunk_tokens
+from longspan.core.runs import Run, SpanShards, chunk_tokens
+from longspan.core.splits import ParallelSpec, cut_evenly
 from longspan.core.steps import Forward, MoveKV, MoveWay, Part, Sample
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.flows import DISK_BYTES_PER_S, alone_s
@@ -20,15 +21,16 @@ from longspan.cost.partitions import cut
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import StepCost
+from longspan.errors import ParameterError
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapPrice:
-    """Prices copies of KV from a host, or its disk, to an instance, and computing the same tokens there instead.
+    """Prices copies of KV from a host, or its disk, to an instance, and the recomputation of the same tokens.
 
     Attributes:
-        block_s: seconds of a block from the host to an instance.
-        load_s: seconds of a block from a disk to its host.
+        block_s: seconds to copy a block from the host to an instance.
+        load_s: seconds to copy a block from a disk to its host.
         recompute_s: seconds of `(new, cached)` tokens on one instance.
     """
 
@@ -53,7 +55,7 @@ class SwapPrice:
         def prefill_s(new_tokens: int, cached_tokens: int) -> float:
             return slow * _prefill_s(cost, 1, LOCAL, new_tokens, cached_tokens)
 
-        prefill_s(1, 0)  # a cost that cannot price it says so here
+        prefill_s(1, 0)  # a cost that cannot price it raises here
         load_s = 0.0 if disk is None else _block_s(cost, disk, host, "load")
         return cls(block_s=_block_s(cost, host, 0, "in"), load_s=load_s, recompute_s=prefill_s)
 
@@ -73,8 +75,22 @@ class SwapPrice:
         return cls(block_s=block_bytes / speeds.bytes_per_s, load_s=load_s, recompute_s=prefill_s)
 
 
-class PricedTurns:
-    """Prices the work of clusters that take turns by the cost of steps, as if all of their devices had some.
+def whole_prompt_s(
+    cost: StepCost, exchange: Exchange, group: tuple[int, ...], num_tokens: int, slow: float = 1.0
+) -> float | None:
+    """Price a step that computes a whole prompt on a group, without the output head.
+
+    Return None if the cost is a profile without measurements of such groups.
+    """
+    runs = shard_span("contiguous", 0, num_tokens, len(group), head=0)
+    try:
+        return slow * max(cost.seconds(_one_part(group, exchange, 0, num_tokens, runs)).values())
+    except ParameterError:
+        return None
+
+
+class PricedPhases:
+    """Prices the work of the clusters of both phases by the cost of steps, with all devices busy.
 
     Args:
         slow: the factor by which instances take longer than their cost.
@@ -83,23 +99,23 @@ class PricedTurns:
         ParameterError: for a cost that lacks instances of one cluster, or links.
     """
 
-    def __init__(self, cost: StepCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0) -> None:
-        self._costs = {one.spec: cost.resharded(one) for one in turns}
-        self._other = {turns[0].spec: turns[1], turns[1].spec: turns[0]}
-        self._swaps = {one.spec: SwapPrice.of(self._costs[one.spec], one) for one in turns}
+    def __init__(self, cost: StepCost, phases: Sequence[Cluster], block_size: int, slow: float = 1.0) -> None:
+        self._costs = {one.spec: cost.resharded(one) for one in phases}
+        self._other = {phases[0].spec: phases[1], phases[1].spec: phases[0]}
+        self._swaps = {one.spec: SwapPrice.of(self._costs[one.spec], one) for one in phases}
         self._block_size, self._slow = block_size, slow
         self._stage_s = lru_cache(maxsize=4096)(self._find_stage_s)
-        for one in turns:
-            self.prefill_s(one, 1, 1)  # a cost that cannot price a cluster says so here
+        for one in phases:
+            self.prefill_s(one, 1, 1)  # a cost that cannot price a cluster raises here
 
     def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
-        """Times prompts of a `length` that follow each other through all stages."""
+        """Return the seconds of `num_tokens` in prompts of a `length` that keep all stages busy."""
         return num_tokens / length / cluster.num_instances * self._stage_s(cluster.spec, 0, length)
 
     def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
-        """Times one more token for each of `num_seqs` requests, as many at once as devices have KV for."""
-        most = max(1, cluster.num_blocks[0] // -(-length // self._block_size))
-        at_once = max(1, min(most, -(-num_seqs // cluster.num_instances)))
+        """Return the seconds of one more token for each of `num_seqs` requests, within the KV blocks of devices."""
+        max_seqs = max(1, cluster.num_blocks[0] // -(-length // self._block_size))
+        at_once = max(1, min(max_seqs, -(-num_seqs // cluster.num_instances)))
         num_stages, number = cluster.pp(0), -(-at_once // cluster.pp(0))
         rounds = num_seqs / (at_once * cluster.num_instances)
         return rounds * num_stages * self._stage_s(cluster.spec, number, length)
@@ -111,13 +127,13 @@ class PricedTurns:
         return num_blocks * self._swaps[cluster.spec].block_s / cluster.num_instances
 
     def _find_stage_s(self, spec: ParallelSpec, num_decodes: int, length: int) -> float:
-        """Times the slowest stage of one instance with a prompt, or with so many decodes."""
+        """Return the seconds of the slowest stage of one instance with a prompt, or with `num_decodes` decodes."""
         forward = _decodes(num_decodes, length) if num_decodes else _prefill(1, LOCAL, length, 0)
         return self._slow * max(self._costs[spec].stage_seconds(forward)[0])
 
 
 def _block_s(cost: StepCost, source: int, target: int, way: MoveWay) -> float:
-    """Times one block more in a move."""
+    """Return the seconds of one further block in a move."""
     pair = BlockRef(source, 0), BlockRef(target, 0)
     moves = (MoveKV(number=1, request_id=0, copies=(pair,) * number, way=way) for number in (1, 2))
     one_s, two_s = (alone_s(cost.flows(move)) for move in moves)
@@ -134,14 +150,14 @@ def predicted_profile(
     sizes: Collection[int] = (),
     pieces: Pieces | None = None,
 ) -> Profile:
-    """Predicts the profile of a machine that is only known by its cost, so that policies choose as on a real one.
+    """Return a predicted profile of a machine from its cost, so that policies choose as on the real machine.
 
-    Prefills of (new, cached) tokens are one step each, or some that fill its stages, on one instance and on groups of
-    2, 4, 8 and so on to all. Decodes are on one instance, and of one request on each of these groups.
+    Prefills of (new, cached) tokens take one step, or several that fill the stages. They are on one instance, and on
+    groups of 2, 4, 8 and so on. Decodes are on one instance, and of one request on each of these groups.
 
     Args:
-        sizes: of further groups; those larger than the cluster are left out.
-        pieces: the fractions of a chain, by its members and the length of a whole prompt; even if there are none.
+        sizes: sizes of further groups. Sizes above the cluster's are left out.
+        pieces: returns the fractions of a chain for its members and the length of a whole prompt. Even if empty.
     """
     powers = {2**power for power in range(num_instances.bit_length())}
     wanted = {size for size in powers.union(sizes) if 1 <= size <= num_instances}
@@ -186,7 +202,7 @@ def _prefill_s(
     cost: StepCost, members: int, exchange: Exchange, new: int, cached: int, pieces: Pieces | None = None
 ) -> float:
     fractions = None if pieces is None else pieces(members, new)
-    if fractions:  # behind cached tokens, as policies cut them
+    if fractions:  # after cached tokens, as policies cut them
         share = new / (new + cached)
         fractions = tuple([share * fraction + (1 - share) / members for fraction in fractions])
     whole = cost.stage_seconds(_prefill(members, exchange, new, cached, fractions))
@@ -227,12 +243,16 @@ def _prefill(
     if fractions:
         ends = accumulate(cut(fractions, new, 1), initial=cached)
         runs = tuple([(Run(start, stop),) if stop > start else () for start, stop in pairwise(ends)])
+    return _one_part(tuple(range(members)), exchange, cached, new, runs)
+
+
+def _one_part(group: tuple[int, ...], exchange: Exchange, cached: int, new: int, runs: SpanShards) -> Forward:
     part = Part(
         request_id=0,
         start=cached,
         stop=cached + new,
         tokens=range(new),
-        group=tuple(range(members)),
+        group=group,
         runs=runs,
         exchange=exchange,
         first_block=0,

@@ -1,4 +1,4 @@
-"""Measurements on one machine with one model: prefills and decodes alone and in groups, links; and fits to them."""
+"""Measurements of one model on one machine (prefills and decodes of instances and groups, links), and fits to them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from longspan.cost.profile_key import Count, ProfileKey, Stored
 Kind = tuple[int, Exchange]
 """The number of instances that share a request, and their exchange."""
 Sample = tuple[int, int, float]
-"""New tokens, cached tokens before them, seconds; of decodes: requests, tokens before each, seconds."""
+"""New tokens, cached tokens and seconds of a prefill. Or requests, tokens before each and seconds of a decode."""
 Array = NDArray[np.float64]
 Seconds = Annotated[tuple[Annotated[float, msgspec.Meta(gt=0)], ...], msgspec.Meta(min_length=1)]
-"""The same thing was measured time after time."""
+"""Repeated measurements of one quantity."""
 MeasuredKey = tuple[int | str, ...]
-"""The fields of a prefill or a decode but its times: those with equal keys are times of the same thing."""
+"""The fields of a prefill or a decode without its times. Equal keys mean repeated measurements."""
 
 
 class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of something that instances did.
+    """Seconds of a prefill or a decode.
 
     Attributes:
-        members: how many instances shared each request; with one, the exchange is `local`.
-        seconds: none while it is only planned to be measured.
-        beside: how many other instances of the machine were busy meanwhile.
+        members: number of instances that shared each request. With one, the exchange is `local`.
+        seconds: empty for a planned measurement.
+        beside: number of other instances of the machine that were busy meanwhile.
     """
 
     members: Count
@@ -62,7 +62,7 @@ MeasuredT = TypeVar("MeasuredT", bound=_Measured)
 
 
 class Prefill(_Measured, frozen=True, kw_only=True):
-    """Seconds to the first token of a prompt, whose `cached_tokens` had KV before."""
+    """Seconds to the first token of a prompt with `new_tokens` after `cached_tokens`."""
 
     new_tokens: Count
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -76,9 +76,9 @@ class Decode(_Measured, frozen=True, kw_only=True):
     """Seconds between tokens of several requests that decode together.
 
     Attributes:
-        batch: how many requests.
-        context_tokens: tokens of each before the new ones.
-        singles: requests of one instance that decode in the same steps, one on each member.
+        batch: number of requests.
+        context_tokens: tokens of each request before the new one.
+        singles: requests on one instance that decode in the same steps, one on each member.
     """
 
     batch: Count
@@ -91,11 +91,11 @@ class Decode(_Measured, frozen=True, kw_only=True):
 
 
 TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
-"""One way between two ranks; among all ranks, each to each its own or the same; between a device and its host."""
+"""Messages one way between two ranks, all-to-all, all-gather, and copies between a device and its host."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a call in which each rank that sends anything sends `num_bytes`, one per repetition."""
+    """Seconds of a call in which each sending rank sends `num_bytes`, one per repetition."""
 
     kind: TransferKind
     members: int
@@ -104,17 +104,17 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Profile(Stored, frozen=True, kw_only=True):
-    """Everything measured under a key so far."""
+    """A key and all measurements under it."""
 
     called: ClassVar[str] = "profile"
 
-    profile_key: ProfileKey = msgspec.field(name="subject")  # the name in files that people have
+    profile_key: ProfileKey = msgspec.field(name="subject")  # the name in existing files
     prefills: tuple[Prefill, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     decodes: tuple[Decode, ...] = ()
 
     def with_measured(self, measured: Prefill | Decode) -> Self:
-        """Returns a profile that also has these times; in place of those beside more or fewer instances."""
+        """Return a profile with these times. They replace times with another number of busy instances."""
         if (before := self.find(measured)) is not None and before.beside == measured.beside:
             measured = msgspec.structs.replace(measured, seconds=before.seconds + measured.seconds)
         if isinstance(measured, Prefill):
@@ -128,7 +128,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, transfers=(*kept, transfer))
 
     def slowed(self, factor: float) -> Self:
-        """Returns the profile of instances that take this factor longer, over the same links."""
+        """Return the profile of instances slowed by this factor, with the same links."""
 
         def scaled(one: MeasuredT) -> MeasuredT:
             return msgspec.structs.replace(one, seconds=tuple(factor * seconds for seconds in one.seconds))
@@ -137,7 +137,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, prefills=prefills, decodes=decodes)
 
     def of_one_beside(self, busy: int) -> Self:
-        """Returns a profile without what one instance was timed at beside more or fewer busy ones."""
+        """Return a profile without times of one instance with another number of busy instances."""
 
         def stays(one: _Measured) -> bool:
             return one.members > 1 or one.beside == busy
@@ -146,16 +146,16 @@ class Profile(Stored, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, prefills=prefills, decodes=decodes)
 
     def find(self, wanted: Prefill | Decode) -> Prefill | Decode | None:
-        """Returns the same thing with the times that it has here; None when it was not measured."""
+        """Return the measurement with the same key in this profile, or None."""
         key = wanted.key
         return next((one for one in self.prefills + self.decodes if one.key == key), None)
 
     def num_times(self, wanted: Prefill | Decode) -> int:
-        """Counts how often something was measured."""
-        return 0 if (found := self.find(wanted)) is None else len(found.seconds)
+        """Return the number of repetitions of a measurement."""
+        return 0 if (measured := self.find(wanted)) is None else len(measured.seconds)
 
     def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[Kind, Times]:
-        """Fits prefills, as far as there are measurements enough; `new_tokens` counts those of one otherwise."""
+        """Fit prefills of each kind with enough measurements. `new_tokens` may replace the count of new tokens."""
         samples = _by_kind(
             (one.kind, (new_tokens(one) if new_tokens else one.new_tokens, one.cached_tokens, one.median_s))
             for one in self.prefills
@@ -173,18 +173,18 @@ class Profile(Stored, frozen=True, kw_only=True):
         return {kind: fit for kind, fit in fits if fit is not None}
 
     def waits_s(self) -> dict[Kind, float]:
-        """Finds how much longer decodes of a group take when each member computes one of its own.
+        """Return the increase of a group's decode time when each member also decodes a request of its own.
 
-        They wait for each other in each layer then, and compete for what they share. What the members' own tokens cost
-        by themselves does not count. Groups of which that was not measured are left out.
+        Members then wait for each other in each layer, and compete for shared resources. The cost of the members' own
+        tokens is subtracted. Groups without such measurements are left out.
         """
-        fits, found = self.decode_fits(), defaultdict[Kind, list[float]](list)
+        fits, waits = self.decode_fits(), defaultdict[Kind, list[float]](list)
         own_s = fits[1, LOCAL].request_s if (1, LOCAL) in fits else 0.0
         for decode in self.decodes:
             if decode.singles and decode.kind in fits:
                 expected_s = fits[decode.kind].seconds(decode.batch, decode.context_tokens) + own_s
-                found[decode.kind].append(decode.median_s - expected_s)
-        return {kind: max(0.0, statistics.median(more)) for kind, more in found.items()}
+                waits[decode.kind].append(decode.median_s - expected_s)
+        return {kind: max(0.0, statistics.median(more)) for kind, more in waits.items()}
 
     @property
     def links(self) -> list[tuple[TransferKind, int]]:
@@ -192,14 +192,12 @@ class Profile(Stored, frozen=True, kw_only=True):
         return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
 
     def link(self, kind: TransferKind, members: int) -> LinkFit | None:
-        """Returns how fast such transfers are among `members` ranks; None when that was not measured."""
-        found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
-        return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
+        """Return the fit of transfers among `members` ranks. None if they were not measured."""
+        transfers = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
+        return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in transfers])
 
     def hardware(self, shape: ModelShape) -> Hardware | None:
-        """Returns the measured speeds of one instance, and the links of all its ranks together; None where one was not
-        measured.
-        """
+        """Return the measured speeds of an instance, and of its ranks' links together. None if either is missing."""
         alone, link = self.fits().get((1, LOCAL)), self.link("point_to_point", 2)
         if alone is None or link is None or alone.pair_s == 0:
             return None
@@ -207,15 +205,15 @@ class Profile(Stored, frozen=True, kw_only=True):
         return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
 
     def speeds(self, shape: ModelShape) -> Hardware:
-        """Return the measured speeds, or typical ones of such a device where a speed was not measured."""
+        """Return the measured speeds, or typical speeds of the device if they were not measured."""
         return self.hardware(shape) or typical_hardware(self.profile_key.device, self.profile_key.threads)
 
 
 def _by_kind(samples: Iterable[tuple[Kind, Sample]]) -> dict[Kind, list[Sample]]:
-    found = defaultdict[Kind, list[Sample]](list)
+    by_kind = defaultdict[Kind, list[Sample]](list)
     for kind, sample in samples:
-        found[kind].append(sample)
-    return dict(sorted(found.items()))
+        by_kind[kind].append(sample)
+    return dict(sorted(by_kind.items()))
 
 
 _PARTIAL_PARTS = (32, 4)
@@ -223,8 +221,9 @@ _PARTIAL_PARTS = (32, 4)
 
 
 def profiled_prompts(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
-    """Returns new and cached tokens of a profile's prefills: every length alone; and, behind every length as cached
-    tokens, one new token per 32 and one per 4 of them.
+    """Return the new and cached tokens of a profile's prefills.
+
+    They are every length alone, and every length as cached tokens, with one new token per 32 and one per 4 of them.
     """
     every = sorted(set(lengths))
     partial = [(max(1, cached // part), cached) for cached in every for part in _PARTIAL_PARTS]
@@ -233,7 +232,7 @@ def profiled_prompts(lengths: Iterable[int], max_model_len: int) -> list[tuple[i
 
 # ---------------------------------------------------------------- fits
 
-_FEWEST_LENGTHS = 2
+_MIN_LENGTHS = 2
 _SAME_PLACE = 1e-9
 
 
@@ -251,9 +250,9 @@ FitT = TypeVar("FitT", bound=Fit)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTime:
-    """T(L, P) = start_s + token_s L + cached_s P L + square_s L² for L new tokens behind P cached ones (Tetris, Eq. 1).
+    """T(L, P) = start_s + token_s L + cached_s P L + square_s L² for L new and P cached tokens (Tetris, Eq. 1).
 
-    No term is negative, so that predictions are monotone in both lengths, also beyond what was measured.
+    No term is negative, so predictions are monotone in both lengths, also outside the measured range.
     """
 
     start_s: float
@@ -263,9 +262,7 @@ class PrefillTime:
 
     @property
     def pair_s(self) -> float:
-        """Averages the cost of a query and a key. Both quadratic terms have a say, and this is their mean: a prompt has
-        L²/2 pairs.
-        """
+        """The mean cost of a query-key pair over both quadratic terms. A prompt has L²/2 pairs."""
         return (self.cached_s + 2 * self.square_s) / 2
 
     def seconds(self, new_tokens: float, cached_tokens: float = 0) -> float:
@@ -273,7 +270,7 @@ class PrefillTime:
         return self.start_s + per_token * new_tokens
 
     def most_tokens(self, budget_s: float, cached_tokens: float = 0) -> float:
-        """Returns the tokens that take so long: the root of the quadratic, in a form that does not cancel."""
+        """Return the tokens that take `budget_s`: the root of the quadratic, in a form without cancellation."""
         rest = budget_s - self.start_s
         if rest <= 0:
             return 0.0
@@ -283,14 +280,14 @@ class PrefillTime:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeFit(Fit, PrefillTime):
-    """Seconds of prefills as they were fitted."""
+    """A fit of prefill seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """A fit, corrected by what it missed its samples by: near a sample it says what was measured there.
+    """A fit with a correction by its samples: near a sample it predicts the measured time.
 
-    The correction is the mean of measured over fitted seconds. A sample weighs less with the square of its distance, in
+    The correction is the weighted mean of measured over fitted seconds. Weights are inverse squares of the distance, in
     doublings of new and of cached tokens.
     """
 
@@ -320,22 +317,22 @@ class Times:
 
 @lru_cache(maxsize=1024)
 def _nearness(places: tuple[tuple[int, int], ...], new_tokens: int, cached_tokens: int) -> tuple[list[float], float]:
-    """Returns how much each sample weighs for a prefill of these tokens, and the sum of the weights.
+    """Return the weight of each sample for a prefill of these tokens, and the sum of the weights.
 
-    It is cached, since fits of all groups and exchanges have samples at the same places.
+    It is cached, since fits of all groups and exchanges have samples at the same token counts.
     """
     behind, log2 = cached_tokens + 1, math.log2
-    found = [
+    weights = [
         1 / max(_SAME_PLACE, log2(new / new_tokens) ** 2 + log2((cached + 1) / behind) ** 2) for new, cached in places
     ]
-    return found, sum(found)
+    return weights, sum(weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFit(Fit):
-    """T(B, C) = start_s + request_s B + context_s B C, for B requests that decode behind C tokens each.
+    """T(B, C) = start_s + request_s B + context_s B C, for B requests that decode after C tokens each.
 
-    No term is negative here either.
+    No term is negative.
     """
 
     start_s: float
@@ -348,7 +345,7 @@ class DecodeFit(Fit):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """T(bytes) = start_s + bytes / bytes_per_s; `max_error` is relative, of the samples it was fitted to."""
+    """T(bytes) = start_s + bytes / bytes_per_s. `max_error` is the largest relative error of the samples."""
 
     start_s: float
     bytes_per_s: float
@@ -372,10 +369,9 @@ _DECODE_TERMS = {
 
 
 def fit_times(samples: Sequence[Sample]) -> TimeFit | None:
-    """Solves non-negative least squares over relative errors, so that short prompts count as much as long ones.
+    """Solve non-negative least squares over relative errors, so that short prompts count as much as long ones.
 
-    Returns:
-        None for samples of fewer than two lengths, which say nothing of other lengths.
+    Return None for samples of fewer than two lengths.
     """
     return _fit(TimeFit, samples, _PREFILL_TERMS)
 
@@ -385,9 +381,9 @@ def fit_decodes(samples: Sequence[Sample]) -> DecodeFit | None:
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> LinkFit | None:
-    """Fits transfers, from (bytes, seconds); None where more bytes take no longer."""
+    """Fit transfers, from (bytes, seconds). Return None if the time does not grow with bytes."""
     num_bytes, seconds = np.array(samples, dtype=np.float64).reshape(-1, 2).T
-    if len(set(num_bytes)) < _FEWEST_LENGTHS:
+    if len(set(num_bytes)) < _MIN_LENGTHS:
         return None
     (start_s, byte_s), errors = _least_squares(np.column_stack([np.ones(len(samples)), num_bytes]), seconds)
     if not byte_s:
@@ -398,13 +394,13 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> LinkFit | None:
 def _fit(
     kind: type[FitT], samples: Sequence[Sample], terms: Mapping[str, Callable[[Array, Array], Array]]
 ) -> FitT | None:
-    """Fits a coefficient for each term, which is a function of a sample's first two numbers."""
-    if len({sample[:2] for sample in samples}) < _FEWEST_LENGTHS:
+    """Fit a coefficient for each term, which is a function of a sample's first two numbers."""
+    if len({sample[:2] for sample in samples}) < _MIN_LENGTHS:
         return None
     first, second, seconds = np.array(samples, dtype=np.float64).T
-    found, errors = _least_squares(np.column_stack([term(first, second) for term in terms.values()]), seconds)
+    weights, errors = _least_squares(np.column_stack([term(first, second) for term in terms.values()]), seconds)
     return kind(
-        **dict(zip(terms, found, strict=True)),
+        **dict(zip(terms, weights, strict=True)),
         mean_error=float(errors.mean()),
         max_error=float(errors.max()),
         num_samples=len(samples),
@@ -412,11 +408,11 @@ def _fit(
 
 
 def _least_squares(terms: Array, seconds: Array) -> tuple[list[float], Array]:
-    """Finds the weight of each column of `terms` [samples, terms], none below 0, and the relative error of each sample.
+    """Return a non-negative weight of each column of `terms` [samples, terms], and the relative error of each sample.
 
-    Few terms are solved outright: of the ordinary fits of all subsets of them, the best one in which none is negative
-    is the solution. Where samples do not tell terms apart, the fewest are used. Weights are rounded to nine digits:
-    LAPACK's last digits differ from CPU to CPU, and would decide ties, so that a profile led to other plans elsewhere.
+    With few terms, the solution is the best ordinary fit without negative weights over all subsets of terms. If samples
+    do not separate terms, the smallest subset wins. Weights are rounded to nine digits: LAPACK's last digits differ
+    between CPUs, and would decide ties, so that plans would differ.
     """
     num_terms = terms.shape[1]
     relative = terms / seconds[:, None]
@@ -426,11 +422,11 @@ def _least_squares(terms: Array, seconds: Array) -> tuple[list[float], Array]:
     best, least = np.zeros(num_terms), np.inf
     sizes = range(1, num_terms + 1)
     for chosen in (list(c) for size in sizes for c in itertools.combinations(range(num_terms), size)):
-        found, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(seconds)), rcond=None)
-        if rank < len(chosen) or found.min() < 0:
+        fitted, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(seconds)), rcond=None)
+        if rank < len(chosen) or fitted.min() < 0:
             continue
-        missed = float(np.square(relative[:, chosen] @ found - 1).sum())
+        missed = float(np.square(relative[:, chosen] @ fitted - 1).sum())
         if missed < least - 1e-12:
             best, least = np.zeros(num_terms), missed
-            best[chosen] = found
+            best[chosen] = fitted
     return [float(f"{weight:.9g}") for weight in best / scale], np.abs(relative @ best - 1)

@@ -1,4 +1,4 @@
-"""The key of a profile: a model on a machine; and the base of what is stored as JSON."""
+"""The key of a profile, which is a model on a machine, and the base class of JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A base of what is stored as JSON, whose fields are those of the object; `called` is what errors call it."""
+    """A base class of objects stored as JSON, with equal fields. `called` is the name of the object in errors."""
 
     called: ClassVar[str]
 
@@ -19,10 +19,10 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Reads what `to_json` wrote.
+        """Parse the text of `to_json`.
 
         Raises:
-            ValueError: for text that is no such thing, with what is wrong with it and where.
+            ValueError: the text has another form. The message has the position and the cause.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -31,15 +31,15 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model and machine that a profile is of. Times under one key say nothing of another.
+    """The model and machine of a profile. Times do not carry over to another key.
 
     Attributes:
         tp: ranks of an instance.
-        threads: of a rank.
-        kernel: of attention, `native` or `torch`.
-        machine: the processor, and the accelerator if that computes.
-        revision: of longspan, as far as it changes times or how they are measured; 0 is unknown.
-        sizes: a hash of what the model's layers compute, since another model may be found by the same name later.
+        threads: threads of a rank.
+        kernel: attention kernel, `native` or `torch`.
+        machine: the processor, or processor and accelerator.
+        revision: counts changes of longspan that affect times or their measurement. 0 is unknown.
+        sizes: a hash of the model's layer sizes, since a name may refer to another model later.
     """
 
     model: str

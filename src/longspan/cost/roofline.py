@@ -21,7 +21,7 @@ _ROWS = 128
 
 @lru_cache(maxsize=65536)
 def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
-    """Times a product of [rows, inputs] and weights [inputs, outputs], of `weight_bytes` per element."""
+    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs] of `weight_bytes` per element."""
     if not rows:
         return 0.0
     return product_s(
@@ -49,7 +49,7 @@ def product_s(
     bytes_per_s: Number,
     units: Number,
 ) -> Number:
-    """Returns seconds of a product of [rows, inputs] and weights [inputs, outputs], of numbers or arrays of them."""
+    """Return the seconds of a product of [rows, inputs] and weights [inputs, outputs], for numbers or arrays."""
     waves = rows * outputs / (_TILE * units)
     filled = waves / (waves + curve.half_wave) * inputs / (inputs + curve.half_depth)
     compute_s = 2 * rows * inputs * outputs / (peak * curve.compute * filled)
@@ -60,13 +60,13 @@ def product_s(
 
 
 _NORM_BYTES = 30
-"""Traffic per element of a norm of single operators: to float32, square, mean, scale, back, times the weight."""
+"""Bytes per element of a norm made of single operators: to float32, square, mean, scale, back, times the weight."""
 _ROTARY_BYTES = 18
-"""The same for a rotary embedding: two products, a turned copy in two operators, a sum."""
+"""Bytes per element of a rotary embedding made of single operators: two products, a rotated copy in two, a sum."""
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of what is computed for some tokens before attention, or behind it."""
+    """Seconds of the operators before attention, or after it, for some tokens."""
 
     linear_s: float
     elementwise_s: float
@@ -78,10 +78,10 @@ class LayerSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One layer of a model whose heads and feed-forward layers are split between `tp` devices.
+    """One layer of a model whose heads and feed-forward layers are split over `tp` devices.
 
     Attributes:
-        attention: how it is computed.
+        attention: the constants of its attention.
     """
 
     model: Architecture
@@ -101,7 +101,7 @@ class Layer:
 
     @cached_property
     def kv_heads(self) -> float:
-        """KV heads of a rank: where there are fewer than ranks, several ranks have the same one."""
+        """KV heads of a rank. If there are fewer heads than ranks, several ranks have a copy of a head."""
         return max(1.0, self.model.attention.num_kv_heads / self.tp)
 
     @cached_property
@@ -110,7 +110,7 @@ class Layer:
         return 2 * self.kv_heads * self.model.attention.head_dim * self.bytes_per_element
 
     def before(self, tokens: float) -> LayerSeconds:
-        """Times the norm, projections to queries, keys and values, rotary embedding."""
+        """Return the seconds of the norm, the projections to queries, keys and values, and the rotary embedding."""
         shape = self.model.attention
         outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
         elementwise_s = self._norm_s(tokens)
@@ -123,7 +123,7 @@ class Layer:
         return LayerSeconds(linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element), elementwise_s)
 
     def behind(self, tokens: float) -> LayerSeconds:
-        """Times the output projection, norm and feed-forward layers."""
+        """Return the seconds of the output projection, norm and feed-forward layers."""
         model, shape = self.model, self.model.attention
         if not tokens:
             return LayerSeconds(0.0, 0.0)
@@ -134,7 +134,7 @@ class Layer:
             + linear_s(self, tokens, width, shape.hidden_size, model.ffn_bytes)
         )
         element, unfused = self.bytes_per_element, self.attention.unfused
-        # Norms are not limited by the memory, and take the addition before them along.
+        # Norms are not memory-bound, and include the preceding addition.
         add_s = 2 * self.stream_s(3 * tokens * shape.hidden_size * element) if unfused else 0.0
         touched = 5 if unfused and model.gated else 1 + wide
         limit = None if unfused else self.efficiency.stream.activation
@@ -144,20 +144,20 @@ class Layer:
         return LayerSeconds(products_s, add_s + activation_s + norm_s + rounded_s)
 
     def rounded_s(self, elements: float) -> float:
-        """Times rounding inputs of a feed-forward product to 8 bits, where its weights are multiplied in 8 bits."""
+        """Return the seconds to round inputs of a feed-forward product to 8 bits, if it is computed in 8 bits."""
         if not self.device.multiplies_narrow(self.model.ffn_bytes):
             return 0.0
         return self.stream_s(elements * (self.bytes_per_element + self.model.ffn_bytes))
 
     def head_s(self, tokens: float) -> float:
-        """Times the output head and the last norm."""
+        """Return the seconds of the output head and the last norm."""
         shape = self.model.attention
         outputs = self.model.vocab_size / self.tp
         product_s = linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element)
         return product_s + self._norm_s(tokens)
 
     def host_s(self, messages: int) -> float:
-        """Returns how long the host takes to start the operators of the layer, and those of `messages` to others.
+        """Return the seconds in which the host launches the operators of the layer, and of `messages` to peers.
 
         Fewer KV heads than query heads are repeated, keys and values apart; with fused code `launch_us` is 0.
         """
@@ -174,9 +174,9 @@ class Layer:
         return self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.norm)
 
     def stream_s(self, num_bytes: float, per_clock: float | None = None) -> float:
-        """Times an element-wise operator that reads and writes `num_bytes`, at most `per_clock` per clock and unit."""
+        """Return the seconds of an element-wise operator on `num_bytes`, at most `per_clock` per clock and unit."""
         byte_s = 1 / (self.efficiency.stream.add * self.device.bytes_per_s)
-        if per_clock is not None:  # memory and units slow each other down
+        if per_clock is not None:  # limits of memory and units add up
             byte_s = math.hypot(byte_s, 1 / (per_clock * self.device.units * self.device.clock_hz))
         return self.start_s + num_bytes * byte_s
 
@@ -185,17 +185,17 @@ class Layer:
         return self.efficiency.stream.start_us * 1e-6
 
     def attention_s(self, *, queries: float, pairs: float, keys: float, heads: float, kv_heads: float) -> float:
-        """Times fused attention.
+        """Return the seconds of fused attention.
 
         Args:
-            queries: rows, which fill the device together with the heads.
-            pairs: of queries and keys that see each other.
-            keys: that are read, of each KV head.
+            queries: number of rows. Rows times heads fill the device.
+            pairs: pairs of a query and a visible key.
+            keys: number of keys read per KV head.
         """
         if not pairs:
             return 0.0
         memory_s = self._read_s(keys, kv_heads)
-        # Few queries are packed by KV head, and long keys cut for the whole device, and joined by a second operator.
+        # Few queries are packed by KV head. Long keys are split over the device, and merged by a second operator.
         if queries * heads < _ROWS * kv_heads:
             return 2 * self.start_s + memory_s
         waves = max(queries, 1) * heads / (_ROWS * self.device.units)
@@ -204,9 +204,7 @@ class Layer:
         return 2 * self.start_s + max(compute_s, memory_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
-        """Times attention without fusion over `scores` of each head, hidden ones included, and `keys` of each
-        KV head.
-        """
+        """Return the seconds of unfused attention over `scores` per head, including masked, and `keys` per KV head."""
         if not scores:
             return 0.0
         traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.attention.score_part)

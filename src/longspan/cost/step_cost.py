@@ -1,4 +1,4 @@
-"""The time of a step on every instance: what a simulated cluster takes, and how the roofline says it."""
+"""The time of a step on every instance: the protocol of costs, and the roofline cost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from operator import add
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from longspan.core.blocks import coupled_instances
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
+from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, ModelShape
@@ -25,54 +26,53 @@ if TYPE_CHECKING:
     from longspan.cost.csa_pipeline import Rates
 
 _RATED_TOKENS = 16384
-"""Tokens of the prompt by whose speed sparse attention is priced. Shorter prompts fill devices less."""
+"""Length of the prompt whose speed prices sparse attention, in tokens. Shorter prompts use devices less."""
 
 
 class StepCost(Protocol):
-    """Predicts how long steps take."""
+    """Predicts the seconds of steps."""
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """Times each of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
-        do not hide is in it, its `streams` are not. Passing a token on takes no time.
+        """Return the seconds of each of its `instances`, from the time when all have begun.
+
+        They include `rebalances` as far as layers do not overlap them, and no `streams`. Passing a token on takes no
+        time.
         """
 
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
-        """Says the same of each pipeline stage of its `instances`, one after the other: they add up to `seconds`."""
+        """Return the seconds of each pipeline stage of its `instances`, which add up to `seconds`."""
 
     def exposed_s(self, forward: Forward) -> dict[int, float] | None:
-        """Says which part of `seconds` each instance, or the member that it waits for, waits for messages.
+        """Return the part of `seconds` in which each instance, or the member that it waits for, waits for messages.
 
-        None when the cost does not tell them apart.
+        Return None if the cost does not separate them.
         """
 
     def flows(self, move: MoveKV) -> Sequence[Flow]:
-        """Says what a transfer sends over which links, from each of its sources to each of its targets, or what goes
-        between them and the pools of their hosts.
-        """
+        """Return the flows of a move from each source to each target, with their links."""
 
     def resharded(self, cluster: Cluster) -> StepCost:
-        """Returns the cost of the same model and devices in another cluster."""
+        """Return the cost of the same model and devices in another cluster."""
 
     def reshard(self, cluster: Cluster) -> ReshardCost:
-        """Says what it takes to take places in another cluster."""
+        """Return the cost of a `Reshard` to another cluster."""
 
 
 class ReshardCost(NamedTuple):
-    """The bytes of weights that all ranks copy for a `Reshard`, and the seconds until the last has its own."""
+    """The bytes of weights that all ranks copy for a `Reshard`, and the seconds of the last rank."""
 
     copied_bytes: float
     seconds: float
 
 
 def missing_weights(model: Architecture, before: Cluster, after: Cluster) -> list[float]:
-    """Counts for each rank the bytes of its share of the weights in a cluster that it lacks after another one.
+    """Return, for each rank, the bytes of its weights in cluster `after` that it does not have in cluster `before`.
 
-    Shards have equal parts of each layer and of what comes before and behind the layers, the first those that come
-    first. Both clusters know the model.
+    Shards have equal parts of each layer, the embedding and the head, in order. Both clusters know the model.
     """
     return [_missing(model, before, after, rank) for rank in range(after.num_ranks)]
 
@@ -91,21 +91,21 @@ def _missing(model: Architecture, before: Cluster, after: Cluster, rank: int) ->
 
 
 def _place(cluster: Cluster, rank: int) -> tuple[range, tuple[float, float]]:
-    """Returns the layers of a rank, and which part of each."""
+    """Return the layers of a rank, and its fraction of each."""
     instance, stage, shard = cluster.at(rank)
     tp = cluster.tp(instance)
     return cluster.layers(instance, stage), (shard / tp, (shard + 1) / tp)
 
 
 def wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCost) -> None:
-    """Adds to the time of all layers of each member what the layers do not hide of `rebalances`.
+    """Add the time of `rebalances` that is not overlapped to the layers of each member.
 
-    Those go layer by layer beside the layers before. Nothing hides that of the first layer.
+    The moves of a layer overlap the previous layer. The moves of the first layer are not overlapped.
     """
     hiding_s = dict(layers_s)
     for move in forward.rebalances:
         if move.is_local:
-            continue  # the copy of one block within a pool takes next to nothing
+            continue  # the time to copy one block within a pool is neglected
         group = next(part.group for part in forward.parts if part.request_id == move.request_id)
         layer_s = min(hiding_s[instance] for instance in group) / cost.num_layers
         moved_s = alone_s(cost.flows(move)) / cost.num_layers
@@ -129,15 +129,15 @@ def sparse_share(part: Part, hosts: tuple[int, ...], shape: ModelShape, rates: R
 class RooflineCost:
     """Seconds of Forwards whose parts may differ in group and exchange, from the operators that `estimate` uses.
 
-    Linear layers are computed over all tokens of an instance together, attention and messages by channel: the parts of
-    one group and exchange. Keys of earlier steps count as spread evenly over the group, except that the members of a
-    chain have them all. A prompt by the sparse form of an exchange takes a share of the time of the exact one, see
+    Linear layers are computed over all tokens of an instance together. Attention and messages are computed by channel:
+    the parts of one group and exchange. Keys of earlier steps count as spread evenly over the group, but members of a
+    chain have all of them. A prompt by the sparse form of an exchange takes a fraction of the exact form's time, see
     `csa_price`.
 
-    Prefill and decode instances may be split differently; a Forward is of one kind of them.
+    Prefill and decode instances may be split differently. A Forward has instances of one role.
 
     Args:
-        block_size: tokens of a KV block, which transfers consist of.
+        block_size: tokens of a KV block.
 
     Attributes:
         lines: the cost model of each role, prefill first.
@@ -147,7 +147,7 @@ class RooflineCost:
         self, model: Architecture, devices: Devices, cluster: Cluster, *, block_size: int, kernels: Kernels = "flash"
     ) -> None:
         self._model, self._devices, self._kernels = model, devices, kernels
-        self._turns: dict[ParallelSpec, RooflineCost] = {cluster.spec: self}
+        self._by_spec: dict[ParallelSpec, RooflineCost] = {cluster.spec: self}
         self.lines = rooflines(model, devices, cluster, kernels)
         self.num_layers = model.attention.num_layers
         self._block_size, self._num_prefill = block_size, cluster.spec.instances
@@ -158,10 +158,10 @@ class RooflineCost:
         self._rates = lru_cache(maxsize=2**8)(self.rates)
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
-        """Returns flows of which each rank of a target gets its own heads, and the ranks of a source send equal parts.
+        """Return the flows of a move. Each target rank receives its own heads, and source ranks send equal parts.
 
-        They pass devices, or hosts where the devices of one share a link; both directions of a link at the same time.
-        Out to a host and in again, each rank copies its own heads and layers over its own bus.
+        Ends of links are devices, or hosts whose devices share a link. Links are full duplex. Between device and host,
+        each rank copies its own heads and layers over its own bus.
         """
         if move.way != "across":
             return host_flows(move, self._cluster, self._block_bytes, self._bus.latency_s, self._bus.bytes_per_s)
@@ -171,16 +171,16 @@ class RooflineCost:
         )
 
     def resharded(self, cluster: Cluster) -> RooflineCost:
-        if cluster.spec not in self._turns:
+        if cluster.spec not in self._by_spec:
             size, kernels = self._block_size, self._kernels
-            found = RooflineCost(self._model, self._devices, cluster, block_size=size, kernels=kernels)
-            self._turns[cluster.spec], found._turns = found, self._turns  # so that none is made anew at each turn
-        return self._turns[cluster.spec]
+            cost = RooflineCost(self._model, self._devices, cluster, block_size=size, kernels=kernels)
+            self._by_spec[cluster.spec], cost._by_spec = cost, self._by_spec  # each cost is made once
+        return self._by_spec[cluster.spec]
 
     def reshard(self, cluster: Cluster) -> ReshardCost:
-        """Returns the cost of copying what each rank lacks from the memory of its host, over its own bus (Seesaw §4.1).
+        """Return the cost of copying missing weights from the host to each rank, over its own bus (Seesaw §4.1).
 
-        Nothing of it overlaps with what is computed before.
+        The copy does not overlap with earlier steps.
         """
         missing = missing_weights(self._model, self._cluster, cluster)
         return ReshardCost(sum(missing), self._bus.latency_s + max(missing) / self._bus.bytes_per_s)
@@ -190,7 +190,7 @@ class RooflineCost:
         return self._block_size * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
 
     def _find_path(self, source: int, target: int) -> Flow:
-        """Returns an empty flow, which says which links it takes."""
+        """Return an empty flow with the links between two instances."""
         topology = self._line(target).topology
         out_of, into = topology.hosts[source], topology.hosts[target]
         link = topology.inside if out_of == into else topology.between
@@ -224,7 +224,7 @@ class RooflineCost:
         }
 
     def rates(self, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
-        """Return the speeds of each member of a prefill group on these hosts, which takes `slow` times as long."""
+        """Return the speeds of each member of a prefill group on these hosts, slowed by the factor `slow`."""
         from longspan.cost.csa_pipeline import LinkSpeed, Rates  # noqa: PLC0415 - few prompts are sparse
 
         line, number = self.lines[0], _RATED_TOKENS
@@ -245,30 +245,30 @@ class RooflineCost:
         )
 
     def _layers_and_heads_s(self, forward: Forward) -> tuple[dict[int, float], dict[int, float]]:
-        """Returns the time of all layers of each instance, and that of its output head."""
+        """Return the seconds of all layers, and of the output head, of each instance."""
         times, channels = self._times(forward)
-        layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
+        layers_s = {instance: spent.total_s - spent.head_s for instance, spent in times.items()}
         _wait_for_members(layers_s, channels)
         if forward.rebalances:
             wait_for_balances(forward, layers_s, self)
-        return layers_s, {instance: one.head_s for instance, one in times.items()}
+        return layers_s, {instance: spent.head_s for instance, spent in times.items()}
 
     def exposed_s(self, forward: Forward) -> dict[int, float]:
         times, channels = self._times(forward)
-        layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
-        found = {instance: one.all_reduce_s + one.exchange_s for instance, one in times.items()}
+        layers_s = {instance: spent.total_s - spent.head_s for instance, spent in times.items()}
+        exposed_s = {instance: spent.all_reduce_s + spent.exchange_s for instance, spent in times.items()}
         for coupled in _coupled(channels):
             slowest = max(coupled, key=layers_s.__getitem__)
-            found.update(dict.fromkeys(coupled, found[slowest]))
+            exposed_s.update(dict.fromkeys(coupled, exposed_s[slowest]))
         if forward.rebalances:
             _wait_for_members(layers_s, channels)
             before_s = dict(layers_s)
             wait_for_balances(forward, layers_s, self)
-            found = {instance: waits_s + layers_s[instance] - before_s[instance] for instance, waits_s in found.items()}
-        return found
+            exposed_s = {i: waits_s + layers_s[i] - before_s[i] for i, waits_s in exposed_s.items()}
+        return exposed_s
 
     def _times(self, forward: Forward) -> tuple[dict[int, Breakdown], list[Channel]]:
-        """Returns what each instance spends its time on by itself, and all that is attended to."""
+        """Return the breakdown of each instance without waits for other instances, and all channels."""
         tokens = dict.fromkeys(forward.instances, 0)
         sampled: dict[int, int] = {}
         decodes: dict[tuple[tuple[int, ...], Exchange], _Decodes] = {}
@@ -279,15 +279,15 @@ class RooflineCost:
                 instance = part.sample.instance
                 sampled[instance] = sampled.get(instance, 0) + 1
             if part.stop - part.start == 1:
-                found = decodes.get((group, exchange))
-                if found is None:
-                    found = decodes[group, exchange] = _Decodes(group)
-                tokens[found.add(part)] += 1
+                single = decodes.get((group, exchange))
+                if single is None:
+                    single = decodes[group, exchange] = _Decodes(group)
+                tokens[single.add(part)] += 1
                 continue
-            # Each chain has pieces of its own, and each prompt with drops its own share.
+            # Chains, and prompts with drops, are not merged.
             is_alone = exchange.sparse is not None or exchange.traits.skewed
             prompts.setdefault((group, exchange, part.request_id if is_alone else -1), []).append(part)
-        channels = [found.channel(exchange) for (_, exchange), found in decodes.items()]
+        channels = [single.channel(exchange) for (_, exchange), single in decodes.items()]
         for parts in prompts.values():
             channel = _channel(parts)
             channels.append(channel)
@@ -301,7 +301,7 @@ class RooflineCost:
         return times, channels
 
     def _take_share(self, part: Part, channel: Channel, times: dict[int, Breakdown]) -> None:
-        """Reduce the times of an exact channel to the share that its sparse form takes."""
+        """Reduce the times of an exact channel to the fraction of its sparse form."""
         line = self._line(part.group[0])
         hosts = tuple([line.topology.hosts[instance] for instance in part.group])
         share = sparse_share(part, hosts, self._model.attention, self._rates(hosts))
@@ -311,10 +311,10 @@ class RooflineCost:
             times[instance] += Breakdown(**saved)
 
     def _wait_for_hosts(self, forward: Forward, times: dict[int, Breakdown]) -> None:
-        """Adds what keys on hosts take: each rank of an instance gets those of its heads over its own bus.
+        """Add the copies of keys on hosts: each rank copies the keys of its heads over its own bus.
 
-        Those of prompts come beside attention. Those of decodes are priced as if they came, too, with nothing beside:
-        the host attends to them in less time, as its memory is faster, but no data sheet of a device says how fast.
+        Copies for prompts overlap attention. Copies for decodes do not. In fact the host attends to the keys of decodes
+        in less time, since its memory is faster than the bus, but data sheets of devices lack its speed.
         """
         parts = [part for part in forward.parts if part.hosted]
         if not parts or self._is_host:
@@ -328,19 +328,19 @@ class RooflineCost:
             tp = self._line(instance).layer.tp
             seconds = number * self._block_bytes(instance) / (self._bus.bytes_per_s * tp)
             waits_s[instance] += max(0.0, seconds - (0.0 if is_decode else times[instance].attention_s))
-        for coupled in coupled_instances({part.group for part in forward.parts}):  # who waits for each other
+        for coupled in coupled_instances({part.group for part in forward.parts}):  # instances that wait for each other
             longest_s = max(waits_s[instance] for instance in coupled)
             for instance in coupled:
                 times[instance] += Breakdown(exchange_s=longest_s)
 
 
 def computed_tokens(forward: Forward) -> Counter[int]:
-    """Counts the tokens that each instance computes."""
-    found = Counter[int]()
+    """Return the number of tokens that each instance computes."""
+    tokens = Counter[int]()
     for part in forward.parts:
         for instance, runs in zip(part.group, part.runs, strict=True):
-            found[instance] += sum(map(len, runs))
-    return found
+            tokens[instance] += sum(map(len, runs))
+    return tokens
 
 
 class _Decodes:
@@ -349,16 +349,16 @@ class _Decodes:
     def __init__(self, group: tuple[int, ...]) -> None:
         self._group = group
         self._queries = dict.fromkeys(group, 0)
-        self._seen = dict.fromkeys(group, 0)
+        self._keys = dict.fromkeys(group, 0)
 
     def add(self, part: Part) -> int:
         instance = next(compress(self._group, part.runs))
         self._queries[instance] += 1
-        self._seen[instance] += part.stop
+        self._keys[instance] += part.stop
         return instance
 
     def channel(self, exchange: Exchange) -> Channel:
-        seen = tuple(self._seen.values())
+        seen = tuple(self._keys.values())
         keys = sum(seen)
         held = (keys / len(seen),) * len(seen)
         shares = Shares(tuple(self._queries.values()), seen, seen, held)
@@ -367,10 +367,9 @@ class _Decodes:
 
 
 def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
-    """Counts how many single tokens an instance computes by itself, how many keys these see, and how many tokens are
-    sampled.
+    """Return the numbers of single tokens, of their keys, and of samples, of a local decode step on one instance.
 
-    None for any other step.
+    Return None for any other step.
     """
     if len(forward.instances) > 1:
         return None
@@ -390,16 +389,16 @@ def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: 
 
 
 def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -> None:
-    """Gives all members of a group the time of all layers of the slowest: they wait for each other in every layer.
+    """Set the layer time of all members of a group to the slowest, since they wait for each other in every layer.
 
-    Members of a chain keep their own, since the first may be ahead.
+    Members of a chain keep their own times, since earlier members may be ahead.
     """
     for coupled in _coupled(channels):
         layers_s.update(dict.fromkeys(coupled, max([layers_s[instance] for instance in coupled])))
 
 
 def _coupled(channels: Sequence[Channel]) -> Iterable[Collection[int]]:
-    """Returns the instances that wait for each other, of each such set."""
+    """Return the sets of instances that wait for each other."""
     groups = {channel.group for channel in channels if len(channel.group) > 1 and not channel.exchange.traits.skewed}
     return groups if len(groups) == 1 else coupled_instances(groups)
 

@@ -1,4 +1,4 @@
-"""The topology: devices, the links that their messages take, and how long messages and collectives last."""
+"""The topology: devices, their links, and the seconds of messages and collectives."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from longspan.errors import ParameterError
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices, and what connects them.
+    """The devices of a cluster and the links between them.
 
     Attributes:
-        link: the name of the slowest link between devices that work together: between hosts if there are several.
-        link_gbytes_per_s: the nominal speed of that link, in place of its name. Inside a host, one that is not quicker
-            than the bus is taken to go there, and reaches the part of it that messages on the bus do.
+        link: the name of the slowest link between devices of a group. With several hosts, it is between hosts.
+        link_gbytes_per_s: the nominal speed of that link, instead of its name. Inside a host, a link no faster than
+            the bus uses the bus, and achieves the same fraction of the nominal speed.
 
     Raises:
-        ValueError: for numbers below 1, unknown names, one host with a link that its devices share, or several with
-            one inside a host.
+        ValueError: for numbers below 1, unknown names, one host with a link between hosts, or several hosts with a
+            link inside a host.
     """
 
     hardware: str
@@ -71,13 +71,13 @@ class Devices:
         return device.bus if is_slow else device.link
 
     def links(self) -> tuple[Link, Link]:
-        """Finds the links inside a host and between hosts."""
+        """Look up the links inside a host, and between hosts."""
         device, speed = catalog.device(self.hardware), self._bytes_per_s
         slowest = catalog.link(self.slowest_link, speed)
         if self.hosts > 1:
             return catalog.link(device.link), slowest
         bus = catalog.link(device.bus)
-        if speed is not None and speed > bus.nominal_bytes_per_s:  # messages take the better of two ways
+        if speed is not None and speed > bus.nominal_bytes_per_s:  # messages use the faster of two links
             slowest = replace(
                 slowest,
                 bytes_per_s=max(slowest.bytes_per_s, bus.bytes_per_s),
@@ -95,8 +95,8 @@ class Topology:
     """Instances of `tp` ranks on hosts of `gpus_per_host` devices.
 
     Attributes:
-        inside, between: how messages of one host, and of different hosts, travel.
-        hosts: the host of each instance's first rank, also of those with another role.
+        inside, between: the links of messages inside a host, and between hosts.
+        hosts: the host of each instance's first rank, of all roles.
     """
 
     tp: int
@@ -108,22 +108,22 @@ class Topology:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second from all ranks of an instance to another one, between hosts where there are several."""
+        """Bytes per second from all ranks of an instance to another instance, between hosts if there are several."""
         link = self.between if len(set(self.hosts)) > 1 else self.inside
         return self.tp * link.flow(self._flows)
 
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
-        """Times messages from each rank of an instance to its counterpart in another, all at once."""
+        """Return the seconds of concurrent messages from each rank of an instance to its counterpart in another."""
         if self.hosts[sender] == self.hosts[receiver]:
             return self.inside.send_s(num_bytes)
         return self.between.send_s(num_bytes, self._flows)
 
     def hop_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Times that every instance of a ring sends to the next one, over the slowest of the links between them."""
+        """Return the seconds in which every instance of a ring sends to the next, over the slowest link of the ring."""
         return self.send_s(num_bytes, group[0], group[-1])
 
     def alltoall_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Times that each rank sends `num_bytes` in all to its counterparts in the other instances, evenly."""
+        """Return the seconds in which each rank sends `num_bytes`, split evenly over its counterparts."""
         hosts = self._num_hosts(group)
         if hosts == 1:
             return self.inside.send_s(num_bytes)
@@ -134,13 +134,11 @@ class Topology:
         )
 
     def gather_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Times that each rank gets `num_bytes` from each of its counterparts; a reduce-scatter of such shares takes as
-        long.
-        """
+        """Return the seconds in which each rank gets `num_bytes` from each counterpart, or of a reduce-scatter."""
         return self._ring_s((len(group) - 1) * num_bytes, len(group), self._num_hosts(group), self._flows)
 
     def all_reduce_s(self, num_bytes: float) -> float:
-        """Times that the ranks of an instance add up `num_bytes` each."""
+        """Return the seconds of an all-reduce of `num_bytes` over the ranks of an instance."""
         if self.tp == 1:
             return 0.0
         hosts = -(-self.tp // self.gpus_per_host)
@@ -148,13 +146,11 @@ class Topology:
 
     @property
     def _flows(self) -> int:
-        """Ranks of an instance on one host."""
+        """Number of ranks of an instance on one host."""
         return min(self.tp, self.gpus_per_host)
 
     def _ring_s(self, num_bytes: float, members: int, hosts: int, rings: int) -> float:
-        """Times `num_bytes` that pass through every rank, in `rings` rings at once. A host's devices feed the network
-        together.
-        """
+        """Return the seconds of `num_bytes` through each rank in `rings` rings. A host's devices share the network."""
         here = -(-members // hosts)
         speeds, latency_s = [], 0.0
         if here > 1:

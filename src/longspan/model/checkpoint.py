@@ -1,4 +1,4 @@
-"""Writes the weight file of a model from its checkpoint, see `model.store`, by transformers."""
+"""Write the weight file of a model from its checkpoint by transformers, see `model.store`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.initialization import no_init_weights
 
 from longspan.model.files import ModelError, cache_root, one_line
@@ -23,51 +23,42 @@ from longspan.model.folder import stored_types, weight_files
 from longspan.model.info import ModelInfo
 from longspan.model.quantization import GRID, NUMBERS, Quantization, is_quantised, quantise
 from longspan.model.skeleton import PROBE, NoProducts, gather_info, load_config, quiet_transformers
-from longspan.model.store import DTYPES, NOTES, Matrices
+from longspan.model.store import DTYPES, NOTES, Matrices, WeightForm, named_tensors
 
 _MATRIX = 2
-"""Parameters with so many dimensions or more are matrices, or stacks of them."""
+"""The minimum number of dimensions of a matrix, or of a stack of matrices."""
 _DEVIATION = 0.02
-"""The usual standard deviation of new weights, of models whose configuration names none."""
+"""The standard deviation of new weights if the configuration states none."""
 _LOAD_ERRORS = (
     *(OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError),
     *(pickle.UnpicklingError, SafetensorError),
 )
-"""The errors that transformers and PyTorch raise for files that hold something else than weights."""
+"""The errors that transformers and PyTorch raise for files without valid weights."""
 _SCALES = re.compile(
     r"(^|[._])(weight|input|act|activation|proj)_(scales?|scale_inv|scale_\d|scale_ub|global_scale|zero_point|packed|g_idx|blocks)$"
     r"|(^|\.)(scale_inv|qweight|qzeros|qscales?|scales|g_idx|SCB|W_q|codebooks?|absmax|quant_map)$"
     r"|\.(nested_absmax|nested_quant_map|quant_state)(\.|$)|(weight|input|output)_quantizer\."
 )
-"""The names of scales, and of packed weights, of the usual kinds of quantisation. Scales of KV are none of them."""
+"""The names of scales and packed weights in common quantisation formats, without scales of KV."""
 _NUM_NAMED = 3
 _WEIGHTS = ("weight", "_proj")
 _PLAIN_TYPES = ("F16", "F32", "F64", "BF16", "F8")
-"""Types whose numbers are weights as they are; float8 is, unless there are scales."""
+"""Types of plain weights. float8 is one of them unless there are scales."""
 
 
-def write_weights(
-    config_dir: Path,
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    dummy_seed: int | None,
-    drawn: bool,
-    quantization: Quantization | None,
-    trust_remote_code: bool,
-) -> None:
-    """Writes the file `path` for the model in `config_dir`; raises as `ensure_weights` does."""
-    if drawn:
-        assert dummy_seed is not None and quantization is None, "what is drawn is made up, and not rounded"
-        _write_drawn(config_dir, path, dtype, dummy_seed, trust_remote_code)
+def write_weights(config_dir: Path, path: Path, form: WeightForm) -> None:
+    """Write the file `path` for the model in `config_dir`. Raise errors as `ensure_weights`."""
+    if form.drawn:
+        assert form.dummy_seed is not None and form.quantization is None, "drawn matrices are random, not quantised"
+        _write_drawn(config_dir, path, form, form.dummy_seed)
         return
     notes: list[str] = []
     with quiet_transformers():
-        if dummy_seed is None:
-            model, notes = _load(config_dir, dtype, trust_remote_code)
+        if form.dummy_seed is None:
+            model, notes = _load(config_dir, form)
         else:
-            model = _initialise(config_dir, dtype, dummy_seed, trust_remote_code)
-    levels = {} if quantization is None else _quantise(model, quantization)
+            model = _initialise(config_dir, form, form.dummy_seed)
+    levels = {} if form.quantization is None else _quantise(model, form.quantization)
     _write(model, _info(model, config_dir), path, levels, notes=notes)
 
 
@@ -80,18 +71,22 @@ def _info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         raise ModelError(f"{problem} ({one_line(error)})") from error
 
 
-def _initialise(config_dir: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> PreTrainedModel:
-    config = load_config(config_dir, trust_remote_code)
+def _initialise(config_dir: Path, form: WeightForm, seed: int) -> PreTrainedModel:
+    config = load_config(config_dir, form.trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         set_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
-        )
+        return _new_model(config, form)
+
+
+def _new_model(config: PreTrainedConfig, form: WeightForm) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=DTYPES[form.dtype], attn_implementation=PROBE, trust_remote_code=form.trust_remote_code
+    )
     return model.eval()
 
 
-def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Load the weights. Return the model and its notes, which every start logs as warnings."""
+def _load(config_dir: Path, form: WeightForm) -> tuple[PreTrainedModel, list[str]]:
+    """Load the weights. Return the model and its notes, see `NOTES`."""
     files = weight_files(config_dir)
     if not files:
         raise ModelError(f"{config_dir} has no weights: it needs a model.safetensors, or an index of shards")
@@ -99,21 +94,21 @@ def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tupl
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config_dir,
-            dtype=dtype,
+            dtype=DTYPES[form.dtype],
             attn_implementation=PROBE,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=form.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # reported below
         )
     except _LOAD_ERRORS as error:
         raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
     unused = report["unexpected_keys"]
     _check_plain(config_dir, model, types, unused)
     if wrong := sorted(report["mismatched_keys"]):
-        name, found, expected = wrong[0]
+        name, stored, expected = wrong[0]
         raise ModelError(
             f"{config_dir}: {len(wrong)} of its weights have other shapes than its config.json states, e.g. {name} "
-            f"{tuple(found)} and not {tuple(expected)}: use the config.json that belongs to them"
+            f"{tuple(stored)} and not {tuple(expected)}: use the config.json that belongs to them"
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -133,17 +128,14 @@ def _load(config_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> tupl
 
 
 def _some(names: Collection[str]) -> str:
-    """Name the first of some tensors, and say how many more there are."""
+    """Return the first names, and the number of further names."""
     shown = sorted(names)[:_NUM_NAMED]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    num_more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {num_more} more" if num_more else "")
 
 
 def _check_plain(config_dir: Path, model: PreTrainedModel, types: dict[str, str], unused: AbstractSet[str]) -> None:
-    """Raise ModelError for quantised weights, which are not numbers without their scales.
-
-    The configuration states no quantisation, or the model would have been refused.
-    """
+    """Raise ModelError for quantised weights, which need their scales, if the configuration states no quantisation."""
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ("$^",)))  # noqa: SLF001
     own = {_leaf(name) for name in model.state_dict()}
     names = {*unused, *(name for name in types if not ignored.search(name))}
@@ -152,7 +144,7 @@ def _check_plain(config_dir: Path, model: PreTrainedModel, types: dict[str, str]
     if quantised := scales | (weights & names):
         raise ModelError(
             f"{config_dir}: its weights are quantised ({_some(quantised)}), but its config.json has no "
-            "quantization_config that says how: use the unquantised checkpoint"
+            "quantization_config that states the format: use the unquantised checkpoint"
         )
 
 
@@ -160,14 +152,12 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> None:
-    """Describes the matrices of a new model, which is never filled: their memory is not touched."""
-    config = load_config(config_dir, trust_remote_code)
-    config._experts_implementation = "eager"  # noqa: SLF001 - experts by products that `_NoProducts` leaves out
+def _write_drawn(config_dir: Path, path: Path, form: WeightForm, seed: int) -> None:
+    """Describe the matrices of a new model without touching their memory."""
+    config = load_config(config_dir, form.trust_remote_code)
+    config._experts_implementation = "eager"  # noqa: SLF001 - `NoProducts` skips their products then
     with quiet_transformers(), no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
-        )
+        model = _new_model(config, form)
     model.tie_weights()
     for module in model.modules():
         own = [*module.parameters(recurse=False)]
@@ -179,28 +169,28 @@ def _write_drawn(config_dir: Path, path: Path, dtype: torch.dtype, seed: int, tr
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.ndim >= _MATRIX}
     matrices = Matrices(
         seed=seed,
-        dtype=next(name for name, one in DTYPES.items() if one == dtype),
+        dtype=form.dtype,
         deviation=getattr(config, "initializer_range", _DEVIATION),
         shapes=shapes,
     )
     with NoProducts():
-        info = _info(model.eval(), config_dir)
+        info = _info(model, config_dir)
     _write(model, info, path, {}, matrices)
 
 
 def _quantise(model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:
-    """Replaces weights by those that their levels stand for; returns the levels by their names in the file.
+    """Replace weights by the dequantised ones. Return the levels by their names in the file.
 
     An output head that is tied to the embedding gets weights of its own.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, weight in list(model.named_parameters(remove_duplicate=False)):
         if is_quantised(name, weight):
             levels = quantise(name, weight, quantization)
-            found |= {name + NUMBERS: levels.numbers, name + GRID: levels.grid}
+            tensors |= {name + NUMBERS: levels.numbers, name + GRID: levels.grid}
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, nn.Parameter(levels.weights(), requires_grad=False))
-    return found
+    return tensors
 
 
 def _write(
@@ -211,18 +201,10 @@ def _write(
     matrices: Matrices | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Writes a model's tensors, but for the `matrices` that are only described."""
-    first_name: dict[int, str] = {}
-    tensors: dict[str, Tensor] = dict(levels)
-    aliases: dict[str, str] = {}
+    """Write a model's tensors. Of `matrices` only the description is written."""
+    own, aliases = named_tensors(model)
     described = {} if matrices is None else matrices.shapes
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        owner = first_name.setdefault(id(tensor), name)
-        if owner != name:
-            aliases[name] = owner
-        elif name not in described:
-            tensors[name] = tensor.detach().contiguous()
+    tensors = {name: tensor.detach().contiguous() for name, tensor in own.items() if name not in described} | levels
     metadata = {"info": info.to_json(), "aliases": json.dumps(aliases), NOTES: json.dumps(notes)}
     if matrices is not None:
         metadata["matrices"] = msgspec.json.encode(matrices).decode()

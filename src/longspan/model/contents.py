@@ -1,7 +1,7 @@
-"""Content hashes of files, remembered for as long as a file stays the same.
+"""Content hashes of files, recorded in the cache until the file changes.
 
-A path, a size and a modification time do not identify a file: copies keep times, and some systems set all of them to
-1. A hash is therefore remembered by device, inode, size and ctime, which no program can set.
+A path, a size and a modification time do not identify a file: copies keep times, and some systems set all times to 1.
+So a record is identified by device, inode, size and ctime, which no program can set.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import msgspec
 from longspan.model.files import ModelError, cache_root, one_line, write_file
 
 _SMALL_BYTES = 2**20
-"""Smaller files are hashed at each start. That takes a millisecond per file, and keeps no record."""
+"""Smaller files are hashed at each start, in a millisecond per file, without a record."""
 _SETTLED_NS = 60 * 10**9
 """Files that changed less than this before they were read are hashed again at the next start.
 
-A second change in the same tick of the clock keeps the ctime. So does a change through a memory map, for as long as a
-page is dirty, which is 30 s by default.
+A second change in the same tick of the clock keeps the ctime. So does a change through a memory map while a page is
+dirty, by default 30 s.
 """
 _SECOND_NS = 10**9
 _NUM_THREADS = 4
 _CHUNK_BYTES = 2**22
 _SHOWN_BYTES = 2**28
-"""Less than this takes half a second at most, and is not worth a line of the log or a progress bar."""
+"""Fewer bytes take at most half a second, and show no log line and no progress bar."""
 _POLL_S = 0.5
 _LOG_EVERY_S = 10.0
 
@@ -48,7 +48,7 @@ class _Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, file: IO[bytes]) -> _Stamp:
-        """Read the stamp of an open file: network file systems only then ask their server."""
+        """Read the stamp of an open file: network file systems query their server only for open files."""
         stat = os.fstat(file.fileno())
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns)
 
@@ -64,7 +64,7 @@ class _Hashed(NamedTuple):
     """A hash of a file.
 
     Attributes:
-        is_final: whether the file has the same content for as long as it has this stamp.
+        is_final: a later change of the content will change the stamp.
     """
 
     stamp: _Stamp
@@ -78,20 +78,18 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def content_hash(files: Mapping[str, Path]) -> str:
-    """Return the hash of some files: of their contents, and of the names that they have here.
+    """Return one hash of the contents of files and of their names, the keys of `files`.
 
-    Files that were hashed before are not read again unless they changed. Progress is logged, and shown on terminals.
-
-    Raises:
-        ModelError: for a file that cannot be read, or changes meanwhile.
+    Files with a valid record are not read again. Progress is logged, and shown on terminals. Raise ModelError if a file
+    cannot be read, or changes meanwhile.
     """
     paths = list(files.values())
     stamps = [_stamp(path) for path in paths]
     hashes = [_recall(stamp) for stamp in stamps]
-    unknown = [index for index, known in enumerate(hashes) if known is None]
+    unknown = [index for index, sha256 in enumerate(hashes) if sha256 is None]
     new = _hash_all([paths[index] for index in unknown], sum(stamps[index].size for index in unknown))
-    for index, found in zip(unknown, new, strict=True):
-        hashes[index] = found
+    for index, sha256 in zip(unknown, new, strict=True):
+        hashes[index] = sha256
     return hashlib.sha256(json.dumps([*zip(files, hashes, strict=True)]).encode()).hexdigest()
 
 
@@ -112,7 +110,7 @@ def _recall(stamp: _Stamp) -> str | None:
         return None
     try:
         record = msgspec.json.decode(_record_file(stamp).read_bytes(), type=_Record)
-    except (OSError, ValueError):  # none, or a damaged one, which is written anew
+    except (OSError, ValueError):  # there is no record, or a damaged one, which will be overwritten
         return None
     return record.sha256 if record.stamp == stamp else None
 
@@ -123,25 +121,25 @@ def _hash_all(paths: Sequence[Path], num_bytes: int) -> list[str]:
         jobs = [pool.submit(_hash, path, count, stop) for path, count in zip(paths, read, strict=True)]
         try:
             if num_bytes >= _SHOWN_BYTES:
-                _log.info("reading %.1f GB of %s, to tell which weights these are", num_bytes / 1e9, paths[0].parent)
+                _log.info("reading %.1f GB of %s, to identify the weights", num_bytes / 1e9, paths[0].parent)
                 _show_progress(jobs, read, num_bytes)
             hashed = [job.result() for job in jobs]
         except BaseException:
             stop.set()
             raise
-    _remember([_Record(one.stamp, one.sha256) for one in hashed if one.is_final and one.stamp.size >= _SMALL_BYTES])
-    return [one.sha256 for one in hashed]
+    _remember([_Record(new.stamp, new.sha256) for new in hashed if new.is_final and new.stamp.size >= _SMALL_BYTES])
+    return [new.sha256 for new in hashed]
 
 
 def _show_progress(jobs: Sequence[Future[_Hashed]], read: Sequence[list[int]], num_bytes: int) -> None:
-    """Wait until all jobs are done, or one has failed; show how much is `read`, in a bar on terminals or the log."""
+    """Wait until all jobs are done, or one has failed. Show the bytes `read`, in a bar on terminals or in the log."""
     from tqdm import tqdm  # noqa: PLC0415 - most starts need none
 
     logged_s = time.monotonic()
     with tqdm(total=num_bytes, desc="reading weights", unit="B", unit_scale=True, disable=None) as bar:
         while (waited := wait(jobs, timeout=_POLL_S, return_when=FIRST_EXCEPTION)).not_done:
             for job in waited.done:
-                job.result()  # raises what the job has raised
+                job.result()  # raises the error of the job, if any
             num_read = sum(count for (count,) in read)
             bar.update(num_read - bar.n)
             if bar.disable and time.monotonic() - logged_s >= _LOG_EVERY_S:
@@ -151,7 +149,7 @@ def _show_progress(jobs: Sequence[Future[_Hashed]], read: Sequence[list[int]], n
 
 
 def _hash(path: Path, num_read: list[int], stop: Event) -> _Hashed:
-    """Read one file, and count its bytes in `num_read[0]`. After `stop` the result means nothing."""
+    """Compute the hash of one file, and count its bytes in `num_read[0]`. After `stop` the result is invalid."""
     began_ns = time.time_ns()
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     try:
@@ -173,6 +171,6 @@ def _remember(records: Sequence[_Record]) -> None:
         try:
             write_file(_record_file(record.stamp), msgspec.json.encode(record).decode())
         except ModelError as error:
-            if (num_bytes := sum(one.stamp.size for one in records)) >= _SHOWN_BYTES:
+            if (num_bytes := sum(unsaved.stamp.size for unsaved in records)) >= _SHOWN_BYTES:
                 _log.info("the next start will read %.1f GB again: %s", num_bytes / 1e9, error)
             return

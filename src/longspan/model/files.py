@@ -1,4 +1,4 @@
-"""The files of a prepared model, the cache folder that they lie in, and the error for what a user can get wrong."""
+"""The files of a prepared model, the cache folder, and the error for a model that cannot be served."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 class ModelError(ValueError):
-    """The user asked for a model that cannot be served; the message is one line with the value and the remedy."""
+    """The model of the user cannot be served. The message is one line with the value and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """A model that is ready to be mapped by workers on this host.
+    """A model that workers on this host can map.
 
-    `config_dir` is the folder that AutoConfig reads, `weights` the module-layout safetensors file of the store. Both
-    are in the cache, so that workers that start later get the same model, whatever happens to the user's folder.
-    `tokenizer_dir` is None when the model comes without tokenizer files, and `tokenizer_hash` is of their contents.
-    `dtype` is a key of `DTYPES`, `quantization` is that of `model.quantization`, if any.
+    `config_dir` is a folder for AutoConfig, `weights` a file of the store. Both are in the cache, so workers that start
+    later load the same model even if the user's folder changes. A model without tokenizer files has no
+    `tokenizer_dir`. The `tokenizer_hash` is a hash of their contents. The `dtype` is a key of `DTYPES`.
     """
 
     name: str
@@ -38,19 +37,19 @@ class ModelFiles:
 
 
 def config_dtype(config: dict[str, Any]) -> str | None:
-    """Return the dtype that a config.json states, such as float16. None if it states none."""
+    """Return the dtype that a config.json states, such as float16, if any."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     values = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
-    return next((one.removeprefix("torch.") for one in values if isinstance(one, str) and one != "auto"), None)
+    return next((dtype.removeprefix("torch.") for dtype in values if isinstance(dtype, str) and dtype != "auto"), None)
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the kind and the beginning of the message of someone else's error, for use within a line of ours."""
+    """Return the class and the beginning of the message of another library's error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def cache_root() -> Path:
-    """Returns the folder for everything longspan keeps between runs: `LONGSPAN_CACHE`, else the user's cache folder."""
+    """Return the folder for files that longspan keeps between runs: `LONGSPAN_CACHE`, else the user's cache folder."""
     if chosen := os.environ.get("LONGSPAN_CACHE"):
         return Path(chosen).expanduser().resolve()
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -61,7 +60,7 @@ def cache_root() -> Path:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Puts a file into the cache atomically; raises ModelError when that is not possible."""
+    """Write a file of the cache atomically. Raise ModelError if that fails."""
     make_writable(path.parent)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
@@ -73,7 +72,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Makes a folder of the cache unless it exists; raises ModelError when that fails."""
+    """Make a folder of the cache if it does not exist. Raise ModelError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,7 +91,7 @@ def not_written(path: Path, error: Exception) -> ModelError:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ModelError unless `path` is a file that can be read, not empty, and no git-lfs pointer."""
+    """Raise ModelError unless `path` is a readable file, not empty, and not a git-lfs pointer."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ModelError(f"{path} is a folder or a device where a file is needed: fetch the model again")
@@ -107,12 +106,12 @@ def check_whole(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object of a model's folder; raises ModelError for a file that holds none."""
+    """Read a JSON object of a model's folder. Raise ModelError if the file holds none."""
     check_whole(path)
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({one_line(error)}): fetch it again") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds {type(found).__name__} where a JSON object is needed: fetch it again")
-    return found
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds {type(content).__name__} where a JSON object is needed: fetch it again")
+    return content

@@ -1,4 +1,4 @@
-"""The files of a model's folder that decide about its weights, found as transformers finds them."""
+"""The files of a model's folder that determine its weights, found as transformers finds them."""
 
 from __future__ import annotations
 
@@ -24,40 +24,35 @@ _DTYPES_OF_TYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""The dtypes of PyTorch for floating-point types of safetensors files."""
+"""PyTorch's names for floating-point types of safetensors files."""
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""A folder without any of these has no tokenizer."""
+"""A folder with none of these files has no tokenizer."""
 _MORE_OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Return the files that decide which token has which text, by their names; none if there is no tokenizer."""
-    found = {name: folder / name for name in _TOKENIZERS + _MORE_OF_TOKENIZERS if (folder / name).is_file()}
-    return found if any(name in found for name in _TOKENIZERS) else {}
+    """Return the files of the tokenizer, by name. There are none without a tokenizer."""
+    files = {name: folder / name for name in _TOKENIZERS + _MORE_OF_TOKENIZERS if (folder / name).is_file()}
+    return files if any(name in files for name in _TOKENIZERS) else {}
 
 
 def description_files(folder: Path, *, trust_remote_code: bool) -> dict[str, Path]:
-    """Return the files that describe the model, by their names: configurations, and code if that is trusted.
-
-    Raises:
-        ModelError: for a configuration that is no JSON object.
-    """
-    found = {CONFIG: folder / CONFIG}
+    """Return the files that describe the model, by name: configurations (JSON objects), and code if it is trusted."""
+    files = {CONFIG: folder / CONFIG}
     if (folder / GENERATION_CONFIG).exists():
-        found[GENERATION_CONFIG] = folder / GENERATION_CONFIG
-    for path in found.values():
+        files[GENERATION_CONFIG] = folder / GENERATION_CONFIG
+    for path in files.values():
         read_json(path)
     code = sorted(folder.rglob("*.py")) if trust_remote_code else ()
-    return found | {str(path.relative_to(folder)): path for path in code}
+    return files | {str(path.relative_to(folder)): path for path in code}
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return the files that weights are loaded from and their index, by their names; none if there are no weights.
+    """Return the files of the weights and their index, by name. There are none without weights.
 
-    Raises:
-        ModelError: for an index that cannot be used or names a file that is not there, or an adapter, which
-            transformers would apply if the package peft is installed, and leave out if not.
+    Raise ModelError if the index cannot be used or names a missing file, or there is an adapter. Only with the package
+    peft would transformers apply an adapter.
     """
     if (folder / _ADAPTER).exists():
         problem = f"{folder} has an adapter ({_ADAPTER}), which longspan does not apply"
@@ -87,17 +82,17 @@ def _shards(index: Path) -> list[str]:
         raise ModelError(f"{index} has no metadata, which transformers needs: fetch it again")
     names = sorted(set(places.values()))
     if missing := [name for name in names if not _exists(index.parent / name)]:
-        problem = f"{index} names {missing[0]}, which is not there"
-        more = f", and {len(missing) - 1} more files that are not" if missing[1:] else ""
+        problem = f"{index} names {missing[0]}, which does not exist"
+        more = f", and {len(missing) - 1} more missing files" if missing[1:] else ""
         raise ModelError(f"{problem}{more}: fetch the model again")
     return names
 
 
 def stated_dtype(folder: Path, *, with_weights: bool) -> str | None:
-    """Return the dtype of a checkpoint, such as float16: from config.json, else the type of most tensors.
+    """Return the dtype of a checkpoint, such as float16: from config.json, else the most frequent type of its tensors.
 
-    None if config.json has no dtype and safetensors files have no floating-point tensors, or are not to be read. Raises
-    ModelError for a config.json or a file of weights that cannot be read.
+    Return None if config.json has no dtype and the safetensors files have no floating-point tensors, or are not read.
+    Raise ModelError if config.json or a file of weights cannot be read.
     """
     if (stated := config_dtype(read_json(folder / CONFIG))) is not None:
         return stated
@@ -106,9 +101,9 @@ def stated_dtype(folder: Path, *, with_weights: bool) -> str | None:
 
 
 def stored_types(files: dict[str, Path]) -> dict[str, str]:
-    """Return the type of each tensor of safetensors files, by names; files in PyTorch's own format state none.
+    """Return the type of each tensor of safetensors files, by name. Files in PyTorch's own format are skipped.
 
-    Raises ModelError for a file that is empty, cut, damaged or a git-lfs pointer.
+    Raise ModelError for a file that is empty, cut, damaged or a git-lfs pointer.
     """
     types: dict[str, str] = {}
     for name, path in files.items():

@@ -1,4 +1,4 @@
-"""The facts that the rest of longspan must know about a model, without its weights and without transformers."""
+"""The facts about a model that other packages need, without its weights and without transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from longspan.cost.architecture import ModelShape
 class ModelInfo:
     """The facts that are stored with a model's weights.
 
-    `context_length` is in tokens (prompt and output together); `specs` has one entry per layer; `hidden_size` is the
-    width of hidden states, and `layer_weights` how many elements a layer has, on average.
-    `passed_width` counts the numbers of a token that pass from layer to layer: several hidden states in some models.
-    `reads_tokens` says that layers behind the first are handed something that depends on tokens, besides hidden states.
-    `rope_switch_length` is set for longrope models: a request whose length (tokens) is above it uses the long
-    factors, for all of its tokens.
-    `layers_return_tuples` says that hidden states are the first of what each layer returns.
+    Attributes:
+        layer_weights: the mean number of weights of a layer.
+        context_length: in tokens, prompt and output together.
+        rope_switch_length: set for longrope models. A longer request, in tokens, uses the long factors for all tokens.
+        layers_return_tuples: each layer returns a tuple that begins with the hidden states.
+        passed_width: elements per token between layers. Some models pass several hidden states.
+        reads_tokens: layers after the first have arguments, besides hidden states, that depend on tokens.
     """
 
     num_layers: int
@@ -43,12 +43,12 @@ class ModelInfo:
 
     @property
     def sizes(self) -> str:
-        """A hash of what the layers compute, which tells models of different times apart."""
+        """A hash of the sizes that decide how long a step takes."""
         sizes = (self.num_layers, self.vocab_size, self.hidden_size, self.layer_weights, self.specs)
         return hashlib.sha256(msgspec.json.encode(sizes)).hexdigest()[:12]
 
     def shape(self, bytes_per_element: int) -> ModelShape:
-        """Returns its sizes, of the first layer if they differ."""
+        """Return the sizes for the cost model, which takes all layers for copies of the first."""
         spec = self.specs[0]
         return ModelShape(
             num_layers=self.num_layers,

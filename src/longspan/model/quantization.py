@@ -1,9 +1,8 @@
-"""Weights in fewer bits: groups of 32 numbers of a row have a step and a base, and each number is one of their levels.
+"""Weights in fewer bits: each group of 32 weights of a row has a step and a base, and each weight is one level.
 
-This is the affine, weight-only quantisation of torchao and of GGUF's `Q4_1`, rounded to nearest. The weights that a
-level stands for are bfloat16, and are stored beside the levels. So whatever does not read levels (prompts through
-another exchange, a share of tensor parallelism) computes with the very same weights, and so does the model that
-transformers would make of the stored file.
+This is the affine, weight-only quantisation of torchao and of GGUF's `Q4_1`, rounded to nearest. The dequantised
+weights are bfloat16 and are stored with the levels. Code that does not read levels (layerwise exchanges, shares of
+tensor parallelism) computes with exactly these weights. So does transformers with the stored file.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor
 
 GROUP = 32
 NUMBERS, GRID = ".numbers", ".grid"
-"""The names of levels in a file end so, behind the name of the weight."""
+"""Suffixes of the names of levels in a file, after the name of the weight."""
 _QUANTISED = re.compile(r"(_proj|\blm_head)\.weight$")
 _HEAD_BITS = 8
-"""An output head has at least so many: its errors are those of the logits."""
+"""The minimum for an output head, since its errors are errors of the logits."""
 
 Quantization = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
@@ -28,12 +27,12 @@ BITS: dict[str, int] = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """A matrix `[outputs, inputs]` is stored as the levels of its numbers.
+    """The quantised form of a matrix `[outputs, inputs]`.
 
     Attributes:
-        numbers: `[outputs, inputs]` uint8; with 4 bits `[outputs, inputs / 2]`, where the 16 bytes of a group hold its
-            first 16 numbers in their low halves and the others in their high halves.
-        grid: `[outputs, inputs / 32, 2]` bfloat16, of each group the step between levels and the base.
+        numbers: the level of each weight, `[outputs, inputs]` uint8. With 4 bits `[outputs, inputs / 2]`: the 16 bytes
+            of a group hold its first 16 levels in their low halves and its last 16 levels in their high halves.
+        grid: `[outputs, inputs / 32, 2]` bfloat16: the step between levels and the base of each group.
     """
 
     numbers: Tensor
@@ -44,23 +43,23 @@ class Levels:
         return 8 * self.numbers.shape[1] // (self.grid.shape[1] * GROUP)
 
     def weights(self) -> Tensor:
-        """Returns the weights `[outputs, inputs]` that they stand for, bfloat16."""
+        """Compute the dequantised weights `[outputs, inputs]` bfloat16."""
         groups = self.numbers.unflatten(1, (self.grid.shape[1], -1))
         if self.bits == 4:
             groups = torch.cat([groups & 15, groups >> 4], dim=2)
         step, base = self.grid.float().unbind(2)
-        # The products of a level and a step are exact in float32, so this is one rounding, as that of the kernels.
+        # The product of a level and a step is exact in float32, so this rounds once, as the kernels do.
         weights: Tensor = groups * step[..., None] + base[..., None]
         return weights.to(torch.bfloat16).flatten(1)
 
 
 def is_quantised(name: str, weight: Tensor) -> bool:
-    """Tells whether a parameter is one whose levels are stored: of a projection, or of the output head."""
+    """Return True for the parameters with levels: matrices of projections, and of the output head."""
     return bool(_QUANTISED.search(name)) and weight.ndim == 2 and weight.shape[1] % GROUP == 0
 
 
 def quantise(name: str, weight: Tensor, quantization: Quantization) -> Levels:
-    """Rounds each number to the nearest of evenly spaced levels from the least to the greatest of its group."""
+    """Round each weight to the nearest of evenly spaced levels between the minimum and the maximum of its group."""
     bits = max(BITS[quantization], _HEAD_BITS) if "lm_head" in name else BITS[quantization]
     groups = weight.detach().float().unflatten(1, (-1, GROUP))
     low, high = groups.amin(2), groups.amax(2)

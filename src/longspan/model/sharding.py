@@ -1,8 +1,8 @@
-"""Tensor parallelism inside an instance: which slice of each weight a rank computes with, and what must be summed.
+"""Tensor parallelism inside an instance: each rank's slice of each weight, and the sums over ranks.
 
-The rules are our own (heads by `core.cluster.split_heads`, feed-forward layers by their inner dimension), since plans
-that come with models want sizes that divide. Slices are views of the mapped weights where that is possible: all but
-those of fused projections, which lie apart.
+The rules are our own (heads by `core.splits.split_heads`, feed-forward layers by their inner dimension). The plans of
+transformers' models need sizes that divide. Slices are views of the mapped weights, except for fused projections, whose
+pieces are not contiguous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import HeadShare, cut_evenly, split_heads
+from longspan.core.splits import HeadShare, cut_evenly, split_heads
 from longspan.model.files import ModelError
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ _WHOLE = re.compile(
     r"\.(gate|wg|router|router\.layer|router\.proj|shared_expert_gate|per_layer_input_gate|per_layer_projection"
     r"|linear_left|linear_right|modality_router|correction_coefs|prediction_coefs)\.weight$"
 )
-"""Matrices that every rank has completely: routers, and others that are small."""
+"""Matrices that every rank has completely: routers and other small matrices."""
 _ALIGNED = (8, 4)
-"""Numbers of 16 bytes in bfloat16 and in float32."""
+"""Elements in 16 bytes of bfloat16 and of float32."""
 _SUMMED = re.compile(r"\.(o_proj|down_proj|experts)$")
 _NORM = re.compile(r"norm\w*$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of a model that one of `size` ranks computes; `specs` are those of the whole model."""
+    """The part of a model that one of `size` ranks computes. `specs` describe the whole model."""
 
     index: int
     size: int
@@ -47,31 +47,27 @@ class Shard:
 
     @property
     def local_specs(self) -> tuple[AttnSpec, ...]:
-        """The attention of each layer on this rank."""
+        """The attention of each layer with this rank's heads."""
         return tuple(spec.of_heads(self.share(spec)) for spec in self.specs)
 
     def share(self, spec: AttnSpec) -> HeadShare:
         return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
 
     def cut(self, name: str, weight: Tensor) -> Tensor:
-        """Returns this rank's slice of a parameter; a view of it, unless its pieces lie apart.
-
-        Raises:
-            ModelError: for a matrix that no rule knows.
-        """
-        if (found := self.pieces(name, weight.shape)) is None:
+        """Return this rank's slice of a parameter, a view if it is one piece. Raise ModelError if no rule fits."""
+        if (cut := self.pieces(name, weight.shape)) is None:
             return weight
-        dim, ranges = found
+        dim, ranges = cut
         if weight.ndim == 1 and not any(ranges):  # a bias that another rank adds to the sum
             return torch.zeros_like(weight)
         pieces = [weight.narrow(dim, own.start, len(own)) for own in ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def pieces(self, name: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
-        """Returns the dimension in which a parameter is cut, and the ranges of it that this rank has.
+        """Return the dimension in which a parameter is cut, and this rank's ranges. None: all of the parameter.
 
-        There are several if the parameter joins several projections. None stands for all of the parameter. A bias that
-        is added to a sum over ranks is in one of them, and the range of the others is empty.
+        A parameter that joins several projections has several ranges. One rank has the bias that is added to a sum over
+        ranks, and the range of all other ranks is empty.
         """
         layer = _LAYER.search(name)
         if self.size == 1 or layer is None:
@@ -80,13 +76,13 @@ class Shard:
         module, _, kind = name.rpartition(".")
         leaf = kind if kind.endswith("_proj") else module.rpartition(".")[2]  # an expert's own parameter, or a module
         is_attention = _ATTENTION.search(name) is not None
-        found = self._of_attention(leaf, shape, spec) if is_attention else self._of_feed_forward(leaf, shape)
-        if found is None and len(shape) > 1 and shape.numel() != spec.head_dim and not _WHOLE.search(name):
+        cut = self._of_attention(leaf, shape, spec) if is_attention else self._of_feed_forward(leaf, shape)
+        if cut is None and len(shape) > 1 and shape.numel() != spec.head_dim and not _WHOLE.search(name):
             raise ModelError(f"it is not known how to cut {name}")
-        return found
+        return cut
 
     def _of_attention(self, leaf: str, shape: torch.Size, spec: AttnSpec) -> tuple[int, tuple[range, ...]] | None:
-        """Cuts a parameter of attention by heads."""
+        """Cut a parameter of attention by heads."""
         share, dim = self.share(spec), spec.head_dim
         if leaf == "o_proj":
             return self._added_once(shape) if len(shape) == 1 else (1, (_rows(share.heads, dim),))
@@ -103,19 +99,19 @@ class Shard:
         sizes = (
             (spec.num_heads * dim, _rows(share.heads, dim)),  # gates, norms over all heads
             (spec.num_kv_heads * dim, _rows(share.kv_heads, dim)),
-            (spec.num_heads, share.heads),  # a number, or a row, for each head
+            (spec.num_heads, share.heads),  # one element or one row per head
         )
-        found = {rows for size, rows in sizes if size == shape[0]}
-        if len(found) > 1:
+        fitting = {rows for size, rows in sizes if size == shape[0]}
+        if len(fitting) > 1:
             raise ModelError(f"it is not known how to cut {leaf}: its {shape[0]} rows fit several projections")
-        return (0, (found.pop(),)) if found else None
+        return (0, (fitting.pop(),)) if fitting else None
 
     def _of_feed_forward(self, leaf: str, shape: torch.Size) -> tuple[int, tuple[range, ...]] | None:
-        """Cuts a parameter by the inner dimension."""
+        """Cut a parameter by the inner dimension."""
         match leaf:
             case "gate_proj" | "up_proj" | "ffn_sub_norm":  # [inner, hidden], or [inner]
                 return 0, (self._even(shape[0]),)
-            case "gate_up_proj":  # two of these below each other, or [experts, 2 * inner, hidden]
+            case "gate_up_proj":  # gate above up: [2 * inner, hidden] or [experts, 2 * inner, hidden]
                 dim = max(0, len(shape) - 2)
                 gate, inner = self._even(shape[dim] // 2), shape[dim] // 2
                 return dim, (gate, range(gate.start + inner, gate.stop + inner))
@@ -129,23 +125,23 @@ class Shard:
         return 0, (range(shape[0] if self.index == 0 else 0),)
 
     def _even(self, total: int) -> range:
-        """Cuts at multiples of `_ALIGNED` if every rank gets some. Products of stacked experts need aligned rows."""
+        """Cut at multiples of `_ALIGNED` if no share is empty. Products of stacked experts need aligned rows."""
         unit = next((unit for unit in _ALIGNED if total % unit == 0 and total // unit >= self.size), 1)
         start, stop = cut_evenly(total // unit, self.size)[self.index]
         return range(start * unit, stop * unit)
 
     def counted(self, name: str, size: int) -> slice | None:
-        """Returns the columns of its share that this rank counts in sums over a norm of `size` numbers.
+        """Return the columns of the share that this rank adds to the sums of a norm over `size` columns.
 
-        Each column is counted once, by the first rank that has it. None for a norm that every rank has completely.
+        The first rank with a column counts it. Return None for a norm that every rank has completely.
         """
         shares = [replace(self, index=index).pieces(name, torch.Size([size])) for index in range(self.index + 1)]
         ranges = [share[1][0] for share in shares if share is not None]
         if not ranges:
             return None
         *before, own = ranges
-        known = max((one.stop for one in before), default=0)
-        return slice(max(0, known - own.start), len(own))
+        num_counted = max((columns.stop for columns in before), default=0)
+        return slice(max(0, num_counted - own.start), len(own))
 
 
 def _rows(heads: range, rows: int) -> range:
@@ -153,7 +149,7 @@ def _rows(heads: range, rows: int) -> range:
 
 
 def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> None:
-    """Raises ModelError when `tp` ranks, each shared by `num_sharing` instances, would leave somebody without heads."""
+    """Raise ModelError if `tp` ranks, whose shares `num_sharing` instances split again, leave one without a head."""
     for spec in specs:
         for share in split_heads(spec.num_heads, spec.num_kv_heads, tp):
             if not share.heads:
@@ -161,7 +157,7 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
                     f"tp {tp} is too much for layers with {spec.num_heads} query heads and {spec.num_kv_heads} KV "
                     "heads: some rank would have no head; use a smaller tp and more instances"
                 )
-            if not all(one.heads for one in split_heads(len(share.heads), len(share.kv_heads), num_sharing)):
+            if not all(part.heads for part in split_heads(len(share.heads), len(share.kv_heads), num_sharing)):
                 raise ModelError(
                     f"exchange gather_hidden splits {len(share.heads)} query heads and {len(share.kv_heads)} KV heads "
                     f"between {num_sharing} instances, and one would have none: use fewer, or another exchange"
@@ -171,20 +167,20 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
 def sum_partial_results(
     module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor], shape: Callable[[str], torch.Size]
 ) -> None:
-    """Makes a model sum over ranks by `reduce` what its sharded layers compute.
+    """Sum the partial results of sharded layers over ranks by `reduce`, in hooks.
 
-    These are outputs, and squares in norms over all heads or over the inner dimension. `shape` returns that of an
-    unsharded parameter by its name.
+    Partial results are outputs, and squares in norms over all heads or over the inner dimension. `shape` returns the
+    shape of an unsharded parameter.
     """
     for name, layer in module.named_modules():
         if _LAYER.search(name) and _SUMMED.search(name):
-            layer.register_forward_hook(lambda _module, _inputs, output: reduce(output))
+            layer.register_forward_hook(lambda _layer, _args, output: reduce(output))
         elif _LAYER.search(f"{name}.") and _NORM.search(name) and getattr(layer, "weight", None) is not None:
             total = shape(f"{name}.weight").numel()
             if layer.weight.ndim == 1 and (counted := shard.counted(f"{name}.weight", total)) is not None:
                 layer.register_forward_hook(_summed_norm(layer, counted, total, reduce))
     for layer, attention in attention_modules(module).items():
-        _tell_head_counts(attention, shard.local_specs[layer])
+        _set_head_counts(attention, shard.local_specs[layer])
 
 
 def _summed_norm(
@@ -193,7 +189,7 @@ def _summed_norm(
     total: int,
     reduce: Callable[[Tensor], Tensor],
 ) -> Callable[[object, tuple[Tensor, ...], Tensor], Tensor]:
-    """Returns a hook that turns the RMSNorm of a share into that of all ranks, which differ by a factor per token."""
+    """Return a hook that rescales the RMSNorm of a share to the RMSNorm of all ranks, by a factor per token."""
     epsilon: float = getattr(norm, "variance_epsilon", None) or norm.eps
 
     def scaled(_norm: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -209,24 +205,24 @@ def _summed_norm(
 
 
 def attention_modules(module: PreTrainedModel) -> dict[int, Any]:
-    """Returns the attention of each layer that the model has."""
-    found: list[Any] = [layer for layer in module.modules() if hasattr(layer, "o_proj") and hasattr(layer, "layer_idx")]
-    return {attention.layer_idx: attention for attention in found}
+    """Return the attention module of each layer of the rank."""
+    parts: Iterator[Any] = module.modules()
+    return {part.layer_idx: part for part in parts if hasattr(part, "o_proj") and hasattr(part, "layer_idx")}
 
 
 @contextmanager
 def head_counts(attention: Any, spec: AttnSpec) -> Iterator[None]:  # noqa: ANN401 - a module, whatever its class
-    """Sets an attention module's head counts to those of `spec` for a while."""
+    """Set an attention module's head counts to the counts of `spec` inside the block."""
     before = {name: vars(attention)[name] for name in ("config", "num_key_value_heads") if name in vars(attention)}
-    _tell_head_counts(attention, spec)
+    _set_head_counts(attention, spec)
     try:
         yield
     finally:
         vars(attention).update(before)
 
 
-def _tell_head_counts(attention: Any, spec: AttnSpec) -> None:  # noqa: ANN401 - a module, whatever its class
-    """Sets the numbers by which some models cut their fused projections; the others go by shapes."""
+def _set_head_counts(attention: Any, spec: AttnSpec) -> None:  # noqa: ANN401 - a module, whatever its class
+    """Set the counts by which some models cut their fused projections. Other models use shapes."""
     config = copy.copy(attention.config)
     config.num_attention_heads, config.num_key_value_heads = spec.num_heads, spec.num_kv_heads
     vars(attention).update(config=config, num_key_value_heads=spec.num_kv_heads)

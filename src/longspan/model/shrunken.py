@@ -1,12 +1,12 @@
 """Small copies of a model, on which a split is tried before workers start.
 
 A copy keeps the number of layers, the order of their kinds, widths, heads and experts, since faults of a split depend
-on them. It has weights for the first layer of each kind in each pipeline stage only; hidden states pass the others
-unchanged. Its vocabulary and its sliding windows are small, and its weights are random.
+on them. Only the first layer of each kind in each pipeline stage has weights. All other layers return their input. The
+vocabulary and the sliding windows are small, and the weights are random.
 
-Where the copy would have more than `_MOST_WEIGHTS` weights, widths are divided by a common power of two, and head sizes
-with them if RoPE allows. Numbers of heads and experts stay. A width that is a multiple of 8 times the ranks stays one,
-and so do remainders of widths that are not: shares are as even, and as aligned, as those of the model.
+If the copy would have more than `_MAX_WEIGHTS` weights, its widths are divided by a power of two. Head sizes are
+divided too if RoPE allows it. The numbers of heads and experts stay. A divided width is a multiple of 8, or of 8
+times the ranks, exactly if the model's width is. So shares are as even, and as aligned, as shares of the model.
 """
 
 from __future__ import annotations
@@ -26,32 +26,26 @@ from transformers.initialization import no_init_weights
 from longspan.attn.spec import AttnSpec, rope_dicts
 from longspan.model.files import ModelFiles, one_line
 from longspan.model.info import ModelInfo
-from longspan.model.skeleton import (
-    PROBE,
-    build_skeleton,
-    decoder_layers,
-    load_config,
-    observe,
-    quiet_transformers,
-)
+from longspan.model.skeleton import PROBE, build_skeleton, decoder_layers, load_config, observe, quiet_transformers
 from longspan.model.stages import PassThrough
+from longspan.model.store import named_tensors
 
 _log = logging.getLogger("longspan")
-_MOST_WEIGHTS = 64 << 20
-"""Weights of a copy, 270 MB in float32, unless only larger copies work. More of them take more than a second."""
+_MAX_WEIGHTS = 64 << 20
+"""Weights of a copy, 270 MB in float32, unless only larger copies work. Larger copies take more than a second."""
 _VOCAB_SIZE = 64
 _SLOPE = 0.7
 """The last outputs of a matrix are `exp(2 * 0.7)` = 4 times as large as the first."""
 _LENGTHS = {"sliding_window": 5, "original_max_position_embeddings": 8, "floor_scale": 4}
-"""Lengths in tokens that are shorter in a copy, so that prompts of a dozen tokens are longer."""
+"""Upper bounds of lengths in tokens, so that prompts of a dozen tokens exceed them."""
 _DIVISORS = (2, 4, 8, 16, 32, 64)
 _ALIGNED = 8
-"""Numbers of an aligned share: 16 bytes in bfloat16."""
+"""Elements in 16 bytes of bfloat16."""
 _WIDTH = re.compile("(_size|_dim|_rank)$|^d_model$|^d_ff$|^n_embd$|^n_inner$")
 _NO_WIDTH = re.compile("vocab|window|chunk|block|kernel|cache|group|patch|batch|conv|head|position|num_")
 _HEAD_DIMS = ("head_dim", "global_head_dim")
 FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError)
-"""The exceptions of a model whose modules do not fit each other."""
+"""The exceptions of a model whose modules do not fit together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +55,9 @@ class ShrunkenModel:
     Attributes:
         module: the copy as transformers builds it, with its weights.
         info: the facts of the copy.
-        layers: the layers that it has.
-        tensors: all parameters and buffers, by their names.
-        aliases: for names of tied parameters, the name that has the tensor.
+        layers: the numbers of the layers with weights.
+        tensors: all parameters and buffers, by name.
+        aliases: for each further name of a tied parameter, its name in `tensors`.
     """
 
     module: PreTrainedModel
@@ -76,25 +70,25 @@ class ShrunkenModel:
         return self.tensors[self.owner(name)]
 
     def owner(self, name: str) -> str:
-        """Returns the first of the names that are tied to this one."""
+        """Return the first of the names that are tied to this name."""
         return self.aliases.get(name, name)
 
     def is_drawn(self, name: str) -> bool:
-        """Returns False for every name, since all tensors are here."""
+        """Return False for every name of the copy: all its tensors are stored."""
         return name not in self.tensors and name not in self.aliases
 
     def shape(self, name: str) -> torch.Size:
         return self[name].shape
 
     def skeleton(self, attention: str) -> PreTrainedModel:
-        """Returns a model of its own with the same tensors, and with an attention function of transformers."""
+        """Return another module tree with the same tensors, and with an attention function of transformers."""
         shared: dict[int, Any] = {id(tensor): tensor for tensor in self.tensors.values()}
         module = copy.deepcopy(self.module, shared)
         module.config._attn_implementation = attention  # noqa: SLF001 - as `set_attn_implementation`, unchecked
         return module
 
     def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns logits `[tokens, vocab]` of one prompt as transformers computes them, by its own attention.
+        """Compute logits `[tokens, vocab]` of one prompt by transformers alone, with its own attention.
 
         Without `positions` the model numbers the tokens itself.
         """
@@ -106,7 +100,7 @@ class ShrunkenModel:
 
 
 class NoCopyError(ValueError):
-    """No copy of a model can be built and run; the message is the reason of the last attempt."""
+    """No copy of a model can be built and run. The message is the reason of the last attempt."""
 
 
 def shrink(
@@ -118,12 +112,10 @@ def shrink(
     try_out: Callable[[ShrunkenModel], object],
     dtype: torch.dtype = torch.float32,
 ) -> ShrunkenModel:
-    """Returns a small copy for these stages that `try_out` can run.
+    """Return a small copy for these stages that `try_out` can run.
 
-    A model may refuse to be small, for example when its code needs tokens that the small vocabulary lacks.
-
-    Raises:
-        NoCopyError: when no copy of at most sixteen times the usual size works.
+    Some models cannot be small, for example if their code needs a token that the small vocabulary lacks. Raise
+    NoCopyError if no copy works. The largest attempt has 16 times the usual size.
     """
     config = load_config(files.config_dir, files.trust_remote_code)
     layers = list(decoder_layers(build_skeleton(config, files.trust_remote_code)))
@@ -135,29 +127,29 @@ def shrink(
         for divisor, with_heads in _divisors(config, tp)
     ]
     reason = "its layers are too large"
-    for most_weights in (_MOST_WEIGHTS, 4 * _MOST_WEIGHTS, 16 * _MOST_WEIGHTS):
+    for max_weights in (_MAX_WEIGHTS, 4 * _MAX_WEIGHTS, 16 * _MAX_WEIGHTS):
         for chosen, has_small_vocab, divisor, with_heads in sizes:
-            if sum(num_weights[layer] for layer in chosen) > most_weights * divisor**2:
+            if sum(num_weights[layer] for layer in chosen) > max_weights * divisor**2:
                 continue
             try:
                 small = _small_config(config, divisor, with_heads=with_heads, has_small_vocab=has_small_vocab)
                 module = _empty(files, small, info, chosen, dtype)
-                if (total := sum(weight.numel() for weight in module.parameters())) > most_weights:
+                if (total := sum(weight.numel() for weight in module.parameters())) > max_weights:
                     continue
                 _draw(module)
-                found = _with_facts(module, info, chosen)
-                try_out(found)
+                copied = _with_facts(module, info, chosen)
+                try_out(copied)
             except FAILURES as error:
                 reason = one_line(error)
                 continue
-            if total > _MOST_WEIGHTS:
+            if total > _MAX_WEIGHTS:
                 _log.info("the split is tried on %.1f GB of weights, since no smaller copy works", total * 4e-9)
-            return found
+            return copied
     raise NoCopyError(reason)
 
 
 def _kept(layers: Sequence[nn.Module], specs: Sequence[AttnSpec], stages: Sequence[range]) -> list[int]:
-    """Returns the first layer of each kind in each stage."""
+    """Return the first layer of each kind in each stage."""
     kept: list[int] = []
     for stage in stages:
         first: dict[object, int] = {}
@@ -168,7 +160,7 @@ def _kept(layers: Sequence[nn.Module], specs: Sequence[AttnSpec], stages: Sequen
 
 
 def _kind(layer: nn.Module) -> Iterator[object]:
-    """Yields the facts by which layers differ, apart from the values of their weights."""
+    """Yield the facts by which layers differ, apart from the values of their weights."""
     for name, module in layer.named_modules():
         yield name, type(module)
         yield from (
@@ -179,9 +171,9 @@ def _kind(layer: nn.Module) -> Iterator[object]:
 
 
 def _divisors(config: PreTrainedConfig, tp: int) -> Iterator[tuple[int, bool]]:
-    """Yields divisors of widths, from 1 on, and whether head sizes are divided too."""
+    """Yield divisors of widths, from 1 on, and whether head sizes are divided too."""
     yield 1, False
-    widths = [one for value in _widths(config).values() for one in (value if isinstance(value, list) else [value])]
+    widths = [width for value in _widths(config).values() for width in (value if isinstance(value, list) else [value])]
     head_dims = [value for name, value in vars(config).items() if name in _HEAD_DIMS and isinstance(value, int)]
     has_lists = any(isinstance(value, list) for rope in rope_dicts(config) for value in rope.values())
     for divisor in _DIVISORS:
@@ -198,7 +190,7 @@ def _divides(divisor: int, width: int, tp: int) -> bool:
 
 
 def _widths(config: PreTrainedConfig) -> dict[str, int | list[int]]:
-    """Returns the widths of a configuration by name; a list is one of all layers."""
+    """Return the widths of a configuration by name. A list has one width per layer."""
     return {
         name: value
         for name, value in vars(config).items()
@@ -207,9 +199,9 @@ def _widths(config: PreTrainedConfig) -> dict[str, int | list[int]]:
 
 
 def _is_width(value: object) -> TypeGuard[int | list[int]]:
-    """Tells whether a value is a number above 1, which stands for something else, or a list of such numbers."""
-    many = value if isinstance(value, list) else [value]
-    return bool(many) and all(type(one) is int and one > 1 for one in many)
+    """Return True for a number above 1, or a list of such numbers. In some models 1 is a flag, not a width."""
+    widths = value if isinstance(value, list) else [value]
+    return bool(widths) and all(type(width) is int and width > 1 for width in widths)
 
 
 def _small_config(
@@ -235,14 +227,14 @@ def _small_config(
         setattr(small, name, value)
     for rope in rope_dicts(small):
         assert isinstance(rope, dict), "the copy's own"
-        rope.update({name: min(rope[name], most) for name, most in _LENGTHS.items() if isinstance(rope.get(name), int)})
+        rope.update({name: min(rope[name], top) for name, top in _LENGTHS.items() if isinstance(rope.get(name), int)})
     return small
 
 
 def _empty(
     files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: Sequence[int], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Builds a model without numbers, whose other layers return their input. Their memory is never touched."""
+    """Build a model with uninitialised weights. Layers that are not `kept` return their input."""
     with quiet_transformers(), no_init_weights():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=files.trust_remote_code
@@ -258,21 +250,13 @@ def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int]) -
     observed = observe(module)
     specs = list(info.specs)
     for layer, spec in observed.specs.items():
-        wanted = info.specs[layer]
-        if (spec.num_heads, spec.num_kv_heads) != (wanted.num_heads, wanted.num_kv_heads):
+        expected = info.specs[layer]
+        if (spec.num_heads, spec.num_kv_heads) != (expected.num_heads, expected.num_kv_heads):
             raise ValueError(f"layer {layer} of the copy has other heads than the model")
-        if spec.head_dim % _ALIGNED and not wanted.head_dim % _ALIGNED:
-            raise ValueError(f"heads of the copy have {spec.head_dim} numbers")
+        if spec.head_dim % _ALIGNED and not expected.head_dim % _ALIGNED:
+            raise ValueError(f"heads of the copy have {spec.head_dim} dimensions")
         specs[layer] = spec
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first_name: dict[int, str] = {}
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        owner = first_name.setdefault(id(tensor), name)
-        if owner != name:
-            aliases[name] = owner
-        tensors[owner] = tensor
+    tensors, aliases = named_tensors(module)
     facts = replace(
         info,
         specs=tuple(specs),
@@ -285,10 +269,10 @@ def _with_facts(module: PreTrainedModel, info: ModelInfo, kept: Sequence[int]) -
 
 
 def _draw(module: nn.Module) -> None:
-    """Fills a model's parameters with random numbers that keep activations near 1, so that each of them matters.
+    """Fill parameters with random numbers that keep activations near 1, so that each parameter changes the result.
 
-    Later outputs of a matrix are larger, so that heads and channels differ in more than their random numbers: the mean
-    over a share is not that over all.
+    Later outputs of a matrix are larger. So heads and channels differ systematically, and the mean over a share is not
+    the mean over all.
     """
     numbers = torch.Generator().manual_seed(0)
     for name, weight in module.named_parameters():

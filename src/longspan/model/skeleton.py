@@ -1,6 +1,6 @@
-"""The models that longspan can serve, as transformers builds them: modules without numbers, and the facts found there.
+"""The models that longspan can serve, as transformers builds them: modules without weights, and their facts.
 
-Importing transformers' models takes a second or two, so only who builds one imports this module.
+Importing transformers' models takes a second or two, so this module is imported only to build one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from longspan.model.files import ModelError, one_line
 from longspan.model.info import ModelInfo
 
 PROBE = "longspan_probe"
-"""The attention of a model that `gather_info` looks at."""
+"""The name of the attention function in transformers, for models that `gather_info` runs."""
 _CONFIG_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
-"""The errors that transformers raises for values that a configuration must not have."""
+"""The errors that transformers raises for invalid values in a configuration."""
 
 
 def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
-    """Raises ModelError, with the first reason found, unless longspan can serve the model of this folder."""
+    """Raise ModelError with the first reason why longspan cannot serve the model of this folder, if any."""
     config = load_config(config_dir, trust_remote_code)
     for problem in _config_problems(config):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
@@ -48,7 +48,7 @@ def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers from logging anything but errors, and from drawing progress bars."""
+    """Let transformers log errors only, and draw no progress bars, inside the block."""
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -61,7 +61,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """Reads the configuration; ModelError when transformers does not know it."""
+    """Read the configuration. Raise ModelError if transformers does not know it."""
     try:
         with quiet_transformers():
             return AutoConfig.from_pretrained(config_dir, trust_remote_code=trust_remote_code)
@@ -70,9 +70,9 @@ def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool, **options: object) -> PreTrainedModel:
-    """Builds the causal language model of a configuration on the meta device: modules, no numbers.
+    """Build the causal language model of a configuration on the meta device, without weights.
 
-    `options` go to `from_config` (`dtype`, `attn_implementation`). Raises ModelError when there is no such model.
+    `options` go to `from_config` (`dtype`, `attn_implementation`). Raise ModelError if there is no such model.
     """
     try:
         with torch.device("meta"), quiet_transformers():
@@ -94,8 +94,8 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield "it is a multimodal model; use its text-only checkpoint"
     if getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantised; use the unquantised checkpoint"
-    if odd := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
-        yield f"it has layers of type {', '.join(odd)}; longspan serves full and sliding-window attention"
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
+        yield f"it has layers of type {', '.join(unknown)}; longspan serves full and sliding-window attention"
     if getattr(config, "num_hidden_layers", None) == 0:
         yield "its configuration states no layers"
     if getattr(config, "kv_lora_rank", None):
@@ -122,17 +122,17 @@ def _class_problems(model: PreTrainedModel) -> Iterator[str]:
 
 
 def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
-    """Builds the ModelInfo of a model loaded with `PROBE`, from its configuration and a dry run of two tokens.
+    """Build the ModelInfo of a model loaded with `PROBE`, from its configuration and a dry run of two tokens.
 
-    Raises:
-        ModelError: when a layer wants something that an AttnSpec cannot say, or the configuration states no context
-            length, or sliding windows other than those observed.
+    Raise ModelError if an AttnSpec cannot describe a layer, or the configuration states no context length, or other
+    sliding windows than the observed ones.
     """
     config = model.config
     specs = _all_specs(model)
     _check_windows(config, specs)
     with NoProducts():
-        observed, other = observe(model), observe(model, (1, 0))
+        observed, swapped = observe(model), observe(model, (1, 0))
+    arguments, others = observed.arguments, swapped.arguments
     return ModelInfo(
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
@@ -144,32 +144,28 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
         rope_switch_length=_rope_switch_length(config),
         layers_return_tuples=observed.returns_tuples,
         passed_width=observed.passed_width,
-        reads_tokens=not _are_equal(observed.arguments, other.arguments),
+        reads_tokens=len(arguments) != len(others) or not all(map(torch.equal, arguments, others)),
     )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Finds the list of a model's layers, each of which has an attention with its number.
-
-    Raises:
-        ModelError: when there is no such list.
-    """
-    number: int = model.config.num_hidden_layers
-    for found in model.modules():
-        if isinstance(found, nn.ModuleList) and len(found) == number and all(map(_has_number, found, range(number))):
-            return found
+    """Return the list of layers, whose attention modules have the layers' indices. Raise ModelError if none exists."""
+    size: int = model.config.num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == size and all(map(_has_index, module, range(size))):
+            return module
     raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
 
 
 def trunk_path(model: PreTrainedModel) -> str:
-    """Returns the path of the module that calls the layers; the output head reads its output."""
+    """Return the path of the module that calls the layers. The output head reads its output."""
     layers = decoder_layers(model)
     path: str = next(path for path, module in model.named_modules() if module is layers)
     return path.rpartition(".")[0]
 
 
-def _has_number(layer: nn.Module, number: int) -> bool:
-    return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
+def _has_index(layer: nn.Module, index: int) -> bool:
+    return any(getattr(module, "layer_idx", None) == index for module in layer.modules())
 
 
 def _all_specs(model: PreTrainedModel) -> tuple[AttnSpec, ...]:
@@ -184,19 +180,19 @@ def _all_specs(model: PreTrainedModel) -> tuple[AttnSpec, ...]:
 
 
 def _probe_specs(model: PreTrainedModel, tokens: Sequence[int]) -> dict[int, AttnSpec]:
-    """Runs a model with the attention `PROBE`; returns the attention of every layer that calls it."""
+    """Run a model with the attention `PROBE`. Return the attention of every layer that calls it."""
     specs: dict[int, AttnSpec] = {}
     row = torch.tensor([list(tokens)], device=model.device)
-    where = torch.arange(len(tokens), device=model.device)[None]
+    positions = torch.arange(len(tokens), device=model.device)[None]
     with torch.no_grad():
-        model(input_ids=row, position_ids=where, use_cache=False, specs=specs)
+        model(input_ids=row, position_ids=positions, use_cache=False, specs=specs)
     return specs
 
 
 class NoProducts(TorchFunctionMode):
-    """Leaves out products with matrices, which read all weights of a model.
+    """Skips matrix products, which would read all weights of a model.
 
-    What depends on tokens still does: an output is the mean of the inputs, and an embedding is the token.
+    Results still depend on tokens: an output is the mean of the inputs, and an embedding is the token.
     """
 
     def __torch_function__(
@@ -204,11 +200,11 @@ class NoProducts(TorchFunctionMode):
         function: Callable[..., Any],
         _types: object,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what that function returns
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401 - the result of that function
         if function is functional.linear:
-            given, weight = args[:2]
-            return given.mean(-1, keepdim=True).expand(*given.shape[:-1], len(weight)).clone()
+            x, weight = args[:2]
+            return x.mean(-1, keepdim=True).expand(*x.shape[:-1], len(weight)).clone()
         if function is functional.embedding:
             tokens, weight = args[:2]
             return tokens[..., None].to(weight.dtype).expand(*tokens.shape, weight.shape[1]).clone()
@@ -220,8 +216,8 @@ class Observed:
     """The facts that a run of a few tokens shows, of a model with the attention `PROBE`.
 
     Attributes:
-        specs: of the layers that call it.
-        arguments: the tensors that each layer is handed besides hidden states.
+        specs: the attention of the layers that call `PROBE`.
+        arguments: the tensor arguments of each layer besides hidden states.
     """
 
     specs: dict[int, AttnSpec]
@@ -231,37 +227,33 @@ class Observed:
 
 
 def observe(model: PreTrainedModel, tokens: Sequence[int] = (0, 1)) -> Observed:
-    """Runs a model with the attention `PROBE`, and reads off what its layers are handed."""
-    found = Observed(specs={}, arguments=[])
+    """Run a model with the attention `PROBE`, and record the arguments of its layers."""
+    observed = Observed(specs={}, arguments=[])
 
-    def before(_layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        others = dict(named)
-        hidden: Tensor = given[0] if given else others.pop("hidden_states")
-        found.passed_width = hidden.numel() // len(tokens)
-        found.arguments += _tensors((given[1:], tuple(others.values())))
+    def before(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        hidden: Tensor = args[0] if args else kwargs.pop("hidden_states")
+        observed.passed_width = hidden.numel() // len(tokens)
+        observed.arguments += _tensors((args[1:], tuple(kwargs.values())))
 
-    def after(_layer: nn.Module, _given: object, output: object) -> None:
-        found.returns_tuples = isinstance(output, tuple)
+    def after(_layer: nn.Module, _args: object, output: object) -> None:
+        observed.returns_tuples = isinstance(output, tuple)
 
     hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in decoder_layers(model)]
     hooks += [layer.register_forward_hook(after) for layer in decoder_layers(model)]
-    found.specs = _probe_specs(model, tokens)
+    observed.specs = _probe_specs(model, tokens)
     for hook in hooks:
         hook.remove()
-    return found
+    return observed
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """Yields the tensors in a value. Those in dictionaries are results of layers before, if any."""
+    """Yield the tensors in a value. Dictionaries are skipped: they hold results of earlier layers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
-
-
-def _are_equal(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
+        for item in value:
+            yield from _tensors(item)
 
 
 def _probe(
@@ -294,7 +286,7 @@ AttentionInterface.register(PROBE, _probe)
 
 
 def _rope_switch_length(config: PreTrainedConfig) -> int | None:
-    """Returns the request length in tokens above which longrope takes its long factors; None if it never does."""
+    """Return the request length above which longrope uses its long factors, or None without two sets of factors."""
     for rope in rope_dicts(config):
         has_two_sets = rope.get("rope_type") == "longrope" and (
             rope["short_factor"] != rope["long_factor"] or rope.get("short_mscale") != rope.get("long_mscale")
@@ -316,7 +308,7 @@ def _context_length(config: PreTrainedConfig) -> int:
 
 
 def _check_windows(config: PreTrainedConfig, specs: tuple[AttnSpec, ...]) -> None:
-    """Refuses models that state their window to transformers' mask alone, which longspan does not see."""
+    """Refuse models that state their window only to transformers' mask, which longspan does not build."""
     limit = _context_length(config)
     stated = min(getattr(config, "sliding_window", None) or limit, limit)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(specs)

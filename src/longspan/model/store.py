@@ -1,10 +1,10 @@
-"""Weights live once per host: one module-layout safetensors file per model and dtype, mapped by every worker.
+"""Weights are stored once per host: one safetensors file per model and dtype, mapped by every worker.
 
-The file holds every parameter and buffer of the model exactly as transformers' `from_pretrained` leaves them
-(converted to the dtype, experts stacked, rotary frequencies computed), under their names in the module tree.
-Tensors that the model ties are stored once. Its metadata holds the ModelInfo.
+The file holds every parameter and buffer as transformers' `from_pretrained` leaves them, under their names in the
+module tree. They are converted to the dtype, experts are stacked, and rotary frequencies are computed. Tied tensors are
+stored once. The metadata holds the ModelInfo.
 
-Dummy weights for other devices than CPUs are in no file: it describes the matrices, and each rank draws its own.
+Dummy weights for devices other than CPUs are not stored. The file describes the matrices, and each rank draws them.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import msgspec
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, cache_root, make_writable, not_written, one_line
@@ -29,65 +30,63 @@ from longspan.model.info import ModelInfo
 from longspan.model.quantization import GRID, NUMBERS, Levels, Quantization
 
 _FORMAT = 4
-"""The layout of the files, and the checks that a model has passed when its file is there."""
+"""The version of the file layout, and of the checks that a model passes before its file is written."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NOTES = "notes"
-"""The entry of a file's metadata with sentences that every start logs as warnings."""
+"""The metadata entry with sentences that every start logs as warnings."""
 _FILE = "model.safetensors"
 
 log = logging.getLogger(__name__)
 
 
-def ensure_weights(
-    config_dir: Path,
-    *,
-    dtype: str,
-    dummy_seed: int | None = None,
-    drawn: bool = False,
-    quantization: Quantization | None = None,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Returns the weight file of the model in `config_dir`; at first use checks the model and writes it to the cache.
+@dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """The form in which the weights of a checkpoint are stored. Its fields are part of the name of the file's folder.
 
-    The file is found by the contents of the checkpoint, wherever that is. The configuration is copied beside it.
-    With `dummy_seed` the weights are random, drawn as transformers initialises a new model, and the folder needs no
-    weights; if they are `drawn`, the file has no matrices, see `StoredTensors`. With a `quantization` matrices are
-    those that their levels stand for, and the levels lie beside them, see `map_levels`. Raises ModelError for a model
-    that cannot be served, or a checkpoint that does not match its configuration.
+    Attributes:
+        dummy_seed: draw random weights, as transformers initialises a new model. The checkpoint needs no weights then.
+        drawn: leave the matrices of dummy weights out of the file, see `StoredTensors`.
+        quantization: round the matrices, and store their levels too, see `map_levels`.
+    """
+
+    dtype: str
+    dummy_seed: int | None = None
+    drawn: bool = False
+    quantization: Quantization | None = None
+    trust_remote_code: bool = False
+
+
+def ensure_weights(config_dir: Path, form: WeightForm) -> Path:
+    """Return the weight file of the model in `config_dir`. The first use checks the model and writes the file.
+
+    The name of its folder is a hash of the checkpoint's contents. The folder also has a copy of the configuration.
+    Raise ModelError if the model cannot be served, or the checkpoint does not match its configuration.
     """
 
     def key() -> str:
-        sources = description_files(config_dir, trust_remote_code=trust_remote_code)
-        if dummy_seed is None:
+        sources = description_files(config_dir, trust_remote_code=form.trust_remote_code)
+        if form.dummy_seed is None:
             sources |= weight_files(config_dir)
-        what = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]  # another description, another file
-        identity = [*what, content_hash(sources), dtype, dummy_seed, drawn, quantization, trust_remote_code]
+        formats = [_FORMAT, msgspec.json.schema(ModelInfo), version("transformers")]
+        identity = [*formats, content_hash(sources), *astuple(form)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
-    found = key()
-    folder = cache_root() / "weights" / found
+    name = key()
+    folder = cache_root() / "weights" / name
     if not folder.is_dir():
         from longspan.model.checkpoint import write_weights  # noqa: PLC0415 - imports transformers' models: seconds
         from longspan.model.skeleton import check_supported  # noqa: PLC0415
 
         def build(unfinished: Path) -> None:
-            log.info("writing the %s weights of %s to the cache, once", quantization or dtype, config_dir)
-            write_weights(
-                config_dir,
-                unfinished / _FILE,
-                dtype=DTYPES[dtype],
-                dummy_seed=dummy_seed,
-                drawn=drawn,
-                quantization=quantization,
-                trust_remote_code=trust_remote_code,
-            )
-            for name, path in description_files(config_dir, trust_remote_code=trust_remote_code).items():
-                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, unfinished / name)
-            if key() != found:
+            log.info("writing the %s weights of %s to the cache, once", form.quantization or form.dtype, config_dir)
+            write_weights(config_dir, unfinished / _FILE, form)
+            for file, path in description_files(config_dir, trust_remote_code=form.trust_remote_code).items():
+                (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, unfinished / file)
+            if key() != name:
                 raise ModelError(f"{config_dir} changed while it was read: start again when it is complete")
 
-        check_supported(config_dir, trust_remote_code)
+        check_supported(config_dir, form.trust_remote_code)
         build_once(folder, build)
     for note in json.loads(_metadata(folder / _FILE)[NOTES]):
         log.warning("%s: %s", config_dir, note)
@@ -103,16 +102,16 @@ def _metadata(weights: Path) -> dict[str, str]:
 
 
 def read_info(weights: Path) -> ModelInfo:
-    """Returns the facts stored with a weight file; reads its header only."""
+    """Return the facts stored with a weight file. Only the header is read."""
     return ModelInfo.from_json(_metadata(weights)["info"])
 
 
 class Matrices(msgspec.Struct, frozen=True, kw_only=True):
-    """The matrices of dummy weights that are in no file: normally distributed numbers.
+    """The matrices of dummy weights that ranks draw: normally distributed elements.
 
     Attributes:
+        deviation: the standard deviation of the elements.
         shapes: by the names of the matrices.
-        deviation: the standard deviation of their numbers.
     """
 
     seed: int
@@ -121,7 +120,7 @@ class Matrices(msgspec.Struct, frozen=True, kw_only=True):
     shapes: dict[str, tuple[int, ...]]
 
     def draw(self, name: str, device: torch.device) -> Tensor:
-        """Returns a whole matrix, which depends on its name, the seed and the kind of device only."""
+        """Draw a whole matrix. It depends only on its name, the seed and the kind of device."""
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:8])
         generator = torch.Generator(device).manual_seed(seed)
         matrix = torch.empty(self.shapes[name], dtype=DTYPES[self.dtype], device=device)
@@ -131,12 +130,8 @@ class Matrices(msgspec.Struct, frozen=True, kw_only=True):
 class StoredTensors(Mapping[str, Tensor]):
     """The parameters and buffers of a model by their names in the module tree.
 
-    What is in the file is a view of it, on the CPU. Its pages are shared by all processes of the host for as long as
-    nobody writes to them, and tied names share one tensor object. Matrices that are not are drawn on `device` whenever
-    somebody asks for them, and kept by nobody else.
-
-    Attributes:
-        info: the facts that are stored with them.
+    Stored tensors are views of the file, on the CPU. All processes of the host share its pages until one writes to
+    them. Tied names share one tensor object. Other matrices are drawn on `device` at each access, and not kept.
     """
 
     def __init__(self, weights: Path, device: torch.device) -> None:
@@ -150,14 +145,14 @@ class StoredTensors(Mapping[str, Tensor]):
         self._device = device
 
     def owner(self, name: str) -> str:
-        """Returns the first of the names that are tied to this one."""
+        """Return the first of the names that are tied to this name."""
         return self._aliases.get(name, name)
 
     def is_drawn(self, name: str) -> bool:
         return self._matrices is not None and self.owner(name) in self._matrices.shapes
 
     def shape(self, name: str) -> torch.Size:
-        """Returns the shape of a tensor, which is not drawn for that."""
+        """Return the shape of a tensor without drawing it."""
         if self._matrices is not None and self.is_drawn(name):
             return torch.Size(self._matrices.shapes[self.owner(name)])
         return self._mapped[self.owner(name)].shape
@@ -176,8 +171,21 @@ class StoredTensors(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return all parameters and buffers by their first names, and the first name for each further name of a tensor."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if (first := first_names.setdefault(id(tensor), name)) != name:
+            aliases[name] = first
+        else:
+            tensors[name] = tensor
+    return tensors, aliases
+
+
 def map_levels(weights: Path) -> dict[str, Levels]:
-    """Maps the levels of a quantised weight file, by the names of the weights; of any other file there are none."""
+    """Map the levels of a quantised weight file, by the names of the weights. Any other file has none."""
     with safe_open(weights, framework="pt") as file:
         names = [name.removesuffix(GRID) for name in file.keys() if name.endswith(GRID)]  # noqa: SIM118
         return {
@@ -186,11 +194,11 @@ def map_levels(weights: Path) -> dict[str, Levels]:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Returns `folder`, filled by `build` if it does not exist yet.
+    """Return `folder` after `build` has filled it, unless it exists already.
 
-    `build` gets an empty folder beside it, which is renamed when complete: other processes see all of it or nothing,
-    and a lock lets one of several that start together do the work. A failure leaves nothing behind. Raises ModelError
-    when the cache cannot be written to.
+    `build` gets an empty folder with another name, which is renamed when complete, so other processes see all files or
+    none. A lock lets one process build. A failure removes the unfinished folder. Raise ModelError if the cache cannot
+    be written to.
     """
     if folder.is_dir():
         return folder
@@ -215,7 +223,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Write a file to the disk now: after a power failure the folder may have its name, and must have its contents."""
+    """Write a file to the disk now: after a power failure a folder with its final name must have its contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

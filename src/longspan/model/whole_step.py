@@ -1,98 +1,68 @@
-"""Steps of single tokens, as decodes are, in one call: all layers, their attention to KV in blocks, the output head.
+"""Decode steps in one native call: all layers, their attention over paged KV, and the output head.
 
-Nothing of Python runs between the kernels of such a step, which would find its own code and data gone from the caches
-each time, because every layer streams its weights through them.
+No Python runs between the kernels of such a step. Every layer streams its weights through the processor's caches, so
+Python would find its code and data evicted after each kernel.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longspan.attn.backends.native import NativeCpu
-from longspan.attn.paged import PagedKv, PagedPlan, Reads
+from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.model.fused import COST, FusedLayer, Product, Rotary, check_known, check_rows, norm_of, spread
+from longspan.model.step import Attend, SingleTokens
 from longspan.native.chain import Args, Chain, LinearArgs, PagedArgs, StoreArgs, fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger("longspan")
 _PROBE = 64
-"""The most tokens by which a model is checked, each of a request of its own. More of them take longer at each start."""
+"""The largest number of tokens in the dry run, each of its own request. More tokens make each start slower."""
 _PROBE_SLOTS = 32
-_FEWEST_ROWS, _MOST_ROWS = 1 << 12, 1 << 17
-"""Bounds of the positions in a table: the most are 64 MiB with heads of 128 numbers."""
-_MORE_ROOM = 16
-"""Buffers grow by so many tokens."""
+_MIN_ROWS, _MAX_ROWS = 1 << 12, 1 << 17
+"""Bounds of the number of positions in a table. The upper bound takes 64 MiB if heads have 128 dimensions."""
+_BUFFER_STEP = 16
+"""Buffers grow in steps of this many tokens."""
 _PRODUCTS = 4
 """Calls of `linear.cpp` per layer."""
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`
-
-One that has a method `single_tokens` may tell by it that its step can be computed as a whole.
-"""
 Forward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
-"""Computes logits `[tokens, vocab]` of tokens, positions and RoPE lengths `[tokens]`, layer by layer."""
+"""Computes logits `[tokens, vocab]` from tokens, positions and RoPE lengths `[tokens]`, layer by layer."""
 RotaryOf = Callable[[Tensor, Tensor], Rotary]
-"""Computes cosines and sines `[1, tokens, rotary_dim]` of positions and RoPE lengths `[tokens]`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SingleTokens:
-    """Lists what a step reads and writes besides the model when each of its tokens is the only one of its request.
-
-    Attributes:
-        blocks, offsets: where each token's keys and values go, `[tokens]` int64 on the host.
-        kv: of each layer.
-        plans: of each layer, for one query per token.
-    """
-
-    blocks: Tensor
-    offsets: Tensor
-    kv: Sequence[PagedKv]
-    plans: Sequence[PagedPlan]
+"""Computes cosines and sines `[1, tokens, rotary_dim]` from positions and RoPE lengths `[tokens]`."""
 
 
 class WholeStep:
-    """Computes logits of single tokens by a chain of kernels that was prepared before.
+    """Computes logits of single tokens by a prepared chain of kernels.
 
-    Args:
-        module: the model, whose last norm and embeddings are taken.
-        layers: its own, all of them.
-        head: its output head.
-        rotary: of its tokens.
-
-    Raises:
-        ValueError: for a model of another form.
+    `layers` are all layers of the model, and `module` has its last norm and its embeddings. Raise ValueError for a
+    model of another form.
     """
 
-    def __init__(
-        self,
-        module: Any,  # noqa: ANN401 - whatever its class
-        layers: Sequence[FusedLayer],
-        head: Product,
-        rotary: RotaryOf,
-    ) -> None:
+    def __init__(self, module: PreTrainedModel, layers: Sequence[FusedLayer], head: Product, rotary: RotaryOf) -> None:
         base = getattr(module, module.base_model_prefix)
         check_known(module, base)
-        self._norm, epsilon = norm_of(base.norm)  # the kernel knows its address only
+        self._norm, epsilon = norm_of(base.norm)  # keeps the memory: the kernel has its address only
         self._embeddings = module.get_input_embeddings().weight
         width = layers[0].products[0].problem.inputs
         if self._embeddings.shape[1] != width or self._embeddings.dtype != torch.bfloat16:
             shape, dtype = tuple(self._embeddings.shape), self._embeddings.dtype
-            raise ValueError(f"its embeddings {shape} of {dtype} are not what its layers of {width} numbers read")
+            raise ValueError(f"its embeddings {shape} of {dtype} do not fit layers of width {width} in bfloat16")
         self._layers, self._head, self._rotary = layers, head, rotary
         specs = [layer.spec for layer in layers]
         if any(not NativeCpu.knows(spec) for spec in specs):
-            raise ValueError("its attention is not that of the kernel")
+            raise ValueError("the kernel does not compute its attention")
         problems = [product.problem for layer in layers for product in layer.products] + [head.problem]
-        self._linears = (LinearArgs * len(problems))(*problems)  # copies: layers go on to serve other steps
+        self._linears = (LinearArgs * len(problems))(*problems)  # copies: other steps use those of the layers
         self._linears[-1].norm, self._linears[-1].epsilon = self._norm.data_ptr(), epsilon
         self._stores = (StoreArgs * len(layers))(*(_store_args(spec) for spec in specs))
         self._reads = (PagedArgs * len(layers))(*(_paged_args(spec) for spec in specs))
@@ -102,49 +72,47 @@ class WholeStep:
             qkv, *rest = self._linears[first : first + _PRODUCTS]
             links += [qkv, self._stores[index], self._reads[index], *rest]
         self._chain = Chain(*links, self._linears[-1])
-        self._of_linears, self._of_stores = fields(self._linears), fields(self._stores)
-        self._of_reads = fields(self._reads)
+        self._linear_fields, self._store_fields = fields(self._linears), fields(self._stores)
+        self._read_fields = fields(self._reads)
         self._specs = specs
         self._kv: Sequence[PagedKv] = ()
-        self._make_room(1)
+        self._allocate(1)
 
     def __call__(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, step: SingleTokens) -> Tensor:
-        """Returns bfloat16 logits `[tokens, vocab]`, which stay until the next call; stores the tokens' KV.
+        """Compute bfloat16 logits `[tokens, vocab]`, and store the tokens' KV. Arguments are `[tokens]` int64.
 
-        Tensors are `[tokens]` int64.
+        The logits are valid until the next call.
         """
         num_tokens = len(tokens)
         if num_tokens > len(self._hidden):
-            self._make_room(-(-num_tokens // _MORE_ROOM) * _MORE_ROOM)
+            self._allocate(-(-num_tokens // _BUFFER_STEP) * _BUFFER_STEP)
         if step.kv is not self._kv:
             self._set_pool(step.kv)
         torch.index_select(self._embeddings, 0, tokens, out=self._hidden[:num_tokens])
         cos, sin = self._rotary(positions, rope_lengths)
         assert cos.is_contiguous() and sin.is_contiguous(), "the kernel reads them as arrays"
-        self._of_linears["tokens"] = num_tokens
-        self._of_linears["cos"], self._of_linears["sin"] = cos.data_ptr(), sin.data_ptr()
-        self._of_linears["rotary_dim"] = cos.shape[-1]
-        self._of_stores["tokens"] = self._of_reads["queries"] = num_tokens
-        self._of_stores["blocks"], self._of_stores["offsets"] = step.blocks.data_ptr(), step.offsets.data_ptr()
-        places = np.array([plan.addresses for plan in step.plans], dtype=np.uint64)
-        for field, column in zip(("first_item", "blocks", "low", "high"), places.T, strict=True):
-            self._of_reads[field] = column
+        self._linear_fields["tokens"] = num_tokens
+        self._linear_fields["cos"], self._linear_fields["sin"] = cos.data_ptr(), sin.data_ptr()
+        self._linear_fields["rotary_dim"] = cos.shape[-1]
+        self._store_fields["tokens"] = self._read_fields["queries"] = num_tokens
+        self._store_fields["blocks"], self._store_fields["offsets"] = step.blocks.data_ptr(), step.offsets.data_ptr()
+        addresses = np.array([plan.addresses for plan in step.plans], dtype=np.uint64)
+        for field, column in zip(("first_item", "blocks", "low", "high"), addresses.T, strict=True):
+            self._read_fields[field] = column
         self._chain.run()
         return self._logits[:num_tokens]
 
-    def forget_pool(self) -> None:
-        """Lets go of the pool of the latest step."""
+    def release_pool(self) -> None:
+        """Release the KV pool of the latest step."""
         self._kv = ()
 
     def check(self, forward: Forward, positions: Sequence[int]) -> None:
-        """Raises ValueError unless it computes what the model does layer by layer, see `whole_step`."""
+        """Raise ValueError unless a step agrees with `forward`, see `whole_step`."""
         probe = spread(positions, _PROBE)
         numbers = torch.Generator().manual_seed(0)
-        rows, tokens = (
-            torch.arange(len(probe)),
-            torch.randint(0, len(self._embeddings), (len(probe),), generator=numbers),
-        )
-        where, offsets = torch.tensor(probe), rows % _PROBE_SLOTS
+        rows = torch.arange(len(probe))
+        tokens = torch.randint(0, len(self._embeddings), (len(probe),), generator=numbers)
+        at, offsets = torch.tensor(probe), rows % _PROBE_SLOTS
 
         def pools() -> list[PagedKv]:
             random = torch.Generator().manual_seed(1)
@@ -161,51 +129,50 @@ class WholeStep:
             return backend.attend_paged(q, own_kv[layer], plans[layer], self._specs[layer])[0]
 
         with torch.no_grad():
-            own = forward(tokens, where, where + 1, attend)
+            own = forward(tokens, at, at + 1, attend)
             step = SingleTokens(blocks=rows, offsets=offsets, kv=pools(), plans=plans)
-            found = self(tokens, where, where + 1, step)
-        self.forget_pool()
-        self._make_room(1)
-        check_rows(found, own, probe, scale=own)
+            result = self(tokens, at, at + 1, step)
+        self.release_pool()
+        self._allocate(1)
+        check_rows(result, own, probe, scale=own)
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Makes buffers for so many tokens, which all layers share, and tells every kernel where they are."""
+    def _allocate(self, num_tokens: int) -> None:
+        """Allocate buffers for `num_tokens`, which all layers share, and set their addresses in all kernels."""
         width, inner = self._embeddings.shape[1], max(layer.inner_size for layer in self._layers)
         heads, kv_heads = (max(sizes) for sizes in zip(*map(_sizes, self._specs), strict=True))
         widths = (width, width, heads, heads, kv_heads, kv_heads, inner, self._head.problem.matrices[0].outputs)
         self._buffers = [torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in widths]
         self._hidden, *_, self._logits = self._buffers
-        hidden, between, q, attended, k, v, inner_at, logits = (one.data_ptr() for one in self._buffers)
-        of_layers = self._of_linears[:-1].reshape(-1, _PRODUCTS)
-        for product, (x, residual, outs) in enumerate(
-            (
-                (hidden, 0, (q, k, v)),
-                (attended, hidden, (between,)),
-                (between, 0, (inner_at,)),
-                (inner_at, between, (hidden,)),
-            )
-        ):
+        hidden, middle, q, attended, k, v, gated, logits = (buffer.data_ptr() for buffer in self._buffers)
+        of_layers = self._linear_fields[:-1].reshape(-1, _PRODUCTS)
+        products = (
+            (hidden, 0, (q, k, v)),
+            (attended, hidden, (middle,)),
+            (middle, 0, (gated,)),
+            (gated, middle, (hidden,)),
+        )
+        for product, (x, residual, outs) in enumerate(products):
             own = of_layers[:, product]
             own["x"], own["residual"], own["x_row"], own["residual_row"] = x, residual, own["inputs"], width
             for index, out in enumerate(outs):
                 own["matrices"]["out"][:, index] = out
-        last = self._of_linears[-1:]
+        last = self._linear_fields[-1:]
         last["x"], last["x_row"], last["residual"] = hidden, width, 0
         last["matrices"]["out"][:, 0] = logits
-        self._of_stores["k"], self._of_stores["v"] = k, v
-        self._of_reads["q"], self._of_reads["out"] = q, attended
+        self._store_fields["k"], self._store_fields["v"] = k, v
+        self._read_fields["q"], self._read_fields["out"] = q, attended
 
     def _set_pool(self, kv: Sequence[PagedKv]) -> None:
-        """Tells every kernel where keys and values are."""
-        for args in (self._of_stores, self._of_reads):
-            args["keys"] = [one.keys.data_ptr() for one in kv]
-            args["values"] = [one.values.data_ptr() for one in kv]
-            args["block_size"] = [one.block_size for one in kv]
+        """Set the addresses of keys and values in all kernels."""
+        for args in (self._store_fields, self._read_fields):
+            args["keys"] = [layer.keys.data_ptr() for layer in kv]
+            args["values"] = [layer.values.data_ptr() for layer in kv]
+            args["block_size"] = [layer.block_size for layer in kv]
         self._kv = kv
 
 
 class RotaryTable:
-    """Keeps cosines and sines of positions from step to step, as long as they are not too many.
+    """Keeps cosines and sines of positions below `_MAX_ROWS` from step to step.
 
     Args:
         rotary: computes them for positions `[tokens]`.
@@ -216,40 +183,40 @@ class RotaryTable:
         self._cos, self._sin = torch.empty(2, 0, 0)
 
     def __call__(self, positions: Tensor) -> Rotary:
-        """Returns those of `positions` `[tokens]`."""
-        number = int(positions.max()) + 1
-        if number > _MOST_ROWS:
+        """Return the cosines and sines of `positions` `[tokens]`."""
+        num_rows = int(positions.max()) + 1
+        if num_rows > _MAX_ROWS:
             return self._rotary(positions)
-        if number > len(self._cos):
-            cos, sin = self._rotary(torch.arange(min(_MOST_ROWS, max(_FEWEST_ROWS, 2 * number))))
+        if num_rows > len(self._cos):
+            cos, sin = self._rotary(torch.arange(min(_MAX_ROWS, max(_MIN_ROWS, 2 * num_rows))))
             self._cos, self._sin = cos[0], sin[0]
         cos, sin = (table.index_select(0, positions)[None] for table in (self._cos, self._sin))
         return cos, sin
 
     def clear(self) -> None:
-        """Frees the table. The next step computes as much as it needs."""
+        """Free the table. The next step computes the rows that it needs."""
         self._cos, self._sin = torch.empty(2, 0, 0)
 
 
 def whole_step(
-    module: Any,  # noqa: ANN401 - whatever its class
+    module: PreTrainedModel,
     layers: Sequence[FusedLayer],
     head: Product,
     rotary: RotaryOf,
     forward: Forward,
     positions: Sequence[int],
 ) -> WholeStep | None:
-    """Returns what computes whole steps of a model, whose layers and head are fused, if it is of the form for that.
+    """Return the whole step of a model with fused layers and a fused head. Return None if the model has another form.
 
-    It is checked against `forward`, at `positions` or as many of them as one step can have.
+    A dry run at up to `_PROBE` of `positions` must agree with `forward`.
     """
     try:
-        found = WholeStep(module, layers, head, rotary)
-        found.check(forward, positions)
+        step = WholeStep(module, layers, head, rotary)
+        step.check(forward, positions)
     except ValueError as error:
         _log.info("decode steps are computed layer by layer, so %s: %s", COST, error)
         return None
-    return found
+    return step
 
 
 def _sizes(spec: AttnSpec) -> tuple[int, int]:
@@ -265,13 +232,5 @@ def _store_args(spec: AttnSpec) -> StoreArgs:
 def _paged_args(spec: AttnSpec) -> PagedArgs:
     row, _ = _sizes(spec)
     dim = spec.head_dim
-    return PagedArgs(
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        dim=dim,
-        q_head=dim,
-        q_row=row,
-        out_head=dim,
-        out_row=row,
-        scale=spec.scale,
-    )
+    heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "dim": dim}
+    return PagedArgs(**heads, q_head=dim, q_row=row, out_head=dim, out_row=row, scale=spec.scale)

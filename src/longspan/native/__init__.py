@@ -1,8 +1,8 @@
-"""Kernels of our own for bfloat16 on CPUs with AVX512_BF16, which use AMX where the processor has it.
+"""Our own kernels for bfloat16 on CPUs with AVX512_BF16. They use AMX if the processor has it.
 
-They are compiled on first use by g++ (or what CXX says). Without it, or on another processor, PyTorch's kernels do
-the same work, as they do for other types and for what ours do not know. `attn.backends.native` calls those of
-attention, `model.fused` those of the layers around it, and `native.chain` any of them one after the other.
+They are compiled on first use by g++, or the compiler in CXX. PyTorch's kernels are used without a compiler, on other
+processors, for other types and for unsupported cases. `attn.backends.native` calls the attention kernels, `model.fused`
+the kernels of the layers around attention, and `native.chain` runs several kernels in one call.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _TIMEOUT_S = 120.0
 
 
 class UnavailableError(Exception):
-    """The kernels cannot be had on this machine; the message says why."""
+    """This machine cannot compile or run the kernels. The message has the reason."""
 
 
 _library: ctypes.CDLL | None = None
 
 
 def build(folder: Path) -> Path:
-    """Compiles the kernels into `folder` unless they are there.
+    """Compile the kernels into `folder` unless it contains them.
 
     Raises:
-        UnavailableError: when the processor or the compiler lacks what is needed.
+        UnavailableError: if the processor or the compiler does not support them.
     """
     if "avx512_bf16" not in _processor_flags():
         raise UnavailableError("the processor has no AVX512_BF16")
     flags = (*_FLAGS, *_AMX_FLAGS) if has_amx() else _FLAGS
-    # Not clang++, whose OpenMP is another than that of PyTorch: two would compete for the cores.
+    # Not clang++, since its OpenMP differs from that of PyTorch. Two would compete for the cores.
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     texts = [Path(__file__).with_name(name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
     key = hashlib.sha256(repr((texts, flags, compiler, torch.__version__)).encode()).hexdigest()[:16]
@@ -54,7 +54,7 @@ def build(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise UnavailableError(f"{folder} belongs to somebody else, whose programs are not run")
+            raise UnavailableError(f"{folder} belongs to another user, whose programs are not run")
         if not library.exists():
             _compile([*compiler, *flags], library)
     except (OSError, subprocess.SubprocessError) as error:
@@ -63,9 +63,9 @@ def build(folder: Path) -> Path:
 
 
 def load(library: Path) -> None:
-    """Uses the kernels in this process from now on."""
+    """Use the kernels in this process from now on."""
     global _library  # noqa: PLW0603 - a library is loaded once per process
-    has_amx()  # the kernel lets a process use it that has asked
+    has_amx()  # requests permission to use AMX
     _library = ctypes.CDLL(str(library))
 
 
@@ -79,7 +79,7 @@ def loaded() -> ctypes.CDLL:
 
 
 def has_amx() -> bool:
-    """Tells whether this process may use AMX's tiles for bfloat16, and asks the operating system for them."""
+    """Return True if this process may use AMX tiles for bfloat16. Requests them from the operating system."""
     if not {"amx_tile", "amx_bf16"} <= _processor_flags():
         return False
     code: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
@@ -87,8 +87,8 @@ def has_amx() -> bool:
 
 
 def _compile(compiler: Sequence[str], library: Path) -> None:
-    """Compiles beside `library`, and moves it there when it is whole and can be loaded."""
-    # PyTorch's own OpenMP, so that there is one pool of threads: two would spin against each other.
+    """Compile in a temporary folder, and move the result to `library` when it can be loaded."""
+    # PyTorch's own OpenMP, so that there is one thread pool. Two would spin against each other.
     openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         whole = Path(folder) / library.name

@@ -1,5 +1,5 @@
-// Kernels one after the other in one call, up to a whole step of a model: nothing runs between them that would find
-// cold caches, and threads meet without going to sleep.
+// Several kernels in one call, up to a whole step of a model. No other code runs between them with cold caches, and
+// threads synchronise without going to sleep.
 
 #include "kernels.h"
 #include "tiles.h"
@@ -19,12 +19,12 @@ struct Link {
     const Paged& paged() const { return *static_cast<const Paged*>(problem); }
 };
 
-long size_of_room(const Link& link, int threads) {
+long scratch_size(const Link& link, int threads) {
     switch (link.kind) {
         case kLinear:
-            return longspan::size_of_room(link.linear(), threads);
+            return longspan::scratch_size(link.linear(), threads);
         case kPaged:
-            return longspan::size_of_room(link.paged());
+            return longspan::scratch_size(link.paged());
         default:
             return 0;
     }
@@ -32,26 +32,26 @@ long size_of_room(const Link& link, int threads) {
 
 }  // namespace
 
-// Runs kernels of which each may read what those before it wrote. Returns 0, or 1 when there is no memory.
+// Runs kernels in order. Each may read the results of earlier ones. Returns 0, or 1 if there is no memory.
 extern "C" int longspan_run(const Link* links, long number, int threads) {
     long size = 1;
-    for (long i = 0; i < number; ++i) size = std::max(size, size_of_room(links[i], threads));
+    for (long i = 0; i < number; ++i) size = std::max(size, scratch_size(links[i], threads));
     thread_local Scratch scratch;
-    uint32_t* room = scratch.take(size);
-    if (!room) return 1;
+    uint32_t* memory = scratch.take(size);
+    if (!memory) return 1;
 #pragma omp parallel num_threads(threads)
     {
         const TileRegisters registers;
         for (long i = 0; i < number; ++i) {
             switch (links[i].kind) {
                 case kLinear:
-                    run(links[i].linear(), room);
+                    run(links[i].linear(), memory);
                     break;
                 case kStore:
                     run(links[i].store());
                     break;
                 default:
-                    run(links[i].paged(), room);
+                    run(links[i].paged(), memory);
             }
         }
     }

@@ -1,6 +1,6 @@
-"""Kernels that follow each other in one call, and the arguments of each, as `native/chain.cpp` takes them.
+"""Several kernels in one call, and the arguments of each, as `native/chain.cpp` defines them.
 
-Arguments hold addresses only: what lies there must stay until the call is over.
+Arguments contain only addresses, so callers keep the memory alive until the call returns.
 """
 
 from __future__ import annotations
@@ -77,28 +77,28 @@ _KINDS = {LinearArgs: 0, StoreArgs: 1, PagedArgs: 2}
 
 
 def fields(args: ctypes.Array[Any]) -> npt.NDArray[np.void]:
-    """Views structures as an array, so that one assignment sets a field of all of them."""
+    """View structures as an array, so that one assignment sets a field in all of them."""
     return np.frombuffer(memoryview(args).cast("B"), np.dtype(args._type_))
 
 
 class Chain:
-    """Kernels that run one after the other: each may read what those before it wrote.
+    """Kernels that run one after the other. Each may read the results of earlier ones.
 
     Args:
-        links: their arguments, which may be changed between calls of `run`.
+        links: the arguments of the kernels, which may be changed between calls of `run`.
     """
 
     def __init__(self, *links: Args) -> None:
-        self._held = links
+        self._arguments = links  # kept alive
         self._links: ctypes.Array[_Link] = (_Link * len(links))(
-            *(_Link(_KINDS[type(one)], ctypes.addressof(one)) for one in links)
+            *(_Link(_KINDS[type(link)], ctypes.addressof(link)) for link in links)
         )
 
     def run(self, num_threads: int | None = None) -> None:
-        """Runs them, by default on as many threads as PyTorch uses.
+        """Run the kernels. The default is the number of threads of PyTorch.
 
         Raises:
-            MemoryError: if there is no room for intermediate results.
+            MemoryError: if there is no memory for intermediate results.
         """
         threads = torch.get_num_threads() if num_threads is None else num_threads
         if native.loaded().longspan_run(self._links, ctypes.c_long(len(self._links)), threads):

@@ -1,9 +1,9 @@
-// Attention of query runs over keys at hand in bfloat16, for CPUs with AVX-512 and its bfloat16 products.
+// Attention of query runs over local keys in bfloat16, for CPUs with AVX-512 and its bfloat16 products.
 //
-// FlashAttention (arXiv 2205.14135) in blocks of kQueries queries and kKeys keys: scores and sums are float32, and only
+// FlashAttention (arXiv 2205.14135) in blocks of kQueries queries and kKeys keys. Scores and sums are float32, and only
 // the weights of the second product are rounded to bfloat16, as in PyTorch's kernel. Both products are computed
-// transposed, with a column per query. So keys are read as they lie, the softmax runs down the columns, 16 queries at
-// once, and its weights come out as the second product wants them. Values are packed once per call.
+// transposed, with a column per query. So keys need no packing, the softmax runs down the columns, 16 queries at once,
+// and its weights have the layout of the second product. Values are packed once per call.
 
 #include "tiles.h"
 
@@ -23,18 +23,18 @@ struct Problem {
     long q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row;  // strides in numbers; the last is 1
     float scale;
     long lower, upper;  // query i sees key j if i + lower <= j <= i + upper
-    long dense;         // not 0: compute the scores of all queries with all keys, those that are not seen, too
-    const int* kept;    // [kv_heads][keys]: which keys are meant, of more; null for all
+    long dense;         // not 0: compute the scores of all queries with all keys, hidden ones included
+    const int* kept;    // [kv_heads][keys]: indices of the selected keys; null for all
 };
 
-// Keys and values of all KV heads, in whole blocks of keys; the additional ones are zeros.
+// Keys and values of all KV heads, in whole blocks of keys, padded with zeros.
 struct Packed {
-    uint16_t* keys;    // [kv_heads][padded][dim], or of the last block only, if all others are read as they lie
+    uint16_t* keys;    // [kv_heads][padded][dim], or only the last block, if the other keys are not copied
     uint32_t* values;  // [kv_heads][padded / 32][dim / 16][16 numbers][16 pairs of keys]
     long padded;
 };
 
-// The place of a key among those in memory: `rows` says which are meant, if not all.
+// The index of a key in memory. `rows` are the selected keys, if not all.
 long place(const int* rows, long n) { return rows ? rows[n] : n; }
 
 bool copies_keys(const Problem& p) { return p.kept != nullptr; }
@@ -78,7 +78,7 @@ void pack(const Problem& p, const Packed& packed, long group, long start) {
         }
 }
 
-// What a thread has of the queries that it computes; the queries are columns.
+// The working memory of a thread for its queries, which are columns.
 struct Block {
     alignas(64) uint32_t queries[kMaxDim / 2 * kQueries];
     alignas(64) float scores[kKeys * kQueries];
@@ -88,7 +88,7 @@ struct Block {
     alignas(64) float sum[kQueries];   // of their weights
 };
 
-// Hides the scores of keys [from, to) of a block that queries do not see.
+// Hides the scores of keys [from, to) of a block from queries that do not see them.
 void hide(const Problem& p, long query, long start, long from, long to, Block& b) {
     for (long n = from; n < to; ++n) {
         const long key = start + n;
@@ -100,8 +100,7 @@ void hide(const Problem& p, long query, long start, long from, long to, Block& b
     }
 }
 
-// Weights of the scores of keys [from, to), in 16 * C columns; what was summed before counts as much less as `best`
-// grew.
+// Turns the scores of keys [from, to) into weights, in 16 * C columns. Earlier sums are scaled down if `best` grows.
 template <int C>
 void weigh(const Problem& p, long from, long to, Block& b) {
     const __m512 factor = _mm512_set1_ps(p.scale * kLog2E);
@@ -134,7 +133,7 @@ void weigh(const Problem& p, long from, long to, Block& b) {
 
 // One block of keys [start, start + kKeys) for queries [query, query + number).
 void attend_block(const Problem& p, const Packed& packed, long group, long query, long number, long start, Block& b) {
-    // Keys that any of the queries sees, or all, counted from `start` and in whole tiles.
+    // Keys that any of the queries sees, or all with `dense`, counted from `start` and in whole tiles.
     const long first = p.dense ? 0 : std::max(0L, query + p.lower - start);
     const long last = p.dense ? p.keys - start : std::min(p.keys, query + number + p.upper) - start;
     const long from = first / kRows * kRows, to = round_up(std::min(last, kKeys), kRows);
@@ -209,7 +208,7 @@ void attend_queries(const Problem& p, const Packed& packed, long head, long quer
 
 }  // namespace
 
-// Returns 0, or 1 when there is no memory. Heads have a multiple of 32 numbers.
+// Returns 0, or 1 if there is no memory. `dim` is a multiple of 32.
 extern "C" int longspan_attend_bf16(const Problem* problem, int threads) {
     const Problem& p = *problem;
     thread_local Scratch scratch;
@@ -225,7 +224,7 @@ extern "C" int longspan_attend_bf16(const Problem* problem, int threads) {
         for (long item = 0; item < p.kv_heads * blocks; ++item) pack(p, packed, item / blocks, item % blocks * kKeys);
         const TileRegisters registers;
         static thread_local Block block;
-        // The last queries, which see most keys, first: so the threads end together.
+        // The last queries see the most keys and come first, so that the threads end at the same time.
 #pragma omp for schedule(dynamic)
         for (long item = 0; item < p.heads * pieces; ++item)
             attend_queries(p, packed, item % p.heads, (pieces - 1 - item / p.heads) * kQueries, block);

@@ -1,4 +1,4 @@
-// Kernels that can follow each other in one call. All threads of a parallel region call them, and leave together.
+// Kernels that can run in one call. All threads of a parallel region call them and leave them together.
 
 #pragma once
 
@@ -10,12 +10,12 @@ struct Linear;
 struct Store;
 struct Paged;
 
-// Returns how many numbers of 32 bits the kernel needs as room.
-long size_of_room(const Linear& problem, int threads);
-long size_of_room(const Paged& problem);
+// Returns the scratch memory that the kernel needs, in numbers of 32 bits.
+long scratch_size(const Linear& problem, int threads);
+long scratch_size(const Paged& problem);
 
-void run(const Linear& problem, uint32_t* room);
+void run(const Linear& problem, uint32_t* memory);
 void run(const Store& problem);
-void run(const Paged& problem, uint32_t* room);
+void run(const Paged& problem, uint32_t* memory);
 
 }  // namespace longspan

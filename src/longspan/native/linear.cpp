@@ -1,9 +1,9 @@
-// Linear layers in bfloat16 on weights as they lie in memory, and the small operators around them: RMSNorm before, then
-// rotary embedding, SiLU of a gate, or a residual behind.
+// Linear layers in bfloat16 on unpacked weights, and the small operators around them: RMSNorm before the product, and
+// rotary embedding, SiLU of a gate, or a residual after it.
 //
-// The product is computed transposed, outputs [32] by tokens [32] at a time: so rows of weights are rows of tiles, and
-// only the tokens are packed, once per call, which is when they are normalised. With few tokens what counts is that
-// weights are read once, as they come from memory; with many, that packed tokens stay in the second cache.
+// The product is computed transposed, 32 outputs by 32 tokens at a time. So rows of weights are rows of tiles, and only
+// the tokens are packed, once per call, when they are normalised. With few tokens weights are read once, in the order
+// of memory. With many tokens, packed tokens stay in the L2 cache.
 
 #include "kernels.h"
 #include "tiles.h"
@@ -14,12 +14,12 @@ constexpr long kMaxMatrices = 3;
 
 struct Matrix {
     const uint16_t *weight, *bias;  // [outputs][inputs], [outputs]; a null bias for none
-    const uint8_t* levels;      // of quantised weights, [outputs][inputs], two to a byte if they have 4 bits; else null
-    const uint32_t* grid;       // [outputs][inputs / 32]: of each group the step in the low, the base in the high half
-    const uint16_t* head_norm;  // [head_dim], of an RMSNorm of each head before it is rotated; null for none
+    const uint8_t* levels;      // of quantised weights, [outputs][inputs], two per byte with 4 bits; else null
+    const uint32_t* grid;       // [outputs][inputs / 32]: the step of a group in the low half, its base in the high
+    const uint16_t* head_norm;  // [head_dim], of an RMSNorm of each head before rotation; null for none
     uint16_t* out;              // [tokens][outputs]
     long outputs, row, out_row;  // strides in numbers
-    long rotated;                // not 0: heads get their rotary embedding
+    long rotated;                // not 0: apply the rotary embedding to the heads
     long bits;                   // of a level, 8 or 4
 };
 
@@ -30,7 +30,7 @@ struct Linear {
     float epsilon;
     long number;  // of matrices
     Matrix matrices[kMaxMatrices];
-    long gated;                // not 0: of matrices 0 and 1 the first one's output is SiLU(0) * 1
+    long gated;                // not 0: the output of matrix 0 is SiLU(matrix 0) * matrix 1
     const uint16_t* residual;  // [tokens][outputs], added to the output of matrix 0; null for none
     long residual_row;
     const uint16_t *cos, *sin;  // [tokens][rotary_dim]
@@ -39,13 +39,13 @@ struct Linear {
 
 namespace {
 
-constexpr long kOutputs = 2 * kTile;    // of a unit of work
-constexpr long kTokens = 2 * kTile;     // that are multiplied at once
-constexpr long kTokenBytes = 5 << 18;   // of tokens that are packed at a time
-constexpr long kPackedTokens = 128;     // from which on it pays to pack weights, too
-constexpr long kWeightBytes = 5 << 17;  // of weights that are packed at a time
-constexpr long kMaxUnits = 16;          // that are computed at a time
-constexpr long kRowsAhead = 4;          // of weights, that are fetched early
+constexpr long kOutputs = 2 * kTile;    // outputs of a unit of work
+constexpr long kTokens = 2 * kTile;     // tokens that are multiplied at once
+constexpr long kTokenBytes = 5 << 18;   // bytes of tokens that are packed at a time
+constexpr long kPackedTokens = 128;     // with more tokens than this, weights are packed, too
+constexpr long kWeightBytes = 5 << 17;  // bytes of weights that are packed at a time
+constexpr long kMaxUnits = 16;          // units that are computed at a time
+constexpr long kRowsAhead = 4;          // rows of weights that are prefetched
 
 __m512 silu(__m512 x) {
     const __m512 power =
@@ -55,7 +55,7 @@ __m512 silu(__m512 x) {
     return _mm512_div_ps(_mm512_mul_ps(x, over), _mm512_add_ps(_mm512_set1_ps(1.0f), power));
 }
 
-// RMSNorm of `size` numbers, rounded as the models' own: before the weights, and after.
+// RMSNorm of `size` numbers, rounded as in transformers: before and after the multiplication by weights.
 void normalise(const uint16_t* x, const uint16_t* weight, float epsilon, long size, uint16_t* out) {
     __m512 squares = _mm512_setzero_ps();
     for (long i = 0; i < size; i += 16) {
@@ -69,14 +69,14 @@ void normalise(const uint16_t* x, const uint16_t* weight, float epsilon, long si
     }
 }
 
-// Packs tokens [16] as [inputs / 2][16] pairs; those that there are not become zeros. Very few are rows as they were.
+// Packs 16 tokens as [inputs / 2][16] pairs, padded with zeros. Up to kMaxDots tokens stay rows.
 void pack_tokens(const Linear& p, long first, uint32_t* packed, uint16_t* rows) {
     const long number = std::min(kTile, p.tokens - first);
-    if (p.tokens <= kMostDots) rows = reinterpret_cast<uint16_t*>(packed);
+    if (p.tokens <= kMaxDots) rows = reinterpret_cast<uint16_t*>(packed);
     const uint16_t* each[kTile];
     for (long t = 0; t < number; ++t) {
         each[t] = p.x + (first + t) * p.x_row;
-        if (!p.norm && p.tokens > kMostDots) continue;
+        if (!p.norm && p.tokens > kMaxDots) continue;
         uint16_t* row = rows + t * p.inputs;
         if (p.norm)
             normalise(each[t], p.norm, p.epsilon, p.inputs, row);
@@ -84,7 +84,7 @@ void pack_tokens(const Linear& p, long first, uint32_t* packed, uint16_t* rows) 
             std::memcpy(row, each[t], p.inputs * sizeof(uint16_t));
         each[t] = row;
     }
-    if (p.tokens <= kMostDots) return;
+    if (p.tokens <= kMaxDots) return;
     for (long pair = 0; pair < p.inputs / 2; pair += kTile) {
         __m512i block[kTile];
         for (long t = 0; t < kTile; ++t)
@@ -100,10 +100,10 @@ struct Stripe {
     long output;  // the first
 };
 
-// Two stripes of some matrix, or one of the gate and one of what it gates.
+// Two stripes of a matrix, or one of the gate and one of the gated matrix.
 struct Unit {
     Stripe first, second;
-    bool is_whole;  // otherwise the second one is nothing of its own
+    bool is_whole;  // false if the second stripe repeats the first
 };
 
 Unit unit_of(const Linear& p, long index) {
@@ -128,8 +128,8 @@ const uint16_t* bias_of(const Stripe& stripe) {
 }
 
 __m512 sum(const float* sums, const uint16_t* bias, long row) {
-    const __m512 found = _mm512_load_ps(sums + row * kTokens);
-    return bias ? _mm512_add_ps(found, _mm512_set1_ps(widen(bias[row]))) : found;
+    const __m512 product = _mm512_load_ps(sums + row * kTokens);
+    return bias ? _mm512_add_ps(product, _mm512_set1_ps(widen(bias[row]))) : product;
 }
 
 // SiLU(gate) * up of sums [2][16 outputs][32 tokens].
@@ -156,10 +156,10 @@ void write_gated(const Linear& p, const Unit& unit, const float* sums, long toke
     }
 }
 
-__m512i add_pairs(__m512i one, __m512i other) {
+__m512i add_pairs(__m512i left, __m512i right) {
     const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-    const __m512 even = _mm512_add_ps((__m512)_mm512_slli_epi32(one, 16), (__m512)_mm512_slli_epi32(other, 16));
-    const __m512 odd = _mm512_add_ps((__m512)_mm512_and_si512(one, high), (__m512)_mm512_and_si512(other, high));
+    const __m512 even = _mm512_add_ps((__m512)_mm512_slli_epi32(left, 16), (__m512)_mm512_slli_epi32(right, 16));
+    const __m512 odd = _mm512_add_ps((__m512)_mm512_and_si512(left, high), (__m512)_mm512_and_si512(right, high));
     return pairs(even, odd);
 }
 
@@ -187,7 +187,7 @@ void write_block(const Linear& p, const Unit& unit, const float* sums, long toke
         write(p, unit, sums + (start - token), start);
 }
 
-// 32 weights of a row by their levels, as bfloat16: the first 16 and the others.
+// Turns the levels of 32 weights of a row into bfloat16.
 template <int kBits>
 __m512i weights_of(const uint8_t* levels, uint32_t grid) {
     const __m512i both = _mm512_set1_epi32(static_cast<int>(grid));
@@ -202,13 +202,12 @@ __m512i weights_of(const uint8_t* levels, uint32_t grid) {
         const __m256i low = _mm256_cvtepu8_epi16(_mm_loadu_si128(here)), high = _mm256_srli_epi16(low, 4);
         const __m512i places = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
         const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512 weights = _mm512_fmadd_ps(all, step, base);  // of every level; twice, so that a fifth bit is nothing
+        const __m512 weights = _mm512_fmadd_ps(all, step, base);  // of all levels, twice, so that bit 5 has no effect
         return _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(weights, weights));
     }
 }
 
-// Weights of a row of a matrix, 32 at a time, that have so many bits where they are stored. Those some rows behind are
-// on their way meanwhile.
+// Weights of a row of a matrix, 32 at a time, with kBits bits in memory. Prefetches weights of a later row.
 template <int kBits>
 struct Weights {
     const uint8_t* levels;
@@ -221,7 +220,7 @@ struct Weights {
           ahead(kRowsAhead * groups * 4 * kBits) {}
     __m512i operator()(long group) const {
         const uint8_t* here = levels + group * 4 * kBits;
-        if (group % (16 / kBits) == 0) _mm_prefetch(here + ahead, _MM_HINT_T1);  // a line of several groups
+        if (group % (16 / kBits) == 0) _mm_prefetch(here + ahead, _MM_HINT_T1);  // a cache line has several groups
         return weights_of<kBits>(here, grid[group]);
     }
 };
@@ -239,7 +238,7 @@ struct Weights<16> {
     }
 };
 
-// Copies a stripe of weights such that a tile is in one piece: [inputs / 32][16 rows][32 numbers], every other tile.
+// Copies a stripe of weights into contiguous tiles: [inputs / 32][16 rows][32 numbers], every other tile.
 template <int kBits>
 void pack_weights(const Linear& p, const Stripe& stripe, uint16_t* packed) {
     const long tiles = p.inputs / kOutputs;
@@ -257,8 +256,7 @@ void pack_weights(const Linear& p, const Stripe& stripe, uint16_t* packed) {
                   : pack_weights<4>(p, stripe, packed);
 }
 
-// What is computed together: the packed tokens [first, last), and the packed weights of a unit if `weights` is not
-// null.
+// A unit of computation: the packed tokens [first, last), and the packed weights of a unit if `weights` is not null.
 struct Piece {
     const uint32_t* tokens;
     long first, last;
@@ -269,7 +267,7 @@ const uint32_t* in_pairs(const Stripe& stripe) {
     return reinterpret_cast<const uint32_t*>(stripe.matrix->weight + stripe.output * stripe.matrix->row);
 }
 
-// Up to kMostDots tokens, by weights as they lie.
+// Multiplies up to kMaxDots tokens by unpacked weights.
 template <int kBits>
 void compute_few(const Linear& p, const Unit& unit, const uint32_t* tokens, float* sums) {
     const long steps = p.inputs / kOutputs;
@@ -292,11 +290,11 @@ void compute_few(const Linear& p, const Unit& unit, const uint32_t* tokens, floa
 }
 
 void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, float* sums) {
-    if (p.tokens <= kMostDots) return compute_few(p, unit, piece.tokens, sums);
+    if (p.tokens <= kMaxDots) return compute_few(p, unit, piece.tokens, sums);
     const long steps = p.inputs / kOutputs, block = p.inputs / 2 * kTile;
-    const Rows as_they_lie{in_pairs(unit.first), in_pairs(unit.second), unit.first.matrix->row / 2, kTile};
+    const Rows unpacked{in_pairs(unit.first), in_pairs(unit.second), unit.first.matrix->row / 2, kTile};
     const Rows tiled{piece.weights, piece.weights + kTile * kTile, kTile, 2 * kTile * kTile};
-    const Rows& rows = piece.weights ? tiled : as_they_lie;
+    const Rows& rows = piece.weights ? tiled : unpacked;
     const Columns columns{piece.tokens + (token - piece.first) / kTile * block, kTile, 2 * kTile * kTile,
                           kTile * kTile};
     if (token + kTile < piece.last)
@@ -305,10 +303,10 @@ void compute(const Linear& p, const Unit& unit, const Piece& piece, long token, 
         tiles<1>(rows, columns, steps, sums, kTokens, false);
 }
 
-// Some units for all tokens of a piece. Sums are written while the next are computed.
+// Computes some units for all tokens of a piece. Results are written while the next ones are computed.
 void compute_units(const Linear& p, long first, long last, Piece piece, uint32_t* weights) {
     alignas(
-        64) float sums[2][kOutputs * kTokens] = {};  // finite where nothing is computed: the rest is quick only then
+        64) float sums[2][kOutputs * kTokens] = {};  // finite, also in unused parts, since NaN would be slow
     const long block = p.inputs / 2 * kTile, number = last - first;
     Unit units[kMaxUnits];
     for (long i = 0; i < number; ++i) {
@@ -332,7 +330,7 @@ void compute_units(const Linear& p, long first, long last, Piece piece, uint32_t
     }
 }
 
-// Of all heads of a token: the norm, and the rotary embedding of the first `rotary_dim` numbers.
+// Applies the norm and the rotary embedding of the first `rotary_dim` numbers to all heads of a token.
 void rotate(const Linear& p, const Matrix& m, long token) {
     const long half = p.rotary_dim / 2;
     const uint16_t *cos = p.cos + token * p.rotary_dim, *sin = p.sin + token * p.rotary_dim;
@@ -349,39 +347,39 @@ void rotate(const Linear& p, const Matrix& m, long token) {
     }
 }
 
-// How the work of a problem is cut.
+// The partition of the work of a problem.
 struct Cut {
     explicit Cut(const Linear& p) : units(num_units(p)), block(p.inputs / 2 * kTile) {
         at_once = std::max(kTokens, kTokenBytes / 4 / block * kTile / kTokens * kTokens);
         blocks = round_up(std::min(p.tokens, at_once), kTokens) / kTile;
         const bool has_many = p.tokens > kPackedTokens;
-        packs_weights = has_many || (p.matrices[0].levels && p.tokens > kMostDots);
+        packs_weights = has_many || (p.matrices[0].levels && p.tokens > kMaxDots);
         group = has_many ? std::clamp(kWeightBytes / 4 / (2 * block), 1L, kMaxUnits) : packs_weights ? 1 : kMaxUnits;
-        rooms = packs_weights ? group : 1;  // a thread also normalises tokens there
+        slots = packs_weights ? group : 1;  // also the memory in which a thread normalises tokens
     }
-    long size(int threads) const { return (blocks + 2 * rooms * threads) * block; }
+    long size(int threads) const { return (blocks + 2 * slots * threads) * block; }
 
-    long units, block;     // in all; pairs of a block of 16 tokens
+    long units, block;     // number of units; pairs of a block of 16 tokens
     long at_once, blocks;  // tokens that are packed at a time, and their blocks
-    long group, rooms;     // units that are computed at a time, and those that a thread has room for
+    long group, slots;     // units that are computed at a time, and units per thread in memory
     bool packs_weights;
 };
 
 }  // namespace
 
-long size_of_room(const Linear& p, int threads) { return Cut(p).size(threads); }
+long scratch_size(const Linear& p, int threads) { return Cut(p).size(threads); }
 
-// Inputs come in multiples of 32, outputs and halves of heads in multiples of 16.
+// Inputs are a multiple of 32. Outputs and halves of heads are multiples of 16.
 void run(const Linear& p, uint32_t* packed) {
     const Cut cut(p);
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const long first = cut.units * thread / threads, last = cut.units * (thread + 1) / threads;
-    uint32_t* own = packed + (cut.blocks + 2 * cut.rooms * thread) * cut.block;
+    uint32_t* own = packed + (cut.blocks + 2 * cut.slots * thread) * cut.block;
     for (long start = 0; start < p.tokens; start += cut.at_once) {
         const long stop = std::min(p.tokens, start + cut.at_once);
 #pragma omp for schedule(static)
         for (long token = start; token < stop; token += kTile) {
-            const long tile = (token - start) / kTile;  // tiles of two groups of tokens take turns
+            const long tile = (token - start) / kTile;  // tiles of two blocks of tokens alternate
             uint32_t* here = packed + tile / 2 * 2 * cut.block + tile % 2 * kTile * kTile;
             pack_tokens(p, token, here, reinterpret_cast<uint16_t*>(own));
         }

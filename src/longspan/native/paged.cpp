@@ -1,7 +1,7 @@
-// Attention of single queries over bfloat16 KV that lies in blocks, for CPUs with AVX-512 and its bfloat16 products.
+// Attention of single queries over bfloat16 KV in blocks, for CPUs with AVX-512 and its bfloat16 products.
 //
 // An item is one query and one block that it sees. Items and groups of heads that share keys are computed in parallel,
-// then joined per query and head. What counts here is that keys and values are read once, as they come from memory.
+// then joined per query and head. Memory bandwidth is the bottleneck, so keys and values are read once, in order.
 
 #include "kernels.h"
 #include "tiles.h"
@@ -11,7 +11,7 @@ namespace longspan {
 struct Paged {
     const uint16_t *q, *keys, *values;                // keys and values: [blocks][kv_heads][block_size][dim]
     uint16_t* out;
-    float* lse;                                       // [heads][queries]; null if nobody wants them
+    float* lse;                                       // [heads][queries]; null if not needed
     const int64_t *first_item, *blocks, *low, *high;  // items of query t: [first_item[t], first_item[t + 1])
     long queries, heads, kv_heads, dim, block_size;
     long q_head, q_row, out_head, out_row;  // strides in numbers
@@ -29,24 +29,24 @@ struct Store {
 namespace {
 
 constexpr long kMaxDim = 256;
-constexpr long kMaxSlots = 256;  // scores that are held at once
+constexpr long kMaxSlots = 256;  // scores that are computed at once
 
-// Sums of one head over some tokens: weights are 2 to the power of (score - best), scores times scale and log2(e).
+// Sums of one head over some tokens. A weight is 2^(score - best), with scores times scale and log2(e).
 struct Partial {
     float best, sum;
 };
 constexpr long kPartial = sizeof(Partial) / sizeof(uint32_t);
 
-// What a thread has of the heads that it computes.
+// The working memory of a thread for the heads that it computes.
 struct Block {
     alignas(64) uint32_t queries[kMaxDim / 2 * kTile];
     alignas(64) float weights[kMaxSlots * kTile];  // [slots][W]; scores at first
-    alignas(64) uint16_t last[kRows * kMaxDim];    // keys, where fewer than kRows are left
+    alignas(64) uint16_t last[kRows * kMaxDim];    // the last keys, if fewer than kRows
 };
 
-// Heads are W columns of which some may be zeros: a whole tile, or, where products of few columns are quicker without
-// tiles, so many that 16 numbers belong to several slots.
-constexpr bool by_dots(long width) { return width <= kMostDots; }
+// Heads are W columns, padded with zeros: a whole tile, or fewer columns if products without tiles are faster. Then 16
+// numbers belong to several slots.
+constexpr bool by_dots(long width) { return width <= kMaxDots; }
 
 template <int W>
 void pack_heads(const uint16_t* q, long q_head, long number, long dim, uint32_t* packed) {
@@ -63,7 +63,7 @@ void pack_heads(const uint16_t* q, long q_head, long number, long dim, uint32_t*
     }
 }
 
-// Scores of the heads for some keys. Their values are on their way meanwhile.
+// Scores of the heads for some keys. Prefetches the values of these keys.
 template <int W>
 void multiply(const uint16_t* keys, const uint16_t* values, long slots, long dim, Block& b) {
     for (long n = 0; n < slots; n += kRows) {
@@ -90,7 +90,7 @@ void multiply(const uint16_t* keys, const uint16_t* values, long slots, long dim
     }
 }
 
-// Combines the numbers of each head, which lie W apart; every head finds the result wherever its numbers are.
+// Combines the numbers of each head, which are W apart. All numbers of a head become the result.
 template <int W, typename Combine>
 __m512 over_slots(__m512 numbers, const Combine& combine) {
     if constexpr (W <= 8) numbers = combine(numbers, _mm512_shuffle_f32x4(numbers, numbers, 0x4e));
@@ -98,14 +98,13 @@ __m512 over_slots(__m512 numbers, const Combine& combine) {
     return numbers;
 }
 
-// The keys of a block that are read, of one KV head, and those that a thread reads next: they are on their way
-// meanwhile.
+// The keys of a block that one KV head reads. The keys that a thread reads next are prefetched.
 struct Keys {
     const uint16_t* first = nullptr;
     long slots = 0;
 };
 
-// out[H][dim] += the weights' sum of values.
+// out[H][dim] += the weighted sum of values.
 template <int H, int W>
 void add_values(const float* weights, const uint16_t* values, long slots, long dim, const Keys& next, float* out) {
     for (long d = 0; d < dim; d += 32) {
@@ -148,11 +147,11 @@ Keys keys_of(const Paged& p, long item, long group) {
     return {p.keys + place, p.high[item] - p.low[item]};
 }
 
-// Up to W heads that share keys, over one block; `outs` is made to count as `partials` say.
+// Attends up to W heads that share keys to one block. `outs` are sums of values, weighted as in `partials`.
 template <int W>
 void attend_heads(const Paged& p, long query, long item, long group, long head, long number, const Keys& next,
                   Partial* partials, float* outs, Block& b) {
-    constexpr long kSlots = kTile / W;  // whose numbers are computed at once
+    constexpr long kSlots = kTile / W;  // slots of 16 numbers
     pack_heads<W>(p.q + head * p.q_head + query * p.q_row, p.q_head, number, p.dim, b.queries);
     std::fill(outs, outs + number * p.dim, 0.0f);
     const __m512 factor = _mm512_set1_ps(p.scale * kLog2E);
@@ -221,12 +220,12 @@ void join(const Paged& p, long query, long head, const Partial* partials, const 
 
 }  // namespace
 
-long size_of_room(const Paged& p) { return p.first_item[p.queries] * p.heads * (kPartial + p.dim); }
+long scratch_size(const Paged& p) { return p.first_item[p.queries] * p.heads * (kPartial + p.dim); }
 
-void run(const Paged& p, uint32_t* room) {
+void run(const Paged& p, uint32_t* memory) {
     const long items = p.first_item[p.queries], units = items * p.kv_heads, step = omp_get_num_threads();
-    auto* partials = reinterpret_cast<Partial*>(room);
-    auto* outs = reinterpret_cast<float*>(room + items * p.heads * kPartial);
+    auto* partials = reinterpret_cast<Partial*>(memory);
+    auto* outs = reinterpret_cast<float*>(memory + items * p.heads * kPartial);
     static thread_local Block block;
     long query = 0;
 #pragma omp for schedule(static, 1)

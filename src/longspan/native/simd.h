@@ -1,4 +1,4 @@
-// What the kernels share.
+// Helpers of all kernels.
 
 #pragma once
 
@@ -28,7 +28,7 @@ inline __m512 exp2(__m512 x) {
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(2.4015362e-1f));
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(6.9315307e-1f));
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(power, x);  // which takes the whole part of x
+    return _mm512_scalef_ps(power, x);  // uses the integer part of x
 }
 
 // The lanes of columns [column, column + 16) that lie in [first, last).
@@ -70,7 +70,7 @@ inline __m512i pairs(__m512 even, __m512 odd) {
 
 inline long round_up(long number, long multiple) { return (number + multiple - 1) / multiple * multiple; }
 
-// Swaps rows and columns of 16 times 16 numbers.
+// Transposes 16 x 16 numbers.
 inline void transpose(__m512i* rows) {
     __m512i pairs[16], fours[16], eights[16];
     for (int i = 0; i < 16; i += 2) {
@@ -93,10 +93,10 @@ inline void transpose(__m512i* rows) {
     }
 }
 
-// Memory that a thread keeps from call to call: to get pages anew each time would cost as much as to fill them.
+// Memory that a thread keeps from call to call. New pages in each call would cost as much as filling them.
 class Scratch {
 public:
-    // Returns room for so many numbers, or null; what was in it may be lost.
+    // Returns memory for `number` numbers, or null. Earlier contents may be lost.
     uint32_t* take(long number) {
         if (number > size_) {
             memory_.reset();

@@ -1,4 +1,4 @@
-// What sparse attention needs beside attention, in bfloat16: ratings of keys, and the merge of partial results.
+// Kernels of sparse attention in bfloat16: ratings of keys, and the merge of partial results.
 
 #include <vector>
 
@@ -13,7 +13,7 @@ constexpr long kColumns = 64;  // keys per block
 struct Rating {
     const uint16_t *q, *k;
     const float* lse;  // [heads][samples]
-    const long* seen;  // [samples]: each sees so many keys from the first on
+    const long* seen;  // [samples]: the number of keys that each sees, from the first on
     float* ratings;    // [kv_heads][keys]
     long heads, kv_heads, samples, keys, dim;
     long q_head, k_head, k_row;  // strides in numbers; the rows of q are dense
@@ -23,9 +23,9 @@ struct Rating {
 struct Partial {
     const uint16_t* out;
     const float* lse;
-    long rows;                 // queries that it has results of
+    long rows;                 // queries with results
     long head, row, lse_head;  // strides in numbers
-    const int* places;         // [kv_heads][queries]: the row of each query, which may be none of these; null: its own
+    const int* places;         // [kv_heads][queries]: the row of each query, >= rows if it has none; null: its own
     long kv_heads;
 };
 
@@ -37,7 +37,7 @@ struct Merge {
     long head, row;
 };
 
-// Keys [first, first + 64), of each numbers d and d + 1 as [dim / 2][64]; those from `keys` on are zeros.
+// Packs keys [first, first + 64) as pairs of numbers, [dim / 2][64]. Keys from `keys` on are zeros.
 void pack_keys(const uint16_t* k, long row, long first, long keys, long dim, uint32_t* packed) {
     for (long n = 0; n < kColumns; n += 16)
         for (long d = 0; d < dim / 2; d += 16) {
@@ -51,7 +51,7 @@ void pack_keys(const uint16_t* k, long row, long first, long keys, long dim, uin
         }
 }
 
-// The attention that 64 keys of a KV head get from all samples of its query heads.
+// Sums the attention that 64 keys of a KV head get from all samples of its query heads.
 void rate_block(const Rating& p, long group, long first, uint32_t* packed) {
     const long readers = p.heads / p.kv_heads, pairs = p.dim / 2;
     uint32_t* rows = packed + kColumns * pairs;
@@ -83,20 +83,20 @@ void rate_block(const Rating& p, long group, long first, uint32_t* packed) {
 }
 
 void merge_row(const Merge& p, long head, long query, float* weights, const uint16_t** rows) {
-    float most = -kInfinity, sum = 0.0f;
+    float best = -kInfinity, sum = 0.0f;
     for (long i = 0; i < p.number; ++i) {
-        const Partial& one = p.partials[i];
-        const long group = one.places ? head / (p.heads / one.kv_heads) : 0;
-        const long place = one.places ? one.places[group * p.queries + query] : query;
-        weights[i] = place < one.rows ? one.lse[head * one.lse_head + place] : -kInfinity;
-        rows[i] = one.out + head * one.head + place * one.row;
-        most = std::max(most, weights[i]);
+        const Partial& partial = p.partials[i];
+        const long group = partial.places ? head / (p.heads / partial.kv_heads) : 0;
+        const long place = partial.places ? partial.places[group * p.queries + query] : query;
+        weights[i] = place < partial.rows ? partial.lse[head * partial.lse_head + place] : -kInfinity;
+        rows[i] = partial.out + head * partial.head + place * partial.row;
+        best = std::max(best, weights[i]);
     }
     for (long i = 0; i < p.number; ++i) {
-        weights[i] = weights[i] == -kInfinity ? 0.0f : std::exp(weights[i] - most);
+        weights[i] = weights[i] == -kInfinity ? 0.0f : std::exp(weights[i] - best);
         sum += weights[i];
     }
-    p.lse[head * p.queries + query] = sum > 0.0f ? most + std::log(sum) : -kInfinity;
+    p.lse[head * p.queries + query] = sum > 0.0f ? best + std::log(sum) : -kInfinity;
     uint16_t* out = p.out + head * p.head + query * p.row;
     const float share = sum > 0.0f ? 1.0f / sum : 0.0f;
     for (long d = 0; d < p.dim; d += 16) {
@@ -114,7 +114,7 @@ void merge_row(const Merge& p, long head, long query, float* weights, const uint
 
 }  // namespace
 
-// Returns 0, or 1 when there is no memory.
+// Returns 0, or 1 if there is no memory.
 extern "C" int longspan_rate_bf16(const Rating* problem, int threads) {
     const Rating& p = *problem;
     const long blocks = (p.keys + kColumns - 1) / kColumns;

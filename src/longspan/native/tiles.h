@@ -1,5 +1,5 @@
-// Blocks of a product of bfloat16 matrices, with sums in float32: by AMX's tiles where the processor has them, by
-// AVX-512 otherwise. Both take numbers in pairs along the inner dimension: A[row][pair] as matrices lie in memory, and
+// Blocks of a product of bfloat16 matrices with sums in float32, by AMX tiles if the processor has them, else by
+// AVX-512. Both use pairs of numbers along the inner dimension: A[row][pair], the layout of matrices in memory, and
 // B[pair][column].
 
 #pragma once
@@ -8,10 +8,10 @@
 
 namespace longspan {
 
-constexpr long kTile = 16;         // rows, columns, and pairs of inner numbers of a tile
-constexpr long kRows = 2 * kTile;  // of a block, which is multiplied at once
+constexpr long kTile = 16;         // rows, columns and inner pairs of a tile
+constexpr long kRows = 2 * kTile;  // rows of a block, which is multiplied at once
 
-// 32 rows of pairs, 16 each at `first` and `second`: from one to the next, and from 16 pairs to the next 16.
+// 32 rows of pairs, 16 each at `first` and `second`. Strides: from row to row, and from 16 pairs to the next 16.
 struct Rows {
     const uint32_t *first, *second;
     long row, step;
@@ -21,7 +21,7 @@ inline const uint32_t* row_at(const Rows& a, long number) {
     return number < kTile ? a.first + number * a.row : a.second + (number - kTile) * a.row;
 }
 
-// 16 * T columns of pairs: from a pair to the next, from 16 pairs to the next 16, and from 16 columns to the next 16.
+// 16 * T columns of pairs. Strides: from pair to pair, from 16 pairs to the next 16, from 16 columns to the next 16.
 struct Columns {
     const uint32_t* first;
     long pair, step, tile;
@@ -33,7 +33,7 @@ void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool
 
 #ifdef LONGSPAN_AMX
 
-// The tile registers of a thread, all of 16 rows of 64 bytes; what others had set is put back at the end.
+// The tile registers of a thread, each of 16 rows of 64 bytes. The destructor restores the earlier configuration.
 class TileRegisters {
 public:
     TileRegisters() {
@@ -89,20 +89,20 @@ void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool
     }
 }
 
-constexpr long kMostDots = 0;
+constexpr long kMaxDots = 0;
 
 #else
 
-constexpr long kMostDots = 8;
+constexpr long kMaxDots = 8;
 
 struct TileRegisters {
     TileRegisters() {}
 };
 
-// Rows that come from memory are on their way while those before them are multiplied: few processors foresee so many.
+// Prefetches rows while the rows before them are multiplied. Few processors prefetch this many streams themselves.
 template <int T>
 void tiles(const Rows& a, const Columns& b, long steps, float* c, long ldc, bool add) {
-    constexpr int kTogether = 16 / T;  // rows whose sums are in registers
+    constexpr int kTogether = 16 / T;  // rows with sums in registers
     for (int start = 0; start < kRows; start += kTogether, c += kTogether * ldc) {
         const uint32_t *rows = row_at(a, start), *next = row_at(a, start + kTogether), *columns = b.first;
         __m512 sum[kTogether][T];
@@ -137,13 +137,13 @@ inline __m128 four_sums(const __m512* each) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// C[32][T] = A X for T columns [16 * steps] of pairs, each in one piece: for so few, up to kMostDots, that most of a
-// block of 16 columns would be computed for nothing. (A tile of AMX takes as long for one column as for 16, and less
-// than memory.) Row by row, as memory gives them quickest: `row_of(row)` is a function of the step, of 16 pairs. It
-// may fetch those of further rows, too.
+// C[32][T] = A X for T <= kMaxDots contiguous columns [16 * steps] of pairs. For so few columns most of a block of 16
+// columns would be wasted. (An AMX tile takes the same time for one column as for 16, and less than memory, so kMaxDots
+// is 0 there.) Rows are read one by one, the fastest order for memory. `row_of(row)` returns a function of the step,
+// which is 16 pairs. It may prefetch later rows.
 template <int T, typename RowOf>
 void dots(const RowOf& row_of, const uint32_t* x, long steps, float* c, long ldc) {
-    constexpr int kTogether = T == 1 ? 4 : T == 2 ? 2 : 1;  // rows whose sums are in registers
+    constexpr int kTogether = T == 1 ? 4 : T == 2 ? 2 : 1;  // rows with sums in registers
     for (int start = 0; start < kRows; start += kTogether, c += kTogether * ldc) {
         __m512 sum[(kTogether * T + 3) / 4 * 4] = {};
         for (int r = 0; r < kTogether; ++r) {

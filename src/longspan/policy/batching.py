@@ -7,9 +7,9 @@
         batch.add(single_part(request, ...))
     return batch.plan()
 
-Running requests come first, in the order of admission; when blocks run out, the last admitted gives its KV up. Then
-waiting requests are admitted while their whole prompt fits beside what the running ones still need (as vLLM and
-Sarathi-Serve do, but for several instances at once).
+Running requests are scheduled first, in the order of admission. If blocks run out, the most recently admitted request
+is preempted. Then waiting requests are admitted while their whole prompt fits into the free blocks that running
+requests do not need. This is the order of vLLM and Sarathi-Serve, for several instances at once.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 
 
 class Growing(NamedTuple):
-    """Groups that are planned to be larger than they are.
+    """Requests whose groups are planned to grow.
 
     Attributes:
-        groups: the instances that will hold what is still to come, by request id.
-        more: how many more blocks that will need of each instance.
+        groups: the instances that will hold the tokens still to compute, by request id.
+        more: additional blocks that these tokens need, by instance.
     """
 
     groups: Mapping[int, tuple[int, ...]]
     more: Mapping[int, int]
 
 
-_NONE_GROWS = Growing({}, {})
-_FREE: Mapping[int, int] = {}
+_NO_GROWTH = Growing({}, {})
+_NO_COST: Mapping[int, int] = {}
 
 
 class Batch:
-    """A plan in the making: the parts of one step of all instances that can take a step, and who loses its KV.
+    """A plan under construction: the parts of one step of all instances that can step, and preempted requests.
 
-    Instances that share requests step together. When a step in flight names who must give way, the batch starts again
-    with a new `budget` and only the `instances` that have nothing in flight: read both from it for every request.
+    Instances that share requests step together. If a step in flight names the request to preempt, the batch restarts
+    with a new `budget` and the `instances` without steps in flight. Read both again for every request.
 
     Args:
-        everyone: the instances to choose from. A request takes part when its whole group is among them.
-        coupled_sets: the instances that step together; by default those that share requests.
+        everyone: the instances to plan for. A request is scheduled if they include its whole group.
+        coupled_sets: instances that step together. By default these share a request.
 
     Attributes:
-        instances: those that can take a step.
+        instances: the instances that can step.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Batch:
         everyone: frozenset[int],
         *,
         coupled_sets: Sequence[frozenset[int]] | None = None,
-        growing: Growing = _NONE_GROWS,
+        growing: Growing = _NO_GROWTH,
     ) -> None:
         self._view, self._everyone, self._growing = view, everyone, growing
         self._coupled_sets = view.running.coupled_sets if coupled_sets is None else coupled_sets
-        self._begin_without(view.full)
+        self._restart_without(view.full)
 
-    def _begin_without(self, excluded: frozenset[int]) -> None:
-        """Begins a plan for all instances but these and those coupled with them."""
+    def _restart_without(self, excluded: frozenset[int]) -> None:
+        """Start a plan for all instances except these and the instances coupled with them."""
         coupled = [coupled for coupled in self._coupled_sets if not coupled.isdisjoint(excluded)]
         self.instances = self._everyone.difference(excluded, *coupled)
         self.budget = Budget(self._view, self.instances, self._growing)
@@ -81,21 +81,21 @@ class Batch:
         self._loading = [r for r in behind if not r.residency.can_compute] if len(runnable) < len(behind) else []
         if len(runnable) > 1:
             runnable.sort(key=lambda r: r.admission)
-        self._later, self._next_turn = deque(runnable), list[RequestView]()
+        self._queue, self._postponed = deque(runnable), list[RequestView]()
         self._spare = deque[RequestView]()
-        """Those of the next turn who could take the place of somebody that waits for room."""
+        """Postponed requests that may be scheduled instead of a request that waits for a block."""
         if self._view.cluster.has_stages:
-            from longspan.policy.stage_turns import take_turns  # noqa: PLC0415 - most instances have one stage
+            from longspan.policy.stage_batches import split_decodes  # noqa: PLC0415 - most instances have one stage
 
-            self._later, self._next_turn, self._spare = take_turns(self._view, self.instances, runnable)
+            self._queue, self._postponed, self._spare = split_decodes(self._view, self.instances, runnable)
 
     def running(self) -> Iterator[RequestView]:
-        """Yields requests that hold KV and have something to compute, first admitted first.
+        """Yield the requests that hold KV and have tokens to compute, in the order of admission.
 
-        A request comes again when another one has given way for the part that was added for it.
+        A request is yielded again if its part lacked blocks and another request was preempted for it.
         """
-        while self._later:
-            yield self._later.popleft()
+        while self._queue:
+            yield self._queue.popleft()
 
     def waiting(self, candidates: Iterable[RequestView] | None = None) -> Iterator[RequestView]:
         """Yield the waiting requests that can start now, or those of `candidates`, until one cannot be admitted."""
@@ -110,14 +110,14 @@ class Batch:
                 return
 
     def add(self, part: ScheduledPart | None) -> None:
-        """Gives a part the tokens and blocks it asks for, if it can have them now; without one, its request waits."""
+        """Allocate the tokens and blocks of a part, or preempt a request for them. A request without a part waits."""
         if part is None:
             return
         if part.hit is not None:
             if self.budget.admit(part, part.hit):
                 (self.loads if part.hit.waits else self.parts).append(part)
         elif part.block_owners and not self.budget.fits(part.new_blocks):
-            self._make_way(part)
+            self._preempt_for(part)
         else:
             self.budget.grow(part)
             self.parts.append(part)
@@ -125,49 +125,49 @@ class Batch:
     def plan(self) -> Plan:
         return Plan(preempted=tuple(self._preempted), loads=tuple(self.loads), batches=_by_coupled(self.parts))
 
-    def _make_way(self, part: ScheduledPart) -> None:
-        """Preempts somebody for a running request's part that lacks blocks, unless they will be free in time."""
+    def _preempt_for(self, part: ScheduledPart) -> None:
+        """Preempt a request for a running request's part that lacks blocks, unless blocks become free soon."""
         request, kv = part.request, self._view.kv
         short = {i for i, number in part.new_blocks.items() if self.budget.blocks[i] < number}
-        if any(kv.num_leaving(instance) for instance in short):
-            return  # blocks are free as soon as KV on its way has left
-        if any(ref.instance in short for one in self._loading for ref in one.table):
-            return  # one that loads may give way as soon as it has its KV
-        later = (r for r in (*self._later, *self._next_turn) if any(ref.instance in short for ref in r.table))
+        if any(kv.num_pending_free(instance) for instance in short):
+            return  # in-flight copies free blocks
+        if any(ref.instance in short for loading in self._loading for ref in loading.table):
+            return  # a request that loads can be preempted as soon as it has its KV
+        later = (r for r in (*self._queue, *self._postponed) if any(ref.instance in short for ref in r.table))
         victim = max((request, *later), key=lambda r: r.admission)
         if victim is request and _can_wait(part, self._view):
-            self._next_turn.append(request)
-            if self._spare:  # or all would wait for somebody whose turn never comes
+            self._postponed.append(request)
+            if self._spare:  # otherwise all requests could wait for a postponed one
                 instead = self._spare.popleft()
-                self._next_turn.remove(instead)
-                self._later.append(instead)
+                self._postponed.remove(instead)
+                self._queue.append(instead)
             return
         if victim.in_flight:
-            self._begin_without(self._view.busy)
+            self._restart_without(self._view.busy)
             return
         self._preempted.append(victim)
         for instance, number in kv.reclaimable(victim).items():
             self.budget.blocks[instance] += number
         if victim is not request:
-            (self._next_turn if victim in self._next_turn else self._later).remove(victim)
-            self._spare = deque(one for one in self._spare if one is not victim)
-            self._later.appendleft(request)
+            (self._postponed if victim in self._postponed else self._queue).remove(victim)
+            self._spare = deque(spare for spare in self._spare if spare is not victim)
+            self._queue.appendleft(request)
 
 
 def _can_wait(part: ScheduledPart, view: ClusterView) -> bool:
-    """Tells whether a part that lacks a block, and for which no later request can give way, will get one in time.
+    """Return True if the request should wait for a block instead of being preempted.
 
-    A token that rotates can take no other member's block, but waits while others that run hold blocks there: they come
-    first. Else the request outgrows its group, or KV on its way there holds the rest, and may wait for the request.
+    A rotated token needs a block of one member, and waits while other running requests hold blocks there. Otherwise the
+    request exceeds its group, or in-flight copies hold the other blocks and may wait for this request.
     """
     if part.rotation is None:
         return False
     me, [owner] = part.request, part.block_owners
-    return any(ref.instance == owner for one in view.running.on(owner) if one.id != me.id for ref in one.table)
+    return any(ref.instance == owner for peer in view.running.on(owner) if peer.id != me.id for ref in peer.table)
 
 
 def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ...], ...]:
-    """Returns a batch per set of instances that these parts connect, ascending."""
+    """Return one batch for each set of instances that the parts connect, in ascending order."""
     if not parts:
         return ()
     groups = {_touched(part) for part in parts} if len(parts) > 1 else ()
@@ -182,7 +182,7 @@ def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ..
 
 
 def _touched(part: ScheduledPart) -> tuple[int, ...]:
-    """Returns the instances that a part's step names: also the one that passes on a token sampled elsewhere."""
+    """Return the instances that the step of a part names, with the instance that sampled the latest token."""
     request, group = part.request, part.group
     if request.sampler in group or request.num_tokens == request.num_known:
         return group
@@ -192,25 +192,25 @@ def _touched(part: ScheduledPart) -> tuple[int, ...]:
 class PerInstance(dict[int, int]):
     """A number for each instance, computed at first use."""
 
-    def __init__(self, find: Callable[[int], int]) -> None:
-        self._find = find
+    def __init__(self, compute: Callable[[int], int]) -> None:
+        self._compute = compute
 
     def __missing__(self, instance: int) -> int:
-        found = self[instance] = self._find(instance)
-        return found
+        number = self[instance] = self._compute(instance)
+        return number
 
 
 class Budget:
-    """The tokens, blocks and seats left to give away in the step being planned, by instance.
+    """The tokens, blocks and request slots that the plan may still use, by instance.
 
     Attributes:
-        tokens: that can still be computed, only of the `instances` that compute.
-        blocks: free ones.
-        claimed: blocks that admissions of this plan begin with.
-        adopted: blocks among them that are taken over.
+        tokens: tokens that an instance can still compute in this step. Instances without a step are missing.
+        blocks: free blocks.
+        claimed: cached blocks that requests admitted by this plan start with.
+        adopted: claimed blocks that one request takes over.
     """
 
-    def __init__(self, view: ClusterView, instances: Iterable[int], growing: Growing = _NONE_GROWS) -> None:
+    def __init__(self, view: ClusterView, instances: Iterable[int], growing: Growing = _NO_GROWTH) -> None:
         self.view, self._growing = view, growing
         self.claimed: set[BlockRef] = set()
         self.adopted: set[BlockRef] = set()
@@ -221,9 +221,9 @@ class Budget:
 
     @cached_property
     def seqs(self) -> PerInstance:
-        """Requests that may still join, by instance."""
-        running, most = self.view.running, self.view.max_num_seqs
-        return PerInstance(lambda i: most - len(running.on(i)))
+        """Free request slots, by instance."""
+        running, max_num_seqs = self.view.running, self.view.max_num_seqs
+        return PerInstance(lambda i: max_num_seqs - len(running.on(i)))
 
     @cached_property
     def load(self) -> list[int]:
@@ -232,7 +232,7 @@ class Budget:
 
     @cached_property
     def reserved(self) -> PerInstance:
-        """Free blocks that running requests will need for the tokens they have; admissions leave them alone."""
+        """Free blocks that running requests need for the tokens they have. Admissions do not use them."""
         due, more = self.view.running.due_blocks, self._growing.more
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
@@ -252,21 +252,21 @@ class Budget:
 
         return hit_on_hosts(request, group, self)
 
-    def room(self, request: RequestView, group: Sequence[int], cost: Mapping[int, int] = _FREE) -> int:
-        """Counts the blocks left for a request on a group, or its hosts, beside what others need and a hit `cost`s."""
-        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in group])
+    def free_blocks(self, request: RequestView, group: Sequence[int], cost: Mapping[int, int] = _NO_COST) -> int:
+        """Return the unreserved free blocks for a request on a group and its hosts, without the `cost` of a hit."""
+        blocks = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in group])
         hosts = self.hosts_of(request, group) if self.view.device_limit is not None else ()
-        return room + sum([self.blocks[host] - cost.get(host, 0) for host in hosts])
+        return blocks + sum([self.blocks[host] - cost.get(host, 0) for host in hosts])
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
     def grow(self, part: ScheduledPart) -> None:
-        """Gives a running request's part its tokens and blocks, and a seat on each member that is new to it."""
+        """Allocate the tokens and blocks of a part, and request slots on new members of a running request."""
         if part.hit is None and part.group != part.request.group:
             for instance in set(part.group).difference(part.request.group):
                 self.seqs[instance] -= 1
-        for instance, runs in compress(zip(part.group, part.runs, strict=True), part.runs):  # most may be empty
+        for instance, runs in compress(zip(part.group, part.runs, strict=True), part.runs):  # many may be empty
             self.tokens[instance] -= sum([len(run) for run in runs])
         if part.block_owners:
             for instance, number in Counter(part.block_owners).items():
@@ -276,20 +276,20 @@ class Budget:
             self.blocks[instance] -= 1
 
     def admit(self, part: ScheduledPart, hit: PrefixHit) -> bool:
-        """Gives a request's first part its tokens and blocks, and reserves the rest of its prompt.
+        """Allocate the tokens and blocks of a request's first part, and reserve blocks for its whole prompt.
 
-        Returns False, and gives nothing, when its first blocks, its tail or room for its prompt are not free.
+        Return False, and allocate nothing, if the plan has taken over a block of its hit, or too few blocks are free.
         """
         if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):
             return False
         shared = self.claimed.intersection(hit.refs) if hit.num_loaded else ()
         if any(self.view.cluster.tier(pool) != "device" for pool, _ in shared):
-            return False  # another admission of this plan loads some of the same: the next plan finds it on its way
+            return False  # another admission of this plan loads the same blocks: the next plan sees that load
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
         owners = self._growing.groups.get(request.id, part.group) if part.kv_owner is None else (part.kv_owner,)
         taken = Counter(part.block_owners) + cost
-        if missing > self.room(request, owners, taken if hit.waits else cost) or not self.fits(taken):
+        if missing > self.free_blocks(request, owners, taken if hit.waits else cost) or not self.fits(taken):
             return False
         evenly = -(-(request.num_tokens - part.start) // len(part.group))
         for instance, runs in zip(part.group, part.runs, strict=True):
@@ -307,30 +307,28 @@ class Budget:
 
 
 def is_decode(request: RequestView, start: int) -> bool:
-    """Tells whether its latest token is all that a request still has to compute; output may be computed anew, too."""
+    """Return True if a request has only its latest token to compute, behind its prompt."""
     return start >= request.num_prompt and request.num_tokens - start <= 1
 
 
 def _step_tokens(view: ClusterView, instance: int) -> int:
-    """Bounds the tokens of a step: on an instance of several stages so that what is due makes some steps for each, and
-    all that are in flight have about as many as a single one otherwise.
-    """
+    """Return an upper bound for the tokens of a step: with several stages 1/pp of all, or less to keep stages busy."""
     pp = view.cluster.pp(instance)
-    most = -(-view.max_num_batched_tokens // pp)
+    max_tokens = -(-view.max_num_batched_tokens // pp)
     if pp == 1:
-        return most
+        return max_tokens
     if len(view.startable) < len(view.waiting):
-        return most  # the tokens of the others cannot be told: they wait for blocks, or for the other cluster
+        return max_tokens  # the due tokens are unknown: requests wait for blocks, or for the other cluster
     due = view.running.due_tokens[instance]
     for request in view.startable:
-        if chunk_tokens(due, pp) >= most:
+        if chunk_tokens(due, pp) >= max_tokens:
             break
         due += request.num_tokens
-    return min(most, chunk_tokens(due, pp))
+    return min(max_tokens, chunk_tokens(due, pp))
 
 
 def loaded_first(request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit) -> ScheduledPart | None:
-    """Admits a request whose beginning must be loaded, see `loading.load_part`."""
+    """Admit a request whose hit must be loaded first, see `loading.load_part`."""
     from longspan.policy.loading import load_part  # noqa: PLC0415 - without other tiers nothing is loaded
 
     return load_part(request, group, budget, hit)
@@ -346,9 +344,9 @@ def single_part(
     most: int | None = None,
     end: int | None = None,
 ) -> ScheduledPart | None:
-    """Schedules the tokens of a request from `start` on that one instance has budget for; `most` of them, up to `end`.
+    """Schedule tokens of a request from `start` up to `end`, `most` of them, as far as one instance has budget.
 
-    Returns None when there are none. An admission names its `hit`; it has no tokens if that must be loaded first.
+    Return None if there is no token. An admission has a `hit`. It has no tokens if the hit must be loaded first.
     """
     if hit is not None and hit.waits:
         return loaded_first(request, (instance,), budget, hit)
@@ -360,7 +358,7 @@ def single_part(
 
         cost = 0 if hit is None else budget.view.kv.hit_cost(hit, budget.claimed)[instance]
         [now] = blocks_now(request, (instance,), budget, (budget.blocks[instance] - cost,), is_new=hit is not None)
-        stop = min(stop, (num_held + max(hit is None, now)) * request.block_size)  # a running request asks for one
+        stop = min(stop, (num_held + max(hit is None, now)) * request.block_size)  # a running request asks for a block
     if stop <= start:
         return None
     return ScheduledPart(

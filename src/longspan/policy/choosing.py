@@ -1,4 +1,4 @@
-"""The choice of group size and exchange for a prompt: by measured times, or by rules where nobody measured."""
+"""The choice of group size and exchange for a prompt, by measured times, or by the rules of papers without them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import LinkFit
 from longspan.policy.facts import Facts
 
-_MAX_KNOWN = 100_000
+_MAX_CACHED = 100_000  # lengths
 
 
 class Chooser:
-    """Predicts what groups of every size would take for a prefill, and what one instance would; the quickest is chosen.
+    """Predicts the prefill on one instance and on groups of every size, and chooses the quickest.
 
     Args:
-        exchange: the only candidate; None for all that a layout can be computed with.
+        exchange: the only candidate. None for all exchanges of the layout.
         chains: whether prompts may be cut into consecutive pieces, as a chain needs.
-        weights: where `alltoall` gets unsharded weights from on instances that are split.
+        weights: the source of unsharded weights of `alltoall`, on instances with several shards.
         decode: the exchange of single tokens of a request on several members.
         keeps_later: whether a chain leaves its KV with the last member, which then decodes alone.
     """
@@ -42,20 +42,20 @@ class Chooser:
             candidates = (*of_any_layout(), CHAIN) if chains else of_any_layout()
         self._alone = times.get((1, LOCAL))
         self._shared = {
-            members: found
+            members: measured
             for members in range(2, num_instances + 1)
-            if (found := {one: times[members, one] for one in candidates if (members, one) in times})
+            if (measured := {one: times[members, one] for one in candidates if (members, one) in times})
         }
         self._decode_fits = {} if facts.profile is None else facts.profile.decode_fits()
         self._decode, self._keeps_later = decode, keeps_later
         self._facts, self._weights = facts, weights
-        self.members = lru_cache(maxsize=_MAX_KNOWN)(self._members)
-        """Every length is predicted once: it is asked of all that wait, at every step."""
+        self.members = lru_cache(maxsize=_MAX_CACHED)(self._members)
+        """Cached, because every step predicts all waiting prompts."""
 
     def _members(self, new_tokens: int, cached_tokens: int = 0, answer_tokens: int = 0) -> int | None:
-        """Returns the number of instances expected to finish a prompt and its answer first; the fewest of equals.
+        """Return the smallest number of instances that is expected to finish a prompt and its answer first.
 
-        None when that was not measured.
+        Return None if times were not measured.
         """
         if self._alone is None or not self._shared:
             return None
@@ -70,13 +70,13 @@ class Chooser:
 
     @property
     def prices_answers(self) -> bool:
-        """Whether decodes of any group were measured, so that answers count in the number of members."""
+        """Whether decodes of any group were measured. Answers then count in the number of members."""
         return any(members > 1 for members, _ in self._decode_fits)
 
     def _answer_s(self, members: int, exchange: Exchange, context: int, answer_tokens: int) -> float:
-        """Predicts the decode of an answer where a prefill leaves its KV: on all members, or on one after a chain.
+        """Predict the decode of an answer on the owners of its KV: all members, or one after a chain.
 
-        A group whose decodes were not measured counts as one instance.
+        A group without measured decodes counts as one instance.
         """
         if not answer_tokens or (alone := self._decode_fits.get((1, LOCAL))) is None:
             return 0.0
@@ -85,12 +85,12 @@ class Chooser:
         return answer_tokens * fit.seconds(1, context)
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int, answer_tokens: int = 0) -> Exchange:
-        """Returns the exchange by which `members` instances are expected to finish this chunk and its answer first.
+        """Return the exchange by which `members` instances are expected to finish this chunk and its answer first.
 
-        Without measurements what Algorithm 5 says of a known model and hardware, or else `ring_kv`.
+        Without measurements use Algorithm 5, or `ring_kv` if the model or the hardware is unknown.
 
         Args:
-            answer_tokens: 0 for a chunk that is not all that remains of a prompt, as the last chunk decides the decode.
+            answer_tokens: 0 for a chunk that does not end its prompt, because the last chunk decides the decode.
         """
         if times := self._shared.get(members):
             context = new_tokens + cached_tokens
@@ -106,9 +106,7 @@ class Chooser:
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
 
     def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
-        """Sets where a step gets weights from: `alltoall` of several uses unsharded weights where these are wanted, or
-        send less; every other exchange stays as it is.
-        """
+        """Set the source of weights of a step by `alltoall`, if unsharded weights are an option or send fewer bytes."""
         shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights
         if "weights" not in exchange.traits.parameters or new_tokens == 1 or tp == 1:
             return exchange
@@ -119,7 +117,7 @@ class Chooser:
         return exchange._replace(weights=weights)
 
     def _source(self, shape: ModelShape, tp: int) -> WeightSource:
-        """Takes weights from the host on CPUs, which map its copy; else goes by measured links."""
+        """Return the host on CPUs, which map its copy of the weights. Elsewhere compare measured links."""
         profile = self._facts.profile
         if profile is None or profile.profile_key.device == "cpu":
             return "host"
@@ -130,48 +128,49 @@ class Chooser:
 # ---------------------------------------------------------------- the rules of papers
 #
 # Context Parallelism (arXiv 2411.01783): its T is `new_tokens` here, P `cached_tokens`, N `num_members`, C
-# `flops_per_s`, BW `bytes_per_s`, e `bytes_per_element`; its D is `num_heads * head_dim`, which cancels. The fitted
+# `flops_per_s`, BW `bytes_per_s`, e `bytes_per_element`. Its D is `num_heads * head_dim`, which cancels. The fitted
 # rule of its Appendix D is in benchmarks/papers. CSPS counts the bytes of `alltoall` (its SP-NTP) in supplement A.
 
 
 def ring_kv_or_ring_q(
     shape: ModelShape, hardware: Hardware, new_tokens: int, cached_tokens: int, num_members: int
 ) -> Exchange:
-    """Chooses the ring whose communication is expected to delay attention less (Algorithm 5, Appendix C).
+    """Choose the ring whose communication is expected to delay attention less (Algorithm 5, Appendix C).
 
-    It is `ring_kv` when the part of keys and values that attention does not hide is no larger than what `ring_q`
-    exposes: partial outputs, and queries beyond what 1/N of all attention hides. Algorithm 5 has all queries hidden;
-    ours are sent to all at once, see `ring_q`. Log-sum-exps are neglected (Eq. 5). A whole prompt takes `ring_kv`.
+    `ring_kv` is chosen if the keys and values that attention does not hide are at most the data that `ring_q` exposes.
+    These are partial outputs, and the queries that 1/N of all attention does not hide. Algorithm 5 hides all queries,
+    but our `ring_q` sends them to all members at once. Log-sum-exps are neglected (Eq. 5). A whole prompt and ties
+    take `ring_kv`.
 
-    The choice is monotone: with more new tokens (for a fixed number of cached ones, or of all), more bandwidth, fewer
-    cached tokens, fewer members (down to 3) or slower devices, `ring_kv` stays chosen once it is. It has ties, too.
+    The choice is monotone. `ring_kv` stays chosen with more new tokens, at fixed cached or total tokens. It also stays
+    chosen with more bandwidth, fewer cached tokens, fewer members (down to 3), or slower devices.
     """
     assert new_tokens >= 1 and num_members >= 2, f"{new_tokens} new tokens of {num_members} members"
     miss_rate = new_tokens / (new_tokens + cached_tokens)
     equal_messages = 2 * shape.num_kv_heads / shape.num_heads
-    # What the link carries while attention runs, in units of the bytes that all queries of all tokens would have.
+    # Bytes that the link carries while attention runs, in units of the bytes of the queries of all tokens.
     hidden = 4 * new_tokens * hardware.bytes_per_s / (num_members * hardware.flops_per_s * shape.bytes_per_element)
     late = max(miss_rate + hidden, 2 * miss_rate + hidden * (num_members - 2) / (num_members - 1))
     return RING_KV if late >= equal_messages else RING_Q
 
 
 def unsharded_weights_pay(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> bool:
-    """Tells whether `alltoall` with unsharded weights moves fewer bytes for `length` tokens of a step than with shares
-    of heads.
+    """Return True if `alltoall` sends fewer bytes with unsharded weights than with shares of heads.
 
-    Between instances both move the same. With shares, each instance sums outputs of its tokens over `tp` ranks: 2 L d
-    (t - 1) elements in all. With H_q head_dim = d, two ranks never gain; with few KV heads three do.
+    Between instances both send the same. With shares, each instance sums outputs of its tokens over `tp` ranks, in
+    total 2 L d (t - 1) elements. With H_q head_dim = d, two ranks never gain. Three ranks gain with few KV heads.
     """
     return unsharded_elements(shape, length, num_members, tp, weights) < 2 * length * shape.hidden_size * (tp - 1)
 
 
 def unsharded_elements(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> float:
-    """Counts what ranks send for a layer with unsharded weights, in which each makes all heads of some tokens.
+    """Return the elements that ranks send for a layer with unsharded weights.
 
-    Inside instances, queries, keys and values go to the ranks of their heads and outputs back, of which (t - 1)/t move:
-    2 (H_q + H_kv) head_dim L (t - 1)/t elements; with fewer KV heads than ranks, H_kv counts one once per rank that
-    needs it. Then all ranks get all outputs, L d (t - 1) elements. Weights of `peers` are 2 (H_q + H_kv) head_dim d
-    (t - 1) elements for each instance, however many tokens there are; those of the `host` take no link.
+    Each rank projects all heads of its tokens. Inside instances, queries, keys and values are sent to the ranks of
+    their heads, and outputs back. The share that moves is (t - 1)/t: 2 (H_q + H_kv) head_dim L (t - 1)/t elements. With
+    fewer KV heads than ranks, H_kv counts a head once per rank that needs it. Then all ranks receive all outputs,
+    L d (t - 1) elements. Weights of `peers` are 2 (H_q + H_kv) head_dim d (t - 1) elements per instance for any
+    length. Weights of the `host` take no link.
     """
     held_kv_heads = max(shape.num_kv_heads, min(tp, shape.num_heads))
     by_heads = 2 * (shape.num_heads + held_kv_heads) * shape.head_dim * length * (tp - 1) / tp
@@ -182,11 +181,11 @@ def unsharded_elements(shape: ModelShape, length: int, num_members: int, tp: int
 
 
 def cheaper_weights(shape: ModelShape, tp: int, *, host: LinkFit | None, peers: LinkFit | None) -> WeightSource:
-    """Returns the quicker source of a layer's unsharded weights; `host` where a link was not measured.
+    """Return the quicker source of a layer's unsharded weights, or `host` if a link was not measured.
 
     Args:
-        host: copies from a rank's host.
-        peers: what each of `tp` ranks sends to the others.
+        host: the link for copies from a rank's host.
+        peers: the link for messages between the `tp` ranks.
     """
     if host is None or peers is None:
         return "host"

@@ -1,6 +1,6 @@
-"""Continuous batching with chunked prefill, as Sarathi-Serve and vLLM do it: each request on one instance.
+"""Continuous batching with chunked prefill, as in Sarathi-Serve and vLLM. Each request runs on one instance.
 
-On several instances a request goes to the one where its prefill is expected to end first: data parallelism.
+With several instances (data parallelism), a request runs where its prefill is expected to finish first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Chunked(Policy, name="chunked"):
     reads_hosts = True
 
     def plan(self, view: ClusterView) -> Plan:
-        """Give every running request what the token budget leaves for it, and then admit waiting requests."""
+        """Schedule every running request within the token budget, then admit waiting requests."""
         batch = Batch(view, frozenset(self.instances))
         for request in batch.running():
             batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
@@ -28,18 +28,18 @@ class Chunked(Policy, name="chunked"):
 
 
 def admit_alone(request: RequestView, budget: Budget, instances: Sequence[int]) -> ScheduledPart | None:
-    """Schedules the first part of a request on the instance where its prefill is expected to end first.
+    """Schedule the first part of a request on the instance where its prefill is expected to finish first.
 
-    That is the one with the fewest tokens to compute, its own uncached ones included; of equals the one that has handed
-    out the fewest blocks. Returns None while no instance has a seat and room for it, or the best one takes no part in
-    this step. It can be loaded there nevertheless.
+    This instance has the fewest tokens to compute, with the uncached tokens of the request. Of equals, it has the
+    fewest allocated blocks. Return None if no instance has a free request slot and free blocks, or if the best one
+    does not step now. A load can start there nevertheless.
     """
     kv = budget.view.kv
     hits = {i: budget.hit(request, (i,)) for i in instances}
     for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, kv.num_allocated(i), i)):
         hit = hits[instance]
         missing = request.blocks_for(request.num_tokens) - hit.num_held
-        if budget.seqs[instance] > 0 and missing <= budget.room(request, (instance,)):
+        if budget.seqs[instance] > 0 and missing <= budget.free_blocks(request, (instance,)):
             if instance not in budget.tokens and not hit.waits:
                 return None
             return single_part(request, instance, hit.num_tokens, budget, hit)

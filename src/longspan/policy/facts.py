@@ -1,39 +1,25 @@
-"""The facts that policies go by. Engines and simulations make them here, from a model, hardware and a cluster."""
+"""The known facts of a model, its hardware and a cluster. Engines and simulations make them for their policies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from longspan.core.cluster import Cluster, Location
+from longspan.core.cluster import Cluster
+from longspan.core.locations import Location
 from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
 
 if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost model
+    from longspan.core.exchange import Exchange
     from longspan.cost.csa_pipeline import Rates
     from longspan.cost.fitted_cost import FittedCost
     from longspan.cost.partition_table import PartitionTable
     from longspan.cost.partitions import ModelledPartitions
-    from longspan.cost.pricing import PricedTurns
+    from longspan.cost.pricing import PricedPhases
     from longspan.cost.profile import Profile
     from longspan.cost.profile_key import ProfileKey
-
-
-class TurnCost(Protocol):
-    """Predicts what the work of an offline run takes on each of the clusters that take turns, all of it in use."""
-
-    def prefill_s(self, cluster: Cluster, num_tokens: int, length: int) -> float:
-        """Times prompts of a `length` that have `num_tokens` together."""
-
-    def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
-        """Times one more token for each of `num_seqs` requests of a `length`."""
-
-    def reshard_s(self, cluster: Cluster) -> float:
-        """Times the change to this cluster from the other one."""
-
-    def swap_s(self, cluster: Cluster, num_blocks: int) -> float:
-        """Times blocks that go from the devices of a cluster to their hosts, or come from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +27,13 @@ class Facts:
     """The known facts of a model and its hardware, from which a policy is made.
 
     Attributes:
-        model: what the table of partitions calls it.
-        partitions: searched ones. None before they are looked up: no prompt is refused then.
-        cluster: None when nothing is known of it: then all instances do everything and are near each other.
-        turns: the clusters that prefill and decode by turns on the same devices, if they do.
-        turn_cost: what these take; None when that is not known.
-        rates: returns the speeds of each member of a group on some hosts, by which sparse attention is priced.
+        model: the key of the model in the table of partitions.
+        partitions: searched partitions. None before they are looked up. Then no prompt is refused.
+        cluster: None if it is unknown. Then instances have no roles and are near each other.
+        phases: the clusters that alternately prefill and decode on the same devices, if they do.
+        phase_cost: the cost of these clusters. None if it is unknown.
+        rates, exact_s: price sparse attention. They return the speeds of a member by the hosts of its group, and the
+            seconds of a whole prompt by its exchange, group and length.
     """
 
     shape: ModelShape | None = None
@@ -55,13 +42,14 @@ class Facts:
     model: str = ""
     partitions: PartitionTable | ModelledPartitions | None = None
     cluster: Cluster | None = None
-    turns: tuple[Cluster, ...] = ()
-    turn_cost: TurnCost | None = None
+    phases: tuple[Cluster, ...] = ()
+    phase_cost: PricedPhases | None = None
     rates: Callable[[tuple[int, ...]], Rates | None] | None = None
+    exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None
 
     @property
     def tp(self) -> int | None:
-        """Shards of each prefill instance; None while that is not known."""
+        """Shards of each prefill instance. None if the cluster is unknown."""
         return None if self.cluster is None else self.cluster.spec.tp
 
     @property
@@ -73,7 +61,7 @@ class Facts:
 
     @property
     def decode(self) -> range:
-        """The instances that only decode, none without roles."""
+        """The instances that only decode. Empty without roles."""
         return range(0) if self.cluster is None else self.cluster.decode
 
     def location(self, instance: int) -> Location:
@@ -88,13 +76,14 @@ def known_facts(
     profile: Profile | None,
     partitions: PartitionTable | ModelledPartitions,
     hardware: Hardware | None = None,
-    turns: Sequence[Cluster] = (),
-    turn_cost: TurnCost | None = None,
+    phases: Sequence[Cluster] = (),
+    phase_cost: PricedPhases | None = None,
     rates: Callable[[tuple[int, ...]], Rates] | None = None,
+    exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None,
 ) -> Facts:
     """Return the facts of a cluster whose instances the key describes.
 
-    Speeds are those of the profile. A profile without them leaves `hardware`, or typical speeds of such a device.
+    Speeds are those of the profile, or else of `hardware`, or else typical speeds of such a device.
     """
     measured = None if profile is None else profile.hardware(shape)
     return Facts(
@@ -104,9 +93,10 @@ def known_facts(
         model=key.model,
         partitions=partitions,
         cluster=cluster,
-        turns=tuple(turns),
-        turn_cost=turn_cost,
+        phases=tuple(phases),
+        phase_cost=phase_cost,
         rates=rates or (None if profile is None else partial(_measured_rates, profile, shape)),
+        exact_s=exact_s or (None if profile is None else partial(_measured_prompt_s, profile)),
     )
 
 
@@ -116,16 +106,21 @@ def _measured_rates(profile: Profile, shape: ModelShape, hosts: tuple[int, ...])
     return rates_of_profile(profile, shape, len(hosts))
 
 
-def measured_turns(
-    cost: FittedCost, turns: Sequence[Cluster], block_size: int, slow: float = 1.0
-) -> PricedTurns | None:
-    """Price clusters that take turns by profiles, times `slow`. None on CUDA: profiles lack the cost of a change there.
+def _measured_prompt_s(profile: Profile, exchange: Exchange, group: tuple[int, ...], num_tokens: int) -> float | None:
+    times = profile.times().get((len(group), exchange))
+    return None if times is None else times.seconds(num_tokens)
+
+
+def measured_phases(
+    cost: FittedCost, phases: Sequence[Cluster], block_size: int, slow: float = 1.0
+) -> PricedPhases | None:
+    """Price alternating clusters by profiles, times `slow`. None on CUDA: profiles lack the cost of a change there.
 
     Raises:
         ParameterError: for a profile that lacks instances of one cluster, or links.
     """
-    if not turns or cost.device != "cpu":
+    if not phases or cost.device != "cpu":
         return None
-    from longspan.cost.pricing import PricedTurns  # noqa: PLC0415 - needs the cost of steps
+    from longspan.cost.pricing import PricedPhases  # noqa: PLC0415 - needs the cost of steps
 
-    return PricedTurns(cost, turns, block_size, slow)
+    return PricedPhases(cost, phases, block_size, slow)

@@ -1,4 +1,4 @@
-"""Requests whose beginning lies on hosts or disks: where that is loaded to."""
+"""Loads of cached KV from hosts and disks, for requests that start with it."""
 
 from __future__ import annotations
 
@@ -14,48 +14,37 @@ if TYPE_CHECKING:  # types alone
     from longspan.policy.batching import Budget
 
 _STEPS_AHEAD = 4
-"""A load may begin so many steps before its request can compute."""
+"""Upper bound for the steps between a load and the first step of its request. More steps hold blocks longer."""
 
 
 def held_near(hit: PrefixHit, cluster: Cluster) -> Counter[int]:
-    """Counts the blocks of a hit that each instance has, or can load from its host or the disk of that."""
+    """Count the blocks of a hit that each instance has, or can load from its host and the disk of its host."""
     held = Counter[int]()
     for pool, number in Counter([ref.pool for ref in hit.refs]).items():
         is_on_device = cluster.tier(pool) == "device"
-        near = (pool,) if is_on_device else (i for i in cluster.instances if _is_near(i, pool, cluster))
+        near = (pool,) if is_on_device else (i for i in cluster.instances if pool in cluster.load_pools(i))
         held.update(dict.fromkeys(near, number))
     return held
 
 
-def _is_near(instance: int, pool: int, cluster: Cluster) -> bool:
-    host = cluster.host_pool(instance)
-    return pool in (host, cluster.disk_pool(host))
-
-
 def load_part(request: RequestView, group: tuple[int, ...], budget: Budget, hit: PrefixHit) -> ScheduledPart | None:
-    """Admits a request with a hit that has to be loaded, to the members of a group with most room that are near it.
+    """Admit a request whose hit must be loaded. Each block is loaded to the nearby member with the most free blocks.
 
-    Returns None while a member has tokens to compute for more steps than a load takes: others may need the room.
+    Return None if a member has tokens to compute for more than `_STEPS_AHEAD` steps, so that the blocks stay free.
     """
-    most = _STEPS_AHEAD * budget.view.max_num_batched_tokens
-    if any(budget.load[instance] > most for instance in group):
+    max_tokens = _STEPS_AHEAD * budget.view.max_num_batched_tokens
+    if any(budget.load[instance] > max_tokens for instance in group):
         return None
     cluster, cost = budget.view.cluster, budget.view.kv.hit_cost(hit, budget.claimed)
-    left = {i: budget.blocks[i] - budget.reserved[i] - cost[i] for i in group}
-    owners = []
-    for ref in hit.refs if hit.num_loaded else ():
-        tier = cluster.tier(ref.pool)
-        if tier != "device":
-            near = [i for i in group if _is_near(i, ref.pool, cluster)]
-            owners.append(max(near, key=left.__getitem__))
-            left[owners[-1]] -= 1
+    free = {i: budget.blocks[i] - budget.reserved[i] - cost[i] for i in group}
+    owners = cluster.load_owners(hit.refs if hit.num_loaded else (), free)
     return ScheduledPart(
         request=request,
         group=group,
         start=hit.num_tokens,
         stop=hit.num_tokens,
         runs=((),) * len(group),
-        block_owners=tuple(owners),
+        block_owners=tuple([owner for _, owner in owners]),
         exchange=LOCAL,
         hit=hit,
     )

@@ -11,7 +11,7 @@ from longspan.core.view import RequestView
 
 if TYPE_CHECKING:  # types alone
     from longspan.policy.batching import Budget
-    from longspan.policy.group_parts import Room
+    from longspan.policy.shards import Capacity
 
 
 def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -> PrefixHit:
@@ -20,8 +20,8 @@ def hit_on_hosts(request: RequestView, group: tuple[int, ...], budget: Budget) -
     Each device keeps the blocks of one step free.
     """
     step_blocks = -(-budget.view.max_num_batched_tokens // request.block_size) + 1
-    most = {i: max(0, budget.blocks[i] - step_blocks) for i in group}
-    return budget.view.kv.match_beside(request, most, budget.hosts_of(request, group))
+    max_blocks = {i: max(0, budget.blocks[i] - step_blocks) for i in group}
+    return budget.view.kv.match_in_place(request, max_blocks, budget.hosts_of(request, group))
 
 
 def blocks_now(
@@ -37,19 +37,21 @@ def blocks_now(
     missing = 0 if is_new else request.blocks_for(request.num_tokens) - len(request.table)
     own = -(-missing // len(request.kv_owners)) if missing else 0
     left = [number - max(0, budget.reserved[i] - own) for i, number in zip(group, free, strict=True)]
-    found = tuple([max(0, number) for number in left])
-    return found if is_new or any(found) else tuple([min(1, max(0, number)) for number in free])
+    blocks = tuple([max(0, number) for number in left])
+    return blocks if is_new or any(blocks) else tuple([min(1, max(0, number)) for number in free])
 
 
-def room_now(request: RequestView, group: Sequence[int], budget: Budget, room: Room, hit: PrefixHit | None) -> Room:
+def capacity_now(
+    request: RequestView, group: Sequence[int], budget: Budget, capacity: Capacity, hit: PrefixHit | None
+) -> Capacity:
     """Bound the tokens of each member by its free blocks, and by the free slots of the request's last block.
 
     A running request without free blocks still asks for one block, so that preemption can free it.
     """
     table, start = (request.table, request.num_scheduled) if hit is None else (hit.refs, hit.num_tokens)
-    blocks, size = blocks_now(request, group, budget, room.blocks, is_new=hit is not None), room.block_size
+    blocks, size = blocks_now(request, group, budget, capacity.blocks, is_new=hit is not None), capacity.block_size
     begun = table[start // size].pool if start % size else None
     rest = [-start % size if i == begun else 0 for i in group]
     least = int(hit is None and not any(blocks) and not any(rest))
-    most = [max(least, number) * size + more for number, more in zip(blocks, rest, strict=True)]
-    return replace(room, blocks=blocks, tokens=tuple(map(min, room.tokens, most)))
+    max_tokens = [max(least, number) * size + more for number, more in zip(blocks, rest, strict=True)]
+    return replace(capacity, blocks=blocks, tokens=tuple(map(min, capacity.tokens, max_tokens)))

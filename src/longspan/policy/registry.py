@@ -1,7 +1,7 @@
 """This registry finds policies by their names. `make_policy` resolves the choice of a user for a cluster.
 
-To add one, write a subclass of `core.policy.Policy`. Name it in the registry here, give it to `register_policy`, or let
-a package of its own name it as an entry point of the group `longspan.policies`.
+To add one, write a subclass of `core.policy.Policy`. Name it in the registry here, or pass it to `register_policy`.
+Another package can name it as an entry point of the group `longspan.policies`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _REGISTRY: dict[str, str | type[Policy]] = {
     "context": "context:Context",
     "runahead": "runahead:Runahead",
     "tetris": "tetris:Tetris",
-    "fixed-sp": "tetris:FixedSp",
-    "loongserve": "loongserve:LoongServe",
-    "loongserve-disagg": "loongserve:LoongServeDisagg",
-    "csps": "csps:Csps",
+    "fixed-sp": "baselines.fixed_sp:FixedSp",
+    "loongserve": "baselines.loongserve:LoongServe",
+    "loongserve-disagg": "baselines.loongserve:LoongServeDisagg",
+    "csps": "csps.policy:Csps",
     "seesaw": "seesaw:Seesaw",
-    "prefill-first": "batch_order:PrefillFirst",
-    "decode-first": "batch_order:DecodeFirst",
+    "prefill-first": "baselines.phase_order:PrefillFirst",
+    "decode-first": "baselines.phase_order:DecodeFirst",
 }
 """A policy, or the module and name of a class that is imported on first use."""
 _BUILT_IN = frozenset(_REGISTRY)
 _SPARSE = frozenset({"csa", "max_accuracy_loss", "target_ttft"})
 """Options of sparse attention, which `csps` alone has."""
 _ALONE = _SPARSE | {"target_tbt"}
-"""Options of `auto` that count on one instance, too. All others are for prompts that several instances share."""
+"""Options of `auto` that count on one instance, too. Other options are for prompts that several instances share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class PolicyChoice:
     given: Mapping[str, str] = field(default_factory=dict)
 
     def changed(self, changes: Mapping[str, str | None]) -> PolicyChoice:
-        """Return the choice with other options. None takes one back."""
+        """Return the choice with other options. None removes an option."""
         given = {name: text for name, text in {**self.given, **changes}.items() if text is not None}
         return replace(self, given=given)
 
     def updated(self, policy: Policy) -> PolicyChoice:
-        """Return the choice after options of the policy that was made from it have changed."""
+        """Return the choice with the options of the policy, which was made from it and may have changed since."""
         return replace(self, given=policy.given)
 
 
@@ -72,7 +72,7 @@ def register_policy(policy: type[Policy]) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return all names, those of packages that are not imported yet included."""
+    """Return all names. Packages that are not imported yet are included."""
     return tuple(dict.fromkeys((*_REGISTRY, *extensions(POLICIES, _BUILT_IN))))
 
 
@@ -84,14 +84,14 @@ def make_policy(
     facts: Facts | None = None,
     is_resized: bool = False,
 ) -> Policy:
-    """Make the policy of that name, which chooses by the `facts` known of model and hardware.
+    """Make the policy of that name, with the known `facts` of model and hardware.
 
     `auto` is `csps` with options of sparse attention, `context` with further options that `auto` lacks, and `tetris`
-    with these where instances have roles. Without options it is `chunked` on one instance.
+    with these if instances have roles. Without options it is `chunked` on one instance.
 
     Args:
         is_resized: the cluster has changed since the options were given. Options for prompts that several instances
-            share are then kept on one instance, too.
+            share are then valid on one instance, too.
 
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
@@ -101,11 +101,11 @@ def make_policy(
     facts = facts or Facts()
     if name == "auto":
         name = _resolved(num_instances, options, has_roles=facts.has_roles)
-        shared = next((one for one in options if one not in _ALONE), None)
+        shared = next((option for option in options if option not in _ALONE), None)
         if num_instances == 1 and shared is not None and not is_resized:
             raise ValueError(
                 f"option {shared!r} is for prompts that instances share, but there is 1 instance: set parallel to 2 or "
-                "more, or policy to one that has this option"
+                "more, or policy to one with this option"
             )
     kind = policy_class(name)
     if facts.has_roles and not kind.knows_roles:
@@ -120,7 +120,7 @@ def make_policy(
 
 
 def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool) -> str:
-    """Return the name of the policy that `auto` stands for."""
+    """Return the name of the policy that `auto` resolves to."""
     if not options:
         return "chunked" if num_instances == 1 else "auto"
     known, wide = _option_names("auto"), "tetris" if has_roles else "context"
@@ -128,23 +128,23 @@ def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool
     if exchange not in BUILT_IN | {"auto"}:
         with suppress(KeyError):  # an unknown name is refused with the other options
             _ = Exchange(exchange).traits  # loads a plug-in
-    able = {"auto", *(one.kind for one in of_any_layout())}
+    able = {"auto", *(exchange.kind for exchange in of_any_layout())}
     if known.keys() >= options.keys() and exchange in able:
         return "auto"
-    found = wide if _SPARSE.isdisjoint(options) else "csps"
+    resolved = wide if _SPARSE.isdisjoint(options) else "csps"
     names = {**known, **_option_names(wide), **(dict.fromkeys(sorted(_SPARSE)) if has_roles else _option_names("csps"))}
-    needs = [one for one in options if one not in known] or ["exchange"]
-    for key in sorted(options.keys() - _option_names(found).keys(), key=lambda one: (one in known, one)):
+    needs = [option for option in options if option not in known] or ["exchange"]
+    for key in sorted(options.keys() - _option_names(resolved).keys(), key=lambda option: (option in known, option)):
         if key not in known:
             where = " where instances have roles" if has_roles else ""
             raise ValueError(f"policy auto has no option {key!r}{where}: its options are {', '.join(names)}")
-        problem = f"and {needs[0]} exclude each other: {needs[0]} needs policy {found}, which has no {key}"
+        problem = f"and {needs[0]} exclude each other: {needs[0]} needs policy {resolved}, which has no {key}"
         raise ParameterError(key, f"{problem}; leave one of them out", options[key][:60])
-    return found
+    return resolved
 
 
 def _option_names(name: str) -> dict[str, None]:
-    return dict.fromkeys(one.name for one in fields(policy_class(name).Options))
+    return dict.fromkeys(option.name for option in fields(policy_class(name).Options))
 
 
 def check_sparse(name: str, options: Mapping[str, str]) -> None:
@@ -154,26 +154,30 @@ def check_sparse(name: str, options: Mapping[str, str]) -> None:
         raise ParameterError(given[0], problem, options[given[0]][:60])
 
 
-def turns_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the clusters that use the devices of a cluster with roles one after the other, for a policy that does so.
+def phases_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return the clusters that alternately use the devices of a cluster with roles, for a policy that takes phases.
 
-    Empty for all other policies.
+    Return an empty tuple for other policies.
     """
-    return () if policy == "auto" or not policy_class(policy).takes_phases else cluster.in_turns()
+    if policy == "auto" or not policy_class(policy).takes_phases:
+        return ()
+    from longspan.core.fleets import in_phases  # noqa: PLC0415 - most policies have one cluster
+
+    return in_phases(cluster)
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Return the policy of that name; raise ParameterError for an unknown one."""
+    """Return the policy of that name. Raise ParameterError for an unknown name."""
     if name not in _REGISTRY:
         added = extensions(POLICIES, _BUILT_IN)
         if name not in added:
             raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
         _REGISTRY[name] = _added(name, added[name])
-    found = _REGISTRY[name]
-    if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = _REGISTRY[name] = getattr(import_module(f"longspan.policy.{module}"), attribute)
-    return found
+    policy = _REGISTRY[name]
+    if isinstance(policy, str):
+        module, _, attribute = policy.partition(":")
+        policy = _REGISTRY[name] = getattr(import_module(f"longspan.policy.{module}"), attribute)
+    return policy
 
 
 def _added(name: str, extension: Extension) -> type[Policy]:

@@ -1,4 +1,4 @@
-"""The instances that decode what others have prefilled, by how free they are (Tetris §4.2, CSPS §4.2)."""
+"""The choice of decode instances for prefilled requests, by their free blocks (Tetris §4.2, CSPS §4.2)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Router:
         self._chosen: Counter[int] = Counter()
 
     def route(self, request: RequestView, number: int = 1) -> tuple[Target, ...]:
-        """Shards a request over the instances with the highest freeness, of equals the first, and counts it there.
+        """Shard a request over the `number` instances with the highest freeness, and count it there.
 
-        There are `number` of them at most, unless it needs the memory of more; each gets blocks by how many are free
-        there. Returns none for a request that ends with its next token.
+        Of equals, the first instances are chosen. There are more if the request exceeds their pools. Each instance gets
+        blocks in proportion to its free blocks. Return an empty tuple if the request ends with its next token.
         """
         if not goes_on(request):
             return ()
@@ -47,13 +47,13 @@ class Router:
         return view.kv.num_free(instance) - view.expected.get(instance, 0) - self._chosen.get(instance, 0)
 
     def _freeness(self, instance: int) -> float:
-        """Returns the free blocks for each request; where more are expected than free, minus the number missing."""
+        """Return the free blocks per request, or minus the missing blocks if more are expected than free."""
         free = self._free(instance)
         return free / max(1, len(self._view.running.on(instance))) if free > 0 else free
 
 
 def shares_by(weights: Sequence[int], total: int) -> list[int]:
-    """Cuts a total in proportion to weights; where these are enough for it, no share is more than its weight."""
+    """Split a total in proportion to weights. No share exceeds its weight if the total does not exceed their sum."""
     ends = [total * part // sum(weights) for part in accumulate(weights, initial=0)]
     return [stop - start for start, stop in pairwise(ends)]
 
@@ -61,7 +61,7 @@ def shares_by(weights: Sequence[int], total: int) -> list[int]:
 def plan_alone(
     view: ClusterView, instances: Iterable[int], part: Callable[[RequestView, Budget], ScheduledPart | None]
 ) -> Plan:
-    """Plans each of these instances by itself, as those that only decode; nobody is admitted there."""
+    """Plan each of these instances alone, without admissions, as for instances that only decode."""
     occupied, plans = view.running.occupied, []
     for instance in instances:
         if instance in occupied and instance not in view.full:
@@ -73,7 +73,7 @@ def plan_alone(
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """Makes one of plans for instances that have nothing in common."""
+    """Merge plans for disjoint sets of instances."""
     return Plan(
         preempted=tuple([request for plan in plans for request in plan.preempted]),
         loads=tuple([part for plan in plans for part in plan.loads]),

@@ -1,7 +1,7 @@
 """KV-Runahead (arXiv 2405.05329): long prompts in chains of consecutive pieces, cut by a look-up table.
 
-Each instance hands the keys and values of a layer to the next one. The last one has all of them in the end and decodes
-alone, if it has room. All else is as in `context`.
+Each instance sends the keys and values of a layer to the next one. The last instance then has all of them, and decodes
+alone if it has free blocks. Otherwise the policy is `context`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.exchange import CHAIN
+from longspan.policy.chain_cuts import ChainCuts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import Partitions, check_exchange
+from longspan.policy.sharing import check_exchange
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunaheadOptions(LengthOptions):
-    """Options of `runahead`: how a chain cuts its prompts.
+    """Options of `runahead`: how chains are cut.
 
     Attributes:
-        partition: `even` pieces (KVR-E), those `searched` for prompts of exactly this length (KVR-S), or `predicted`
-            from the two nearest lengths (KVR-P); `auto` is predicted if anything was searched, else even.
-        exchange, layout: there is one of each.
+        partition: `even` pieces (KVR-E), pieces `searched` for prompts of exactly this length (KVR-S), or pieces
+            `predicted` from the two nearest lengths (KVR-P). `auto` is predicted if the table has any, else even.
+        exchange, layout: each has one value.
         home, rotate: as of `context`.
     """
 
@@ -36,6 +37,16 @@ class RunaheadOptions(LengthOptions):
         super().__post_init__()
         check_exchange("exchange", self.exchange, lambda: (CHAIN,))
 
+    @property
+    def sharing(self) -> ContextOptions:
+        return ContextOptions(
+            exchange=CHAIN.kind,
+            home=self.home,
+            rotate=self.rotate,
+            threshold=self.threshold,
+            long_share=self.long_share,
+        )
+
 
 class Runahead(Context, name="runahead"):
     """Shares long prompts in chains, whose pieces a table cuts."""
@@ -44,17 +55,6 @@ class Runahead(Context, name="runahead"):
     reads_hosts = False
 
     def __init__(self, instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) -> None:
-        super().__init__(instances, options, facts)
-        self.whole_prompts = self._partitions is not None and self._partitions.whole
-
-    def _sharing_of(self, options: RunaheadOptions) -> ContextOptions:
-        return ContextOptions(
-            exchange=CHAIN.kind,
-            home=options.home,
-            rotate=options.rotate,
-            threshold=options.threshold,
-            long_share=options.long_share,
-        )
-
-    def _partitions_of(self, options: RunaheadOptions, facts: Facts) -> Partitions:
-        return Partitions(options.partition, facts, len(self.instances))
+        cuts = ChainCuts(options.partition, facts, len(instances))
+        super().__init__(instances, options, facts, sharing=options.sharing, chain_cuts=cuts)
+        self.whole_prompts = cuts.whole

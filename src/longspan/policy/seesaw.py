@@ -10,9 +10,9 @@ the paper. A request larger than one KV pool is shared by all instances of the p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from longspan.core.cluster import Cluster
@@ -21,6 +21,7 @@ from longspan.core.policy import Policy
 from longspan.core.view import Admitted, ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Batch
+from longspan.policy.by_length import ByLength
 from longspan.policy.chunked import admit_alone
 from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.facts import Facts
@@ -70,13 +71,13 @@ class Seesaw(Policy, name="seesaw"):
 
     def __init__(self, instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
-        if not facts.turns:
+        if not facts.phases:
             problem = "seesaw prefills and decodes on the same devices, one after the other: give prefill_parallel and"
             raise ParameterError("policy", f"{problem} decode_parallel", "seesaw")
-        self._prefill, self._decode = facts.turns
-        self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.turns}
-        self._cost = None if options.strict else facts.turn_cost
-        self._mixes = False  # what is left is not worth a change: it is prefilled and decoded where it is
+        self._prefill, self._decode = facts.phases
+        self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.phases}
+        self._cost = None if options.strict else facts.phase_cost
+        self._mixes = False  # a change does not pay off: this cluster prefills and decodes the remaining requests
         self._parked = _Parked()
         self._num_unfinished = 0
         self._started: set[int] = set()
@@ -84,7 +85,7 @@ class Seesaw(Policy, name="seesaw"):
 
     @property
     def hint(self) -> str | None:
-        """Advise to measure, when nothing is known of what a change of clusters gains."""
+        """Advise to measure, if the gain of a change of clusters is unknown."""
         if self.options.strict or self._cost is not None:
             return None
         return (
@@ -121,24 +122,24 @@ class Seesaw(Policy, name="seesaw"):
         return self._num_unfinished - len(view.running) - len(self._started)
 
     def admits(self, cluster: Cluster) -> Admitted:
-        """Admits new requests while prompts are prefilled, and those that have begun while they decode."""
+        """Return `new` in the prefill phase, `started` in the decode phase, and `all` if this cluster does both."""
         return "all" if self._mixes else "new" if cluster.spec == self._prefill.spec else "started"
 
     def plan(self, view: ClusterView) -> Plan:
-        """Goes on with the turn of this cluster, or ends it."""
-        return self._prefill_turn(view) if self.admits(view.cluster) == "new" else self._decode_turn(view)
+        """Continue the phase of this cluster, or end it."""
+        return self._prefill_phase(view) if self.admits(view.cluster) == "new" else self._decode_phase(view)
 
-    def _prefill_turn(self, view: ClusterView) -> Plan:
+    def _prefill_phase(self, view: ClusterView) -> Plan:
         """Compute prompts as far as host pools have free blocks. Park each request after its first token."""
         done = tuple([r for r in view.running if not r.in_flight and _has_output(r)])
         for request in done:
             self._parked.add(request)
-        room = _Room(view, view.running)
-        plan = self._groups[view.cluster.spec].prefill(view, room)
+        hosts = _HostBudget(view, view.running)
+        plan = self._groups[view.cluster.spec].prefill(view, hosts)
         plan.parked = done
         is_done = not (plan.batches or plan.loads or view.busy) and len(done) == len(view.running)
         num_started = len(self._started) + len(done)
-        if is_done and num_started and not self._can_go_on(view, room):
+        if is_done and num_started and not self._can_continue(view, hosts):
             if self._is_worth_decoding(num_started, self._num_new(view)):
                 plan.reshard = self._decode
             else:
@@ -146,54 +147,54 @@ class Seesaw(Policy, name="seesaw"):
             self._parked = _Parked()
         return plan
 
-    def _can_go_on(self, view: ClusterView, room: _Room) -> bool:
+    def _can_continue(self, view: ClusterView, hosts: _HostBudget) -> bool:
         """Return True if the KV of the first waiting prompt fits into host pools. Its device blocks become free."""
         if not view.startable:
-            return self._num_new(view) > 0  # its prefix is on its way
-        return self._has_room(view.startable[0], room)
+            return self._num_new(view) > 0  # its prefix is being loaded
+        return self._fits_on_hosts(view.startable[0], hosts)
 
-    def _has_room(self, request: RequestView, room: _Room) -> bool:
+    def _fits_on_hosts(self, request: RequestView, hosts: _HostBudget) -> bool:
         """Return True if the KV of a prompt fits into host pools after its prefill."""
-        return room.has(request, is_shared=self._groups[self._prefill.spec].shares(request))
+        return hosts.fits(request, is_shared=self._groups[self._prefill.spec].shares(request))
 
-    def _decode_turn(self, view: ClusterView) -> Plan:
+    def _decode_phase(self, view: ClusterView) -> Plan:
         """Decode with continuous batching, until hosts hold no request to decode and a change to prefill pays off."""
         if self.admits(view.cluster) == "started" and not self._started and view.waiting:
-            first, room, num_new = view.waiting[0], _Room(view, view.running), self._num_new(view)
-            if self._has_room(first, room) and room.is_ample(first, num_new):
-                if self._is_worth_prefilling(first, room, num_new):
+            first, hosts, num_new = view.waiting[0], _HostBudget(view, view.running), self._num_new(view)
+            if self._fits_on_hosts(first, hosts) and hosts.is_ample(first, num_new):
+                if self._is_worth_prefilling(first, hosts, num_new):
                     return Plan(reshard=self._prefill)
                 self._mixes = True
         plan = self._groups[view.cluster.spec].plan(view)
         if self._mixes and not (plan.batches or view.busy or view.waiting):
-            self._mixes = False  # all have ended
+            self._mixes = False  # all requests have finished
         return plan
 
     def _is_worth_decoding(self, num_started: int, num_new: int) -> bool:
-        """Tells whether the requests that have begun gain more by the other cluster than the way there takes.
+        """Return True if the decode cluster saves more time for started requests than the change takes.
 
-        There, batches shrink until the next turn. Here, new requests would be prefilled beside them and take the places
-        of those that end, as long as there are any.
+        In the decode phase, batches shrink until the next prefill phase. On the prefill cluster, new requests would be
+        prefilled concurrently, and replace finished requests while there are any.
         """
         if self._cost is None or not self._parked.number:
             return True
-        cost, parked, everyone = self._cost, self._parked, num_started + num_new
+        cost, parked, num_total = self._cost, self._parked, num_started + num_new
         times, length = num_started / parked.number, parked.length
-        pieces = [(round(times * number), num_tokens) for number, num_tokens in drain(parked.left)]
+        pieces = [(round(times * number), num_tokens) for number, num_tokens in drain(parked.tokens_left)]
         there_s = sum(num_tokens * cost.decode_s(self._decode, number, length) for number, num_tokens in pieces)
         here_s = sum(num_tokens * cost.decode_s(self._prefill, number, length) for number, num_tokens in pieces)
         if num_new:
-            here_s = times * sum(parked.left) * cost.decode_s(self._prefill, everyone, length) / everyone
+            here_s = times * sum(parked.tokens_left) * cost.decode_s(self._prefill, num_total, length) / num_total
         return here_s - there_s > cost.reshard_s(self._decode)
 
-    def _is_worth_prefilling(self, first: RequestView, room: _Room, num_new: int) -> bool:
-        """Tells whether new prompts gain more by the other cluster than the way there and back takes."""
+    def _is_worth_prefilling(self, first: RequestView, hosts: _HostBudget, num_new: int) -> bool:
+        """Return True if the prefill cluster saves more time for new prompts than both changes take."""
         if (cost := self._cost) is None:
             return True
         length = first.num_tokens
-        num_tokens = min(num_new * length, room.num_blocks * first.block_size)
-        here_s, there_s = (cost.prefill_s(one, num_tokens, length) for one in (self._decode, self._prefill))
-        swapped_s = 2 * cost.swap_s(self._decode, room.num_running)
+        num_tokens = min(num_new * length, hosts.num_blocks * first.block_size)
+        here_s, there_s = (cost.prefill_s(cluster, num_tokens, length) for cluster in (self._decode, self._prefill))
+        swapped_s = 2 * cost.swap_s(self._decode, hosts.num_running)
         return here_s - there_s > cost.reshard_s(self._prefill) + cost.reshard_s(self._decode) + swapped_s
 
 
@@ -209,9 +210,10 @@ class _PhaseGroups(Context):
             sharing = replace(sharing, weights="auto")
         profile = facts.profile if cluster.spec.tp == facts.tp else None
         instances = tuple(sorted(cluster.instances, key=cluster.location))
-        super().__init__(instances, sharing, replace(facts, cluster=cluster, profile=profile))
+        facts, all_or_one = replace(facts, cluster=cluster, profile=profile), partial(_AllOrOne, shares=self.shares)
+        super().__init__(instances, sharing, facts, placement=all_or_one)
         self._pool_blocks = min(cluster.num_blocks, default=0)
-        self._spread: set[int] | None = set() if len(set(self._host.values())) > 1 else None
+        self._spread: set[int] | None = set() if len(set(self._by_length.host.values())) > 1 else None
         """Waiting requests with an output whose KV is in the pools of several hosts. None on a single host."""
 
     def preempted(self, request: RequestView) -> None:
@@ -233,40 +235,42 @@ class _PhaseGroups(Context):
         threshold = self._sharing.threshold
         return threshold != "auto" and request.num_tokens > threshold
 
-    def prefill(self, view: ClusterView, room: _Room) -> Plan:
+    def prefill(self, view: ClusterView, hosts: _HostBudget) -> Plan:
         """Continue running prompts, and admit prompts whose KV fits into the host pools. No request is decoded.
 
         If all instances are to share the first waiting prompt, instances that could step wait until all of them can.
         """
-        batch, first = Batch(view, self._all), next(self._in_turn(view), None)
+        batch, first = Batch(view, self._all), next(self._candidates(view), None)
         for request in batch.running():
             if request.num_scheduled < request.num_prompt:
-                batch.add(self._group_parts.next(request, batch.budget, self._long_share(view)))
-        can_admit = first is not None and room.has(first, is_shared=self.shares(first))
+                batch.add(self.parts.next(request, batch.budget, self._max_long_tokens(view)))
+        can_admit = first is not None and hosts.fits(first, is_shared=self.shares(first))
         if first is not None and can_admit and self._lacks_members(first, view, batch.instances):
             return Plan()
-        for request in batch.waiting(self._in_turn(view)):
+        for request in batch.waiting(self._candidates(view)):
             if self.shares(request):
                 part = self._first(request, batch.budget)
             else:
-                part = admit_alone(request, batch.budget, room.instances(request, self.instances))
-            batch.add(part if part is not None and room.take(part) else None)
+                part = admit_alone(request, batch.budget, hosts.instances(request, self.instances))
+            batch.add(part if part is not None and hosts.reserve(part) else None)
         return batch.plan()
 
-    @property
-    def _side_by_side(self) -> bool:
-        """Shared prompts are prefilled one after the other, because each takes all instances."""
-        return False
 
-    def _group_size(self, request: RequestView, view: ClusterView) -> int:
-        return self._members(request, 0, view)
+class _AllOrOne:
+    """Places a request on all instances of a phase or on one. Shared prompts are prefilled one after the other."""
 
-    def _members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
+    is_concurrent = False
+
+    def __init__(self, by_length: ByLength, shares: Callable[[RequestView], bool]) -> None:
+        self._shares, self._number = shares, len(by_length.instances)
+        self.partition, self.ranked = by_length.partition, by_length.ranked
+
+    def members(self, request: RequestView, cached_tokens: int, view: ClusterView) -> int:
         del cached_tokens, view
-        return len(self.instances) if self.shares(request) else 1
+        return self._number if self._shares(request) else 1
 
 
-class _Room:
+class _HostBudget:
     """Free blocks of host pools, without the blocks that running requests need when they are offloaded.
 
     A shared request reserves all of its blocks on each host of its group, because its shares are not known before.
@@ -275,25 +279,25 @@ class _Room:
     def __init__(self, view: ClusterView, running: Iterable[RequestView]) -> None:
         cluster, kv = view.cluster, view.kv
         self._pool = {instance: cluster.host_pool(instance) for instance in cluster.instances}
-        self._left = Counter({pool: kv.num_free(pool) for pool in self._pool.values()})
-        self._size = sum(map(kv.num_blocks, self._left))
+        self._free = Counter({pool: kv.num_free(pool) for pool in self._pool.values()})
+        self._size = sum(map(kv.num_blocks, self._free))
         self.num_running = 0
         for request in running:
             number = request.blocks_for(request.num_tokens)
-            self._left.subtract(dict.fromkeys(self._pools(request.group), number))
+            self._free.subtract(dict.fromkeys(self._pools(request.group), number))
             self.num_running += number
 
     @property
     def num_blocks(self) -> int:
-        return sum(self._left.values())
+        return sum(self._free.values())
 
     def _pools(self, group: Sequence[int]) -> set[int]:
         """Return the host pools of a group."""
         return {self._pool[instance] for instance in group}
 
-    def has(self, request: RequestView, *, is_shared: bool) -> bool:
+    def fits(self, request: RequestView, *, is_shared: bool) -> bool:
         """Return True if the KV of a request fits into the pool of a host, or of every host if it is shared."""
-        blocks = self._left.values()
+        blocks = self._free.values()
         return (min(blocks) if is_shared else max(blocks)) >= _needed(request)
 
     def is_ample(self, first: RequestView, num_new: int) -> bool:
@@ -305,14 +309,14 @@ class _Room:
 
     def instances(self, request: RequestView, instances: Sequence[int]) -> list[int]:
         """Return the instances whose host pool has free blocks for a request."""
-        return [instance for instance in instances if self._left[self._pool[instance]] >= _needed(request)]
+        return [instance for instance in instances if self._free[self._pool[instance]] >= _needed(request)]
 
-    def take(self, part: ScheduledPart) -> bool:
+    def reserve(self, part: ScheduledPart) -> bool:
         """Reserve the host blocks of an admitted request. Return False, and reserve none, if they are not free."""
         pools, number = self._pools(part.group), _needed(part.request)
-        if any(self._left[pool] < number for pool in pools):
+        if any(self._free[pool] < number for pool in pools):
             return False
-        self._left.subtract(dict.fromkeys(pools, number))
+        self._free.subtract(dict.fromkeys(pools, number))
         return True
 
 
@@ -321,49 +325,49 @@ def _has_output(request: RequestView) -> bool:
 
 
 def _needed(request: RequestView) -> int:
-    """Counts the blocks of a request when its prompt is computed."""
+    """Return the blocks of a request after its prefill."""
     return request.blocks_for(request.num_tokens)
 
 
 class _Parked:
-    """The requests that were parked in a turn."""
+    """The requests that were parked in a phase."""
 
     def __init__(self) -> None:
-        self.left: list[int] = []
-        """How many tokens each of them may still put out."""
+        self.tokens_left: list[int] = []
+        """Output tokens that each request may still generate."""
         self._num_tokens = 0
 
     def add(self, request: RequestView) -> None:
         self._num_tokens += request.num_tokens
-        self.left.append(request.max_tokens - (request.num_known - request.num_prompt))
+        self.tokens_left.append(request.max_tokens - (request.num_known - request.num_prompt))
 
     @property
     def number(self) -> int:
-        return len(self.left)
+        return len(self.tokens_left)
 
     @property
     def length(self) -> int:
-        """Their mean length in tokens, while they decode."""
-        return (self._num_tokens + sum(self.left) // 2) // self.number
+        """Mean length of these requests in tokens, while they decode."""
+        return (self._num_tokens + sum(self.tokens_left) // 2) // self.number
 
 
-def drain(left: Iterable[int]) -> list[tuple[int, int]]:
-    """Cuts the time in which requests decode where half of them, half of the others and so on have ended.
+def drain(lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """Split a decode of all requests into pieces that end when a half, three quarters and so on have finished.
 
-    A batch that shrinks may be quicker by another parallelism than a full one: means do not tell.
+    A small batch may be quicker on another cluster than a full one, so the mean batch size is not enough.
 
     Args:
-        left: how many tokens each request still puts out, if all begin at once.
+        lengths: output tokens of each request. All requests start together.
 
     Returns:
-        For each piece how many requests decode on average, and for how many tokens it lasts.
+        For each piece the mean number of running requests, and its length in tokens.
     """
-    falling, pieces, done = sorted(left, reverse=True), [], 0
+    falling, pieces, done = sorted(lengths, reverse=True), [], 0
     number = len(falling)
     while number:
         end = falling[number // 2]
         if end > done:
-            num_decoded = sum(min(one, end) - done for one in falling[:number])
+            num_decoded = sum(min(tokens, end) - done for tokens in falling[:number])
             pieces.append((round(num_decoded / (end - done)), end - done))
             done = end
         number //= 2

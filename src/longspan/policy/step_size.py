@@ -1,4 +1,4 @@
-"""The tokens of a step, by one rule for engines and simulations."""
+"""The number of tokens of a step, by one rule for engines and simulations."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from longspan.core.options import SchedulingArgs
 from longspan.core.policy import Policy
 
 _CUDA_STEP_TOKENS = 8192
-"""The tokens of a step on a CUDA device, which needs more than a CPU to be busy."""
+"""Tokens of a step on a CUDA device, which needs more than a CPU to be busy. More tokens delay decodes longer."""
 ArgsT = TypeVar("ArgsT", bound=SchedulingArgs)
 
 
 def with_step_tokens(options: ArgsT, policy: Policy, device: str, whole_tokens: Callable[[int], int]) -> ArgsT:
-    """Return options with the size of steps, which is the given one if there is one.
+    """Return options with a size of steps. A given size stays.
 
     Args:
-        whole_tokens: tokens for which there is memory, at least the given number. It counts for a policy whose steps
-            should hold whole prompts.
+        whole_tokens: returns the tokens that memory can hold, at least the given number. It is used for a policy whose
+            steps should hold whole prompts.
     """
     if options.max_num_batched_tokens is not None:
         return options

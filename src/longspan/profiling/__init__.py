@@ -1,1 +1,1 @@
-"""Times prompts, decodes and links on the machine at hand, and keeps what was measured."""
+"""Measurements of prompts, decodes and links on this machine, and their files."""

@@ -1,6 +1,6 @@
-"""Speeds of links between ranks, and of a device to its host, timed by processes of their own.
+"""Measure the speed of links between ranks, and between a device and its host, in separate processes.
 
-`time_links` starts one per rank, `python -m longspan.profiling.links`, connected as workers are. The first one reports.
+`time_links` starts one process per rank, `python -m longspan.profiling.links`, connected like workers. Rank 0 reports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMEOUT_S = 60.0
 
 
 def time_links(num_ranks: int, device: str) -> list[Transfer]:
-    """Returns transfers of every kind and some sizes between `num_ranks` ranks."""
+    """Return timed transfers of every kind and several sizes between `num_ranks` ranks."""
     processes: list[subprocess.Popen[bytes]] = []
     folder = make_run_dir()
     logs = [Path(folder, f"log{rank}") for rank in range(num_ranks)]
@@ -39,12 +39,12 @@ def time_links(num_ranks: int, device: str) -> list[Transfer]:
             with log.open("wb") as stderr:
                 processes.append(start_child(__name__, *arguments, stdout=subprocess.PIPE, stderr=stderr))
         stdout = processes[0].stdout
-        assert stdout is not None, "it is a pipe"
+        assert stdout is not None, "the child has a pipe"
         output = stdout.read()
         for rank, process in enumerate(processes):
             if process.wait(_TIMEOUT_S) != 0:
-                said = logs[rank].read_text(errors="replace").strip().split("\n")
-                raise WorkerLostError(rank, said[-1].strip() or "it said nothing")
+                log_lines = logs[rank].read_text(errors="replace").strip().split("\n")
+                raise WorkerLostError(rank, log_lines[-1].strip() or "its log is empty")
     finally:
         for process in processes:
             process.kill()
@@ -54,18 +54,18 @@ def time_links(num_ranks: int, device: str) -> list[Transfer]:
 
 
 def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
-    """Times transfers as one rank; all ranks do the same ones in the same order."""
+    """Time transfers as one rank. All ranks run the same transfers in the same order."""
     torch.set_num_threads(1)
     keep_to_cores(device_kind, rank, num_ranks, own_cores())
     device = open_device(device_kind, rank)
-    found = [_copies(device, size) for size in _SIZES] if rank == 0 else []
+    transfers = [_copies(device, size) for size in _SIZES] if rank == 0 else []
     if num_ranks > 1:
         transports = open_transports(device, rank, (0,) * num_ranks, store, timeout_s=_TIMEOUT_S)
         links = Links(transports.steps.exchange, rank, num_ranks, device)
-        found += _between(links)
+        transfers += _between(links)
         links.meet()
         transports.close()
-    return found
+    return transfers
 
 
 def _between(links: Links) -> Iterator[Transfer]:
@@ -83,45 +83,45 @@ def _between(links: Links) -> Iterator[Transfer]:
 
 
 class Links:
-    """One rank's view of all links; every method sends messages of `num_bytes` and returns seconds."""
+    """The links of one rank. Every timing method sends messages of `num_bytes` and returns seconds."""
 
     def __init__(self, transport: Transport, rank: int, size: int, device: torch.device) -> None:
         self.size, self._rank, self._device, self._transport = size, rank, device, transport
         self._next_tag = 0
 
     def there_and_back(self, num_bytes: int) -> float:
-        """Returns half of the time from rank 0 to rank 1 and back."""
+        """Return half of the round-trip time between ranks 0 and 1."""
         group = self._group()
         if self._rank > 1:
             return self._timed(lambda: None)
         peer = 1 - self._rank
 
-        def turn() -> None:
+        def round_trip() -> None:
             message = {peer: self._message(num_bytes)}
             for hop in range(2):
                 sends, receives = (message, {}) if hop == self._rank else ({}, message)
                 group.start(sends=sends, receives=receives, hop=hop).wait()
 
-        return self._timed(turn) / 2
+        return self._timed(round_trip) / 2
 
     def alltoall(self, num_bytes: int) -> float:
-        """Sends from every rank to every other, a message for each."""
+        """Send a separate message from every rank to every other rank."""
         return self._timed(self._alltoall(num_bytes))
 
     def all_gather(self, num_bytes: int) -> float:
-        """Sends from every rank to every other, the same message."""
+        """Send one message from every rank to all other ranks."""
         group, blocks = self._group(), [self._message(num_bytes) for _ in range(self.size)]
         return self._timed(lambda: all_gather(group, blocks))
 
     def meet(self) -> None:
-        """Waits for all other ranks: for a small message of each."""
+        """Wait for all other ranks, by exchanging small messages."""
         _seconds(self._alltoall(1), self._device)
 
     def _alltoall(self, num_bytes: int) -> Callable[[], None]:
-        """Makes a call that sends and receives messages that exist already."""
+        """Return a call that sends and receives preallocated messages."""
         group = self._group()
-        leaving = {rank: self._message(num_bytes) for rank in group.others}
-        coming = {rank: self._message(num_bytes) for rank in group.others}
+        leaving = {rank: self._message(num_bytes) for rank in group.peers}
+        coming = {rank: self._message(num_bytes) for rank in group.peers}
         return lambda: group.start(sends=leaving, receives=coming, hop=0).wait()
 
     def _group(self) -> Group:
@@ -140,7 +140,7 @@ class Links:
 
 
 def _copies(device: torch.device, num_bytes: int) -> Transfer:
-    """Times copies from the device to memory of its host, which may be the same."""
+    """Time copies from the device to host memory. On CPUs both are the same memory."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(_REPEATS + 1)]
@@ -157,6 +157,6 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 if __name__ == "__main__":
     end_with_parent(sys.stdin.fileno())
-    seen = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    timed = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
     with suppress(BrokenPipeError):
-        sys.stdout.buffer.write(msgspec.json.encode(seen))
+        sys.stdout.buffer.write(msgspec.json.encode(timed))

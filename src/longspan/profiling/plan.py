@@ -1,8 +1,9 @@
-"""The plan of a profile: which prompts, decodes and links are measured, and which are left."""
+"""The plan of a profile: the prompts, decodes and links to measure, and the missing ones."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -10,56 +11,57 @@ from longspan.core.exchange import CHAIN, LOCAL, RING_Q, Exchange, of_any_layout
 from longspan.cost.profile import Decode, Prefill, Profile, TransferKind
 
 SHARED: tuple[Exchange, ...] = (*of_any_layout(), CHAIN)
-"""The exchanges of groups that are measured."""
+"""The measured exchanges of groups."""
 DECODE_STEPS = 8
-"""Times between tokens that one measurement takes, once all requests have started."""
+"""Times between tokens per measurement, after all requests have started."""
 _BATCHES = (1, 2, 4, 8)
 _BATCHES_WITH_SINGLES = (1, 2, 4)
 _MAX_OF_LONGEST = 4
 
 
 def default_lengths(max_model_len: int) -> tuple[int, ...]:
-    """Returns 512, 1024, 2048, ... up to the longest prompt, which leaves room for one token."""
+    """Return 512, 1024, 2048, ... up to the longest prompt: `max_model_len` minus one output token."""
     doubled = (512 * 2**power for power in range(max_model_len.bit_length()))
     shorter = [length for length in doubled if length < max_model_len - 1]
     return tuple(sorted({*(shorter or [max(1, max_model_len // 2 - 1)]), max_model_len - 1}))
 
 
 def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
-    """Returns pairs of a kind of transfer to measure and the number of ranks that take part."""
+    """Return pairs of a kind of transfer to measure and its number of ranks."""
     kinds: set[tuple[TransferKind, int]] = {("host_copy", 1)}
     if num_ranks > 1:
         kinds |= {("point_to_point", 2), ("alltoall", num_ranks), ("all_gather", num_ranks)}
     return kinds
 
 
-class KvRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV memory of each instance, in blocks, and the longest request that the model takes."""
+class KvCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV blocks of each instance, and the model's maximum request length in tokens."""
 
     max_model_len: int
     block_size: int
     num_blocks: int
 
-    def holds(self, members: int, num_tokens: int) -> bool:
+    def fits(self, members: int, num_tokens: int) -> bool:
         return -(-num_tokens // self.block_size) <= members * self.num_blocks
 
 
 def all_missing(
-    profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], room: KvRoom, repeats: int
+    profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], capacity: KvCapacity, repeats: int
 ) -> list[Prefill | Decode]:
-    """Returns what is left to measure in groups of these sizes; ask again once that is measured.
+    """Return the missing measurements of groups of these sizes. Call it again after measuring them.
 
-    All of it once before anything a second time: what else the machine does for a while spoils one time of each. Then
-    the quickest exchange of each prompt as often again, since the quickest of several is in part the luckiest. What
-    does not fit into the KV memory of a group is left out.
+    Every task is measured once before any task is measured twice, so that a busy phase of the machine affects one time
+    of each. Then the quickest exchange of each prompt is measured `repeats` times more, since the minimum of several
+    exchanges is biased. Tasks that exceed the KV memory of a group are left out.
     """
     whole = [new for new, cached in prompts if not cached]
-    left: list[Prefill | Decode] = []
+    missing: list[Prefill | Decode] = []
     for times in range(1, repeats + 1):
         for size in sorted(sizes):
-            left += _missing_prefills(profile, size, prompts, room, times)
-            left += _missing_decodes(profile, size, whole, room, times)
-    return left or [task for size in sorted(sizes) for task in _missing_quickest(profile, size, prompts, room, repeats)]
+            missing += _missing_prefills(profile, size, prompts, capacity, times)
+            missing += _missing_decodes(profile, size, whole, capacity, times)
+    quickest = (_missing_quickest(profile, size, prompts, capacity, repeats) for size in sorted(sizes))
+    return missing or list(chain.from_iterable(quickest))
 
 
 def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: int) -> Prefill:
@@ -69,50 +71,50 @@ def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: i
 
 
 def _missing_prefills(
-    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: KvRoom, times: int
+    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapacity, times: int
 ) -> list[Prefill | Decode]:
-    every = [
+    tasks = [
         _prefill(members, exchange, new, cached)
         for new, cached in prompts
         for exchange in (SHARED if members > 1 else (LOCAL,))
-        if room.holds(members, new + cached + 1)
+        if capacity.fits(members, new + cached + 1)
     ]
-    return [one for one in every if profile.num_times(one) < times]
+    return [task for task in tasks if profile.num_times(task) < times]
 
 
 def _missing_quickest(
-    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: KvRoom, repeats: int
+    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapacity, repeats: int
 ) -> list[Prefill | Decode]:
-    """Lists the quickest exchange of each prompt, once for each measurement that it lacks of twice `repeats`."""
+    """List the quickest exchange of each prompt, once per missing measurement of twice `repeats`."""
     quickest = []
     for new, cached in prompts if members > 1 else ():
-        if room.holds(members, new + cached + 1):
-            found = (profile.find(_prefill(members, exchange, new, cached)) for exchange in SHARED)
-            quickest.append(min((one for one in found if one is not None), key=lambda one: one.median_s))
-    lacking = [one for times in range(repeats, 2 * repeats) for one in quickest if len(one.seconds) <= times]
-    return [msgspec.structs.replace(one, seconds=(), beside=0) for one in lacking]
+        if capacity.fits(members, new + cached + 1):
+            tasks = (profile.find(_prefill(members, exchange, new, cached)) for exchange in SHARED)
+            quickest.append(min((task for task in tasks if task is not None), key=lambda task: task.median_s))
+    missing = [task for times in range(repeats, 2 * repeats) for task in quickest if len(task.seconds) <= times]
+    return [msgspec.structs.replace(task, seconds=(), beside=0) for task in missing]
 
 
 def _missing_decodes(
-    profile: Profile, members: int, lengths: Sequence[int], room: KvRoom, times: int
+    profile: Profile, members: int, lengths: Sequence[int], capacity: KvCapacity, times: int
 ) -> list[Prefill | Decode]:
-    """Lists the decodes that such groups timed fewer than `times` times.
+    """List the decodes that were timed fewer than `times` times in groups of `members`.
 
-    These are small and large batches behind the shortest, the middle and the longest of `lengths`, of which each
-    member has a block at least. Batches have no more tokens than four of the longest, nor than an instance can hold.
-    Groups are timed behind the middle one also while each member decodes a request of its own.
+    These are small and large batches with contexts of the shortest, middle and longest of `lengths`. Each member has
+    at least one block of a context. A batch has at most the tokens of four longest contexts, and fits the KV memory of
+    an instance. With the middle context, groups are also timed while each member decodes its own request.
     """
-    longest = max(1, room.max_model_len - _BATCHES[-1] - DECODE_STEPS)
-    shortest = members * room.block_size if members > 1 else 1
-    every = sorted({min(longest, max(shortest, length)) for length in lengths})
+    longest = max(1, capacity.max_model_len - _BATCHES[-1] - DECODE_STEPS)
+    shortest = members * capacity.block_size if members > 1 else 1
+    contexts = sorted({min(longest, max(shortest, length)) for length in lengths})
     exchange = str(RING_Q if members > 1 else LOCAL)
-    middle, found = every[len(every) // 2], []
-    kinds = [(batch, context, 0) for batch in _BATCHES for context in sorted({every[0], middle, every[-1]})]
+    middle, decodes = contexts[len(contexts) // 2], []
+    kinds = [(batch, context, 0) for batch in _BATCHES for context in sorted({contexts[0], middle, contexts[-1]})]
     if members > 1:
         kinds += [(batch, middle, members) for batch in _BATCHES_WITH_SINGLES]
     for batch, context, singles in kinds:
-        num_blocks = (batch + singles) * -(-(context + batch + DECODE_STEPS) // room.block_size)
-        if num_blocks <= room.num_blocks and batch * context <= _MAX_OF_LONGEST * every[-1]:
+        num_blocks = (batch + singles) * -(-(context + batch + DECODE_STEPS) // capacity.block_size)
+        if num_blocks <= capacity.num_blocks and batch * context <= _MAX_OF_LONGEST * contexts[-1]:
             sizes = {"batch": batch, "context_tokens": context, "singles": singles}
-            found.append(Decode(members=members, exchange=exchange, seconds=(), **sizes))
-    return [one for one in found if profile.num_times(one) < times]
+            decodes.append(Decode(members=members, exchange=exchange, seconds=(), **sizes))
+    return [task for task in decodes if profile.num_times(task) < times]

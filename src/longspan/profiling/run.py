@@ -1,4 +1,4 @@
-"""The profiler: starts groups of instances, times prompts and links on them, and stores every time at once."""
+"""The profiler: starts groups of instances, times prompts and links on them, and stores each time immediately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from longspan.policy.registry import make_policy
 from longspan.profiling import links
 from longspan.profiling.plan import (
     DECODE_STEPS,
-    KvRoom,
+    KvCapacity,
     all_missing,
     default_lengths,
     kinds_of_links,
@@ -36,7 +36,7 @@ from longspan.profiling.store import load_partitions, load_profile, save_partiti
 
 
 class Instances(Protocol):
-    """Instances of a model as the profiler needs them: `longspan.LLM` is one."""
+    """The interface of running instances that the profiler uses. `longspan.LLM` implements it."""
 
     info: ModelInfo
 
@@ -64,35 +64,35 @@ class Instances(Protocol):
 
 
 Start = Callable[[int], AbstractContextManager[Instances]]
-"""Starts a number of instances."""
+"""Starts the given number of instances."""
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 _WARM_UP_TOKENS = 256
 
 
-def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repeats: int) -> Profile:
-    """Returns the stored profile of this machine, after measuring what it lacked of groups of 1 to `most_members`.
+def measure(start: Start, max_members: int, lengths: Sequence[int] | None, repeats: int) -> Profile:
+    """Return the stored profile of this machine, after measuring missing times of groups of 1 to `max_members`.
 
-    One instance is timed while the others are busy, too: with the same prompt, or with prefills while it decodes.
-    Smaller groups than `most_members` are timed while nothing else runs. Everything is saved once it is measured.
+    One instance is timed while the other instances are busy: with the same prompt, or with prefills while it decodes.
+    Groups with fewer than `max_members` members are timed while nothing else runs. Each time is saved immediately.
 
     Raises:
-        ValueError: for lengths that are no prompts of the model, or a stored profile that cannot be read.
-        WorkerLostError: when a worker dies.
+        ValueError: for lengths that the model does not support, or a stored profile that cannot be read.
+        WorkerLostError: if a worker dies.
     """
-    with start(most_members) as llm:
+    with start(max_members) as llm:
         config = llm.engine.config
-        room = KvRoom(
+        capacity = KvCapacity(
             max_model_len=llm.max_model_len, block_size=config.block_size, num_blocks=config.cluster.num_blocks[0]
         )
         profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
-        profile = profile.of_one_beside(most_members - 1)
-        prompts = _prompts(lengths, room)
-        profile = _measure_missing(llm, profile, {1, most_members}, prompts, room, repeats)
-    for members in range(most_members - 1, 1, -1):
-        if all_missing(profile, {members}, prompts, room, repeats):
+        profile = profile.of_one_beside(max_members - 1)
+        prompts = _prompts(lengths, capacity)
+        profile = _measure_missing(llm, profile, {1, max_members}, prompts, capacity, repeats)
+    for members in range(max_members - 1, 1, -1):
+        if all_missing(profile, {members}, prompts, capacity, repeats):
             with start(members) as llm:
-                profile = _measure_missing(llm, profile, {members}, prompts, room, repeats)
+                profile = _measure_missing(llm, profile, {members}, prompts, capacity, repeats)
     return profile
 
 
@@ -101,23 +101,23 @@ def _measure_missing(
     profile: Profile,
     sizes: set[int],
     prompts: Sequence[tuple[int, int]],
-    room: KvRoom,
+    capacity: KvCapacity,
     repeats: int,
 ) -> Profile:
     members, is_warm = max(sizes), False
     name = "one instance" if members == 1 else f"{members} instances"
-    while left := all_missing(profile, sizes, prompts, room, repeats):
+    while missing := all_missing(profile, sizes, prompts, capacity, repeats):
         if not is_warm:
             _warm_up(llm, members)
             is_warm = True
-        for task in tqdm(left, desc=name, unit="time", dynamic_ncols=True, disable=None):
+        for task in tqdm(missing, desc=name, unit="time", dynamic_ncols=True, disable=None):
             profile = _measured(llm, profile, task)
             save_profile(profile)
     return profile
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
-    """Adds the speeds of links between `num_ranks` ranks unless they were measured."""
+    """Add the speeds of links between `num_ranks` ranks, unless they were measured before."""
     if kinds_of_links(num_ranks) <= set(profile.links):
         return profile
     for transfer in links.time_links(num_ranks, profile.profile_key.device):
@@ -126,28 +126,28 @@ def measure_links(profile: Profile, num_ranks: int) -> Profile:
     return profile
 
 
-def _prompts(lengths: Sequence[int] | None, room: KvRoom) -> list[tuple[int, int]]:
-    """Returns new and cached tokens of all prefills; by default all that the model takes."""
-    longest = room.max_model_len - 1
+def _prompts(lengths: Sequence[int] | None, capacity: KvCapacity) -> list[tuple[int, int]]:
+    """Return (new, cached) tokens of all prefills. Without `lengths`, up to the model's maximum length."""
+    longest = capacity.max_model_len - 1
     if lengths is None:
-        return profiled_prompts(default_lengths(room.max_model_len), room.max_model_len)
+        return profiled_prompts(default_lengths(capacity.max_model_len), capacity.max_model_len)
     if not lengths or min(lengths) < 1 or max(lengths) > longest:
         given = ",".join(map(str, lengths))
         raise ParameterError("lengths", f"must be from 1 to {longest} tokens with this model, but {given} given")
-    if not room.holds(1, max(lengths) + 1):
+    if not capacity.fits(1, max(lengths) + 1):
         problem = (
-            f"{max(lengths)} is more than the {room.num_blocks} blocks of {room.block_size} tokens that one instance "
-            "has for KV: give shorter ones, or more kv_cache_memory_bytes"
+            f"{max(lengths)} is more than the {capacity.num_blocks} blocks of {capacity.block_size} tokens that one "
+            "instance has for KV: give shorter lengths, or more kv_cache_memory_bytes"
         )
         raise ParameterError("lengths", problem)
-    return profiled_prompts(lengths, room.max_model_len)
+    return profiled_prompts(lengths, capacity.max_model_len)
 
 
 def _measured(llm: Instances, profile: Profile, task: Prefill | Decode) -> Profile:
-    """Measures something once more, and adds that time.
+    """Measure a task once, and add the time to the profile.
 
-    On CUDA devices it is done once more before the first time: kernels are compiled and chosen by the first call of
-    each shape.
+    On CUDA devices, the first measurement follows a warm-up run. The first call of each shape compiles and selects
+    kernels.
     """
     time = profile.num_times(task)
     if profile.profile_key.device == "cuda" and not time:
@@ -165,47 +165,47 @@ def _beside(llm: Instances, task: Prefill | Decode) -> int:
 
 
 def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
-    """Returns median seconds between tokens of random prompts once all decode together.
+    """Return the median seconds between tokens of random prompts while all decode together.
 
-    Their KV is computed before; a full last block would not be found again, so one token more follows. Sharded prompts
-    still start one after the other. Larger batches have the prompts of smaller ones, too, whose KV is still there.
-    Singles, shorter than a block, go to whom has the least to do. Of one instance, the others compute prompts of a full
-    step meanwhile: all of a host share its memory, and where many requests wait, they do that most of the time.
+    The KV of the prompts is computed before. The prefix cache returns no last full block, so such prompts get one more
+    token. Sharded prompts still start one after another. Larger batches contain the prompts of smaller batches, whose
+    KV is still cached. Singles are shorter than a block and run on the least loaded instance.
+
+    With one member, the other instances prefill full steps meanwhile. Instances of a host share its memory bandwidth,
+    and under load the other instances mostly prefill.
     """
     vocabulary, config = range(llm.info.vocab_size), llm.engine.config
     draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")
-    behind_block = task.context_tokens % config.block_size == 0
-    prompts = [draw.choices(vocabulary, k=task.context_tokens + behind_block) for _ in range(task.batch)]
+    ends_block = task.context_tokens % config.block_size == 0
+    prompts = [draw.choices(vocabulary, k=task.context_tokens + ends_block) for _ in range(task.batch)]
     singles = [draw.choices(vocabulary, k=-(-config.block_size // 2)) for _ in range(task.singles)]
-    beside: list[list[int]] = []
+    concurrent_prompts: list[list[int]] = []
     if task.members > 1:
         threshold = str(len(singles[0]) if singles else 0)
         llm.set_policy("context", {"exchange": RING_KV.kind, "decode": task.exchange, "threshold": threshold})
     else:
-        room = config.cluster.num_blocks[0] * config.block_size
-        full = min(config.max_num_batched_tokens, llm.max_model_len - 1, room - 1)
+        kv_tokens = config.cluster.num_blocks[0] * config.block_size
+        full = min(config.max_num_batched_tokens, llm.max_model_len - 1, kv_tokens - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
-        beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
+        concurrent_prompts = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
         llm.engine.set_policy(make_policy("chunked", num_instances=1, options={}))
-    for prompt in prompts:  # one by one: sharded ones evenly, others all on the first instance
+    for prompt in prompts:  # one by one: sharded prompts evenly, unsharded prompts on the first instance
         llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
     if task.members == 1:
         llm.set_policy("chunked", {})
     decoding = [*prompts, *singles]
     steps = SamplingParams(temperature=0.0, max_tokens=len(decoding) + DECODE_STEPS, ignore_eos=True)
-    params = [steps] * len(decoding) + [_ONE_TOKEN] * len(beside)
-    outputs = llm.generate([*decoding, *beside], params, use_tqdm=False)[: len(decoding)]
-    if task.members == 1 and len({tuple(map(bool, one.metrics.kv_tokens_per_instance)) for one in outputs}) > 1:
-        raise ValueError(
-            f"{task.batch} requests behind {task.context_tokens} tokens did not decode on one instance: allow more KV "
-            "memory, or give shorter lengths"
-        )
+    params = [steps] * len(decoding) + [_ONE_TOKEN] * len(concurrent_prompts)
+    outputs = llm.generate([*decoding, *concurrent_prompts], params, use_tqdm=False)[: len(decoding)]
+    if task.members == 1 and len({tuple(map(bool, out.metrics.kv_tokens_per_instance)) for out in outputs}) > 1:
+        problem = f"{task.batch} requests with contexts of {task.context_tokens} tokens did not decode on one instance"
+        raise ValueError(f"{problem}: allow more KV memory, or give shorter lengths")
     latest = max(outputs, key=lambda output: output.metrics.arrival_s + (output.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:DECODE_STEPS])
 
 
 def _warm_up(llm: Instances, members: int) -> None:
-    """Makes the first calls, which are slower: threads and connections start, memory is touched."""
+    """Make the first calls, which are slower: threads and connections start, and pages are first touched."""
     length = min(_WARM_UP_TOKENS, llm.max_model_len - 1)
     for exchange in (RING_KV, ALLTOALL) if members > 1 else (LOCAL,):
         task = Prefill(members=members, exchange=str(exchange), new_tokens=length, cached_tokens=0, seconds=())
@@ -213,7 +213,7 @@ def _warm_up(llm: Instances, members: int) -> None:
 
 
 def _timed(llm: Instances, task: Prefill, seed: str) -> float:
-    """Times one prefill; that of one instance while all others have such a prompt, too."""
+    """Time one prefill. With one member, all other instances prefill such a prompt concurrently."""
     if task.members > 1:
         llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
         return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
@@ -222,54 +222,53 @@ def _timed(llm: Instances, task: Prefill, seed: str) -> float:
 
 
 def timed(llm: Instances, new_tokens: int, cached_tokens: int, *, seed: int | str, num_prompts: int = 1) -> float:
-    """Returns mean seconds to the first token of random prompts at once, behind `cached_tokens` computed before."""
+    """Return the mean TTFT in seconds of simultaneous random prompts, whose first `cached_tokens` are cached."""
     draw, vocabulary = random.Random(seed), range(llm.info.vocab_size)
     prompts = [draw.choices(vocabulary, k=cached_tokens + new_tokens) for _ in range(num_prompts)]
     if cached_tokens:
         llm.generate([prompt[:cached_tokens] for prompt in prompts], _ONE_TOKEN, use_tqdm=False)
     times = []
     for output in llm.generate(prompts, _ONE_TOKEN, use_tqdm=False):
-        kept = output.metrics.num_cached_tokens
-        if cached_tokens and kept < cached_tokens:
-            raise ValueError(
-                f"of {cached_tokens} tokens only {kept} stayed cached: allow more KV memory, or give shorter lengths"
-            )
-        assert output.metrics.ttft_s is not None, "a token was asked for"
+        num_cached = output.metrics.num_cached_tokens
+        if cached_tokens and num_cached < cached_tokens:
+            problem = f"of {cached_tokens} tokens only {num_cached} stayed cached"
+            raise ValueError(f"{problem}: allow more KV memory, or give shorter lengths")
+        assert output.metrics.ttft_s is not None, "the request has output"
         times.append(output.metrics.ttft_s)
     return statistics.fmean(times)
 
 
 TimePartition = Callable[[Partition], float]
-"""Seconds to the first token of a prompt that is cut like this."""
+"""Returns the TTFT in seconds of a prompt with this partition."""
 
 
 def search_partitions(
-    start: Start, profile: Profile, most_members: int, lengths: Sequence[int] | None, repeats: int
+    start: Start, profile: Profile, max_members: int, lengths: Sequence[int] | None, repeats: int
 ) -> PartitionTable:
-    """Adds partitions for chains of 2 to `most_members` to this machine's table, of these lengths as far as possible.
+    """Add partitions for chains of 2 to `max_members` members to this machine's table, for these prompt lengths.
 
-    Those of 2 members are searched by timing prompts, and kept once they are found; those of more by the model of a
-    chain, which is quick, so they are always searched anew, from what other entries predict for their length.
+    Partitions for 2 members are searched by timing prompts, and kept. Partitions for more members are searched with the
+    chain model. That is quick, so they are always recomputed, starting from the prediction of the table.
 
-    Every entry is of a prompt that is one chain. Pieces for which a step has no room are not timed, and so are no
-    lengths whose even pieces are such.
+    In every entry, one chain computes the whole prompt. Pieces larger than a step are not timed. Lengths whose even
+    pieces are larger than a step are left out.
 
     Args:
-        start: starts instances whose steps are as large as memory allows.
+        start: starts instances with the largest steps that memory allows.
 
     Raises:
-        ValueError: when the profile does not tell what a prompt costs, or a stored table cannot be read.
-        WorkerLostError: when a worker dies.
+        ValueError: if the profile does not determine the cost of a prompt, or a stored table cannot be read.
+        WorkerLostError: if a worker dies.
     """
     model = profile.profile_key.model
     with start(2) as llm:
-        wanted = lengths or default_lengths(llm.max_model_len)
-        size, most = llm.engine.config.block_size, llm.engine.config.max_num_batched_tokens
+        lengths = sorted(set(lengths or default_lengths(llm.max_model_len)))
+        size, max_piece = llm.engine.config.block_size, llm.engine.config.max_num_batched_tokens
         table = load_partitions(profile.profile_key, size)
-        plan = [(n, length) for n in range(2, most_members + 1) for length in sorted(set(wanted)) if length >= n * size]
-        known = table.lengths(model, 2)
-        plan = [(n, length) for n, length in plan if max(even(length, n, size)) <= most]
-        plan = [(n, length) for n, length in plan if n > 2 or length not in known]
+        plan = [(n, length) for n in range(2, max_members + 1) for length in lengths if length >= n * size]
+        timed_before = table.lengths(model, 2)
+        plan = [(n, length) for n, length in plan if max(even(length, n, size)) <= max_piece]
+        plan = [(n, length) for n, length in plan if n > 2 or length not in timed_before]
         modelled = _modelled_cuts(llm, profile)
         with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
             for members, length in bar:
@@ -306,8 +305,8 @@ def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Tim
 
 def _modelled_cuts(llm: Instances, profile: Profile) -> TimePartition:
     shape = llm.facts.shape
-    found = None if shape is None else modelled_ttft(profile, shape)
-    if found is None:
+    ttft_s = None if shape is None else modelled_ttft(profile, shape)
+    if ttft_s is None:
         problem = "must be at least two: partitions follow from the times of prompts on one instance"
         raise ParameterError("lengths", problem)
-    return found
+    return ttft_s

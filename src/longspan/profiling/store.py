@@ -1,6 +1,4 @@
-"""Files of profiles and partitions, per model, precision and machine, in the cache folder; of partitions there is one
-for each size of blocks.
-"""
+"""Files of profiles in the cache folder, by model, precision and machine. Partition files also depend on block size."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ if TYPE_CHECKING:
 
 StoredT = TypeVar("StoredT", bound=Stored)
 _REVISION = 4
-"""Raised with every change by which instances take other times for the same work, or are measured otherwise."""
+"""Increased with every change of the engine's speed or of the measurements, so that old profiles are not used."""
 
 
 def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool, sizes: str) -> ProfileKey:
-    """Returns the key of a profile. `native`: measured with our own attention kernel. `sizes`: hash of layer sizes."""
+    """Return the key of a profile. `native`: measured with our own attention kernel. `sizes`: hash of layer sizes."""
     folder = Path(files.name)
     return ProfileKey(
         model=str(folder.resolve()) if folder.is_dir() else files.name,
@@ -48,20 +46,18 @@ def profile_file(profile_key: ProfileKey) -> Path:
 
 
 def load_profile(profile_key: ProfileKey) -> Profile | None:
-    """Reads the profile with this key, if there is one; raises ModelError for a file that is none."""
+    """Read the profile with this key, or None if there is no file. Raises ModelError for an invalid file."""
     path = profile_file(profile_key)
     if not path.exists():
         return None
-    from longspan.cost.profile import Profile  # noqa: PLC0415 - a machine with a profile alone
+    from longspan.cost.profile import Profile  # noqa: PLC0415 - only on machines with a profile
 
     return _load(Profile, path)
 
 
 def load_partitions(profile_key: ProfileKey, block_size: int) -> PartitionTable:
-    """Reads the partitions searched with this key and size of blocks, if any; raises ModelError for a file that is
-    none.
-    """
-    from longspan.cost.partition_table import PartitionTable  # noqa: PLC0415 - not before a profile is needed
+    """Read the partitions with this key, or an empty table without a file. Raises ModelError for an invalid file."""
+    from longspan.cost.partition_table import PartitionTable  # noqa: PLC0415 - only when partitions are needed
 
     return _load(PartitionTable, _partitions_file(profile_key, block_size)) or PartitionTable()
 
@@ -88,18 +84,18 @@ def save_profile(profile: Profile) -> None:
 
 
 def _cpu_name() -> str:
-    name = _found(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$")
+    name = _search(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$")
     return name or platform.processor() or platform.machine()
 
 
 def _gpu_name() -> str:
-    """Asks the driver first: asking CUDA takes memory of the device, in a process that computes nothing."""
+    """Read the driver's files first, since a CUDA call takes device memory, in a process that computes nothing."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    told = _found(files[0], r"^Model:\s*(.+)$") if files else None
-    return told or torch.cuda.get_device_name()  # some containers hide the files
+    name = _search(files[0], r"^Model:\s*(.+)$") if files else None
+    return name or torch.cuda.get_device_name()  # some containers hide the files
 
 
-def _found(path: Path, pattern: str) -> str | None:
+def _search(path: Path, pattern: str) -> str | None:
     try:
         match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""The attention of one Forward on one rank: writes the new KV, then runs each channel's exchange, layer by layer."""
+"""The attention of one Forward on one rank. Each layer writes the new KV, then runs the exchange of each channel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import LOCAL
-from longspan.model.whole_step import SingleTokens
+from longspan.model.step import SingleTokens
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.layerwise import Layerwise, LayerwiseStep
 from longspan.runtime.layerwise.layers import Arguments
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class StepAttention:
-    """Computes attention for the model: `(layer, q, k, v) -> out`, all `[heads, tokens, head_dim]`.
+    """Compute attention for the model: `(layer, q, k, v) -> out`, all `[heads, tokens, head_dim]`.
 
     Attributes:
-        num_alone: how many packed tokens come before those of layerwise exchanges; None when there are none.
+        num_alone: the number of packed tokens before the tokens of layerwise exchanges. None without such exchanges.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StepAttention:
         self._start(pool.layers[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns the attention of this rank's packed tokens, or of the first `num_alone` of them."""
+        """Return the attention of this rank's packed tokens, or of the first `num_alone` of them."""
         num_heads = self._specs[layer].num_heads
         assert len(q) == num_heads, f"layer {layer} computes {len(q)} query heads instead of {num_heads}"
         with self._watch.during("attention"):
@@ -93,13 +93,13 @@ class StepAttention:
             return out
 
     def single_tokens(self) -> SingleTokens | None:
-        """Returns what the step reads and writes if each of its tokens is its request's only one, and nothing travels.
+        """Return the step's KV reads and writes if every request has one token and no message is sent, else None.
 
-        Then the model may compute all of it without calling this object. Not while times are recorded, by layer. All
-        tokens are sampled after, so none is inside a prompt.
+        The model may then compute the step without calling this object. Returns None while the stopwatch records
+        times per layer. Every token must be sampled, so that none lies inside a prompt.
         """
         packed, moves = self._packed, self._moves
-        if self._watch.enabled or len(packed.channels) != 1 or (moves and moves.any_left):
+        if self._watch.enabled or len(packed.channels) != 1 or (moves and moves.any_layered):
             return None
         (channel,) = packed.channels
         num_tokens, parts = len(packed.tokens), channel.parts
@@ -108,30 +108,30 @@ class StepAttention:
         if not len(parts) == len(packed.slots.rows) == len(packed.keep) == num_tokens:
             return None
         kv, rows = self._pool.kv, tuple(range(num_tokens))
-        plans = [parts.plan(rows, 0, 0, one, spec.window) for one, spec in zip(kv, self._specs, strict=True)]
+        plans = [parts.plan(rows, 0, 0, layer_kv, spec.window) for layer_kv, spec in zip(kv, self._specs, strict=True)]
         return SingleTokens(blocks=packed.slots.blocks, offsets=packed.slots.offsets, kv=kv, plans=plans)
 
     def arguments_alone(self, layer: int) -> Arguments:
-        """Returns a layer's arguments for the first `num_alone` packed tokens, without those of layerwise parts."""
-        assert self._layerwise is not None, "only such steps have two kinds of tokens"
+        """Return a layer's arguments for the first `num_alone` packed tokens, without the tokens of layerwise parts."""
+        assert self._layerwise is not None, "only steps with layerwise parts have two kinds of tokens"
         return self._layerwise.arguments_alone(layer)
 
     def layerwise(self, layer: int, hidden: Tensor) -> Tensor:
-        """Returns the output of a layer's attention `[tokens, hidden]` for the tokens of layerwise exchanges."""
-        assert self._layerwise is not None, "only its tokens come here"
-        if not self.num_alone:  # the model has not asked for the other exchanges
+        """Return the output of a layer's attention `[tokens, hidden]` for the tokens of layerwise exchanges."""
+        assert self._layerwise is not None, "called only in steps with layerwise parts"
+        if not self.num_alone:  # the model has not called `__call__`, which runs the other exchanges
             self._attend_nothing(layer, hidden.dtype, hidden.device)
         return self._layerwise.output(layer, hidden)
 
     def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Takes part in every layer's exchanges when this rank has no token; the model itself cannot run on none."""
+        """Take part in every layer's exchanges when this rank has no token. The model cannot run on zero tokens."""
         for layer in self._pool.layers:
             self._attend_nothing(layer, dtype, device)
             if self._layerwise is not None:
                 self._layerwise.without_tokens(layer, dtype, device)
 
     def finish(self) -> None:
-        """Sends what is left to send after the last layer."""
+        """Stream the KV of the last layer, which no later layer triggers."""
         self._stream(self._pool.layers[-1])
 
     def _attend_nothing(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -143,14 +143,14 @@ class StepAttention:
     def _host_source(self, channel: Channel, layer: int) -> HostSource | None:
         if channel.hosted is None:
             return None
-        from longspan.attn.hosted import HostSource  # noqa: PLC0415 - an engine with a host tier alone
+        from longspan.attn.hosted import HostSource  # noqa: PLC0415 - only with a host tier
 
-        assert self._host is not None, "what lies on a host is read there"
+        assert self._host is not None, "host-resident keys need a host pool"
         kv, staging = self._host.layer(layer), self._host.staging
         return HostSource(parts=channel.hosted, member=channel.rank, kv=kv, staging=staging)
 
     def _start(self, layer: int | None) -> None:
-        """Starts what channels can send and receive of a layer before anything of it is computed."""
+        """Start the sends and receives of a layer that need no result of that layer."""
         if layer is None:
             return
         for channel, exchange in self._channels:

@@ -1,6 +1,6 @@
-"""One rank's view of a Forward: its tokens packed in a row, where their KV goes, and how each part exchanges.
+"""One rank's view of a Forward: its packed tokens, the slots of their KV, and the exchange of each part.
 
-A rank remembers requests from the first part it sees until it is told to forget.
+A rank keeps the state of a request from its first part until a Free step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from longspan.core.exchange import Exchange
 from longspan.core.owners import Owners
 from longspan.core.runs import Run, num_tokens
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
+from longspan.model.step import Rows
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
 
@@ -33,26 +34,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class Packed(Rows):
     """The share of a Forward that concerns one rank. All tensors are on the host.
 
     Attributes:
-        tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
-        num_alone: tokens before those of layerwise exchanges, which come last; None when there are no such parts.
-        slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
+        num_alone: the number of tokens before the tokens of layerwise exchanges. None without such parts.
+        slots: the KV slots of all parts that store their KV before the exchange.
         channels: in the same order on every rank.
-        keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
-        rows: the packed rows of each request that has some here.
-        unknown: tokens that this rank must find out or pass on before it computes.
+        samples: the sampling settings of the logits of each token in `keep`, for `request_ids`.
+        rows: the packed rows of each request with tokens on this rank.
+        unknown: tokens that this rank must receive or send before it computes.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    rope_lengths: Tensor
     num_alone: int | None
     slots: Slots
     channels: tuple[Channel, ...]
-    keep: Tensor
     samples: tuple[Sample, ...]
     request_ids: tuple[int, ...]
     rows: tuple[tuple[int, slice], ...]
@@ -62,15 +58,14 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """Parts with the same exchange and group, which are exchanged together.
+    """Parts with the same exchange and group, which share messages.
 
     Attributes:
-        number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
+        number: index among the exchanging channels of the whole Forward. All members use the same number.
         rank: this member's index in the group.
-        slots: of an exchange that stores after it, for each part: what this member stores of the new tokens that it has
-            or gets.
+        slots: for exchanges that store KV after the exchange: the slots of each part's new tokens on this member.
         rope_lengths: of each part.
-        hosted: the same parts with the keys that members have on their hosts; None when there are none.
+        hosted: the same parts with the host-resident keys of their members. None if no part has such keys.
     """
 
     number: int
@@ -84,11 +79,11 @@ class Channel:
 
     @property
     def num_tokens(self) -> int:
-        """This member's tokens, which follow each other."""
+        """Number of this member's tokens, which are contiguous in the packed row."""
         return sum(num_tokens(part.q_runs[self.rank]) for part in self.parts)
 
     def store(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes the new keys and values `[kv_heads, tokens, head_dim]` of this member's tokens to the pool."""
+        """Write the new keys and values `[kv_heads, tokens, head_dim]` of this member's tokens to the pool."""
         start = 0
         for slots in self.slots:
             rows = slice(start, start + len(slots.rows))
@@ -98,9 +93,9 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The slots of the keys and values of some tokens: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
+    """KV slots of tokens: the token in row `rows[i]` is stored in slot `offsets[i]` of block `blocks[i]`.
 
-    All `[tokens]` int64 on the host, which `write` copies to the `device` of the pool once.
+    All `[tokens]` int64 on the host. The first `write` copies them to `device`, the device of the pool.
     """
 
     rows: Tensor
@@ -109,9 +104,9 @@ class Slots:
     device: torch.device
 
     def write(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes keys and values `[kv_heads, tokens, head_dim]`, of which `rows` go here."""
+        """Write the `rows` of keys and values `[kv_heads, tokens, head_dim]` to the pool."""
         rows, blocks, offsets = self._on_device
-        if len(rows) == k.shape[1]:  # all of them
+        if len(rows) == k.shape[1]:  # all rows: no selection needed
             pool.write(layer, blocks, offsets, k, v)
         elif len(rows):
             pool.write(layer, blocks, offsets, k[:, rows], v[:, rows])
@@ -123,7 +118,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRows:
-    """Prompt tokens whose logprobs are wanted: packed token `rows[i]` predicts `targets[i]` at `positions[i]`."""
+    """Prompt tokens with requested logprobs: packed token `rows[i]` predicts `targets[i]` at `positions[i]`."""
 
     request_id: int
     rows: tuple[int, ...]
@@ -141,38 +136,39 @@ def pack(
     backend: AttentionBackend,
     host: HostPool | None = None,
 ) -> Packed:
-    """Packs the parts in which `instance` is a member, and brings `requests` up to date."""
+    """Pack the parts in which `instance` is a member, and apply them to `requests`."""
     parts = sorted(forward.parts, key=_layerwise_last)
-    own: list[OwnPart] = []
+    shares: list[OwnPart] = []
     for part in parts:
         if instance in part.group:
-            first_row = own[-1].rows.stop if own else 0
-            own.append(_own_part(part, requests.apply(part).table, instance, block_size, first_row, host))
-    last_rows = {one.part.request_id: one.rows.stop - 1 for one in own}
-    sampled = [(one.part, one.part.sample) for one in own if one.part.sample and one.part.sample.instance == instance]
-    before = [one for one in own if not one.part.exchange.stores_after]
+            first_row = shares[-1].rows.stop if shares else 0
+            shares.append(_own_part(part, requests.apply(part).table, instance, block_size, first_row, host))
+    last_rows = {share.part.request_id: share.rows.stop - 1 for share in shares}
+    samples = [(share.part, share.part.sample) for share in shares if share.part.sample]
+    sampled = [(part, sample) for part, sample in samples if sample.instance == instance]
+    before = [share for share in shares if not share.part.exchange.stores_after]
 
     def tensor(numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.asarray(numbers, dtype=np.int64))
 
     return Packed(
-        tokens=tensor([token for one in own for token in one.tokens]),
-        positions=tensor(_numbers([run.positions for one in own for run in one.runs])),
-        rope_lengths=tensor(np.repeat([one.part.rope_length for one in own], [one.num_tokens for one in own])),
-        num_alone=next((one.rows.start for one in own if one.part.exchange.is_layerwise), None),
+        tokens=tensor([token for share in shares for token in share.tokens]),
+        positions=tensor(_numbers([run.positions for share in shares for run in share.runs])),
+        rope_lengths=tensor(np.repeat([s.part.rope_length for s in shares], [s.num_tokens for s in shares])),
+        num_alone=next((share.rows.start for share in shares if share.part.exchange.is_layerwise), None),
         slots=_slots(before, instance, block_size, device),
-        channels=_channels(forward, own, instance, block_size=block_size, device=device, backend=backend, host=host),
+        channels=_channels(forward, shares, instance, block_size=block_size, device=device, backend=backend, host=host),
         keep=tensor([last_rows[part.request_id] for part, _ in sampled]),
         samples=tuple(sample for _, sample in sampled),
         request_ids=tuple(part.request_id for part, _ in sampled),
-        rows=tuple((one.part.request_id, one.rows) for one in own if one.num_tokens),
-        unknown=tuple(one for part in parts for one in _unknown(part, instance, last_rows.get(part.request_id, -1))),
-        prompts=tuple(_prompt_rows(one) for one in own if one.part.targets and one.num_tokens),
+        rows=tuple((share.part.request_id, share.rows) for share in shares if share.num_tokens),
+        unknown=tuple(chain.from_iterable(_unknown(p, instance, last_rows.get(p.request_id, -1)) for p in parts)),
+        prompts=tuple(_prompt_rows(share) for share in shares if share.part.targets and share.num_tokens),
     )
 
 
 def _layerwise_last(part: Part) -> tuple[int, str, tuple[int, ...]]:
-    """Sorts the parts of layerwise exchanges behind all others, by exchange and group."""
+    """Sort key: parts of layerwise exchanges come last, ordered by exchange and group."""
     return (1, str(part.exchange), part.group) if part.exchange.is_layerwise else (0, "", ())
 
 
@@ -180,10 +176,10 @@ class OwnPart(NamedTuple):
     """A part on one of its members.
 
     Attributes:
-        runs: of its tokens, in their order in the packed row.
-        stored: where those of its new tokens lie that some member stores, from row `first_stored` on: of the packed
-            row, or of what this member has after an exchange that stores after it.
-        hosted: the same with the keys on hosts that members attend over, if any.
+        runs: the member's tokens, in packed order.
+        stored: pieces of (slot indices, blocks) for the new tokens that any member stores. They begin at row
+            `first_stored` of the packed row, or of this member's tokens after an exchange that stores afterwards.
+        hosted: the part with the host-resident keys that members attend over. None without such keys.
     """
 
     part: Part
@@ -204,8 +200,8 @@ class OwnPart(NamedTuple):
     @property
     def tokens(self) -> list[int]:
         part = self.part
-        own = [part.tokens[run.start - part.start : run.stop - part.start : run.step] for run in self.runs]
-        return [token for some in own for token in some]
+        pieces = [part.tokens[run.start - part.start : run.stop - part.start : run.step] for run in self.runs]
+        return [token for piece in pieces for token in piece]
 
 
 def _own_part(
@@ -218,13 +214,13 @@ def _own_part(
     member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=owners.held(part.stop), blocks=owners.blocks(instance))
     hosted = None
     if part.hosted:
-        from longspan.core.hosts import shares_of_hosts  # noqa: PLC0415 - few requests are so long
+        from longspan.core.hosts import shares_of_hosts  # noqa: PLC0415 - only for requests with host-resident keys
 
         assert host is not None and part.exchange.traits.reads_hosts, f"{part.exchange} reads no host"
         runs, blocks = shares_of_hosts(table, [host.pool_of(i) for i in part.group], part.hosted, block_size)
         hosted = MemberPart(rows=rows, q_runs=part.runs, kv_runs=runs, blocks=blocks[me])
     stored: Sequence[Run] = own
-    if part.exchange.traits.keeps == "later":  # after the exchange it has all new tokens up to its own
+    if part.exchange.traits.keeps == "later":  # after the exchange, a member has all new tokens up to its own
         ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
         stored = [Run(part.start, max(ends, default=part.start))]
     return OwnPart(
@@ -237,38 +233,38 @@ def _own_part(
     )
 
 
-def _slots(parts: Iterable[OwnPart], instance: int, block_size: int, device: torch.device) -> Slots:
-    """Finds the slots of those stored tokens whose block is this instance's."""
+def _slots(shares: Iterable[OwnPart], instance: int, block_size: int, device: torch.device) -> Slots:
+    """Return the slots of the stored tokens whose block belongs to this instance."""
     rows: list[range] = []
-    places: list[range] = []
+    slot_ranges: list[range] = []
     refs: list[BlockRef] = []
-    for one in parts:
-        row = one.first_stored
-        for place, blocks in one.stored:
+    for share in shares:
+        row = share.first_stored
+        for slots, blocks in share.stored:
             shift = len(refs) * block_size
-            places.append(range(place.start + shift, place.stop + shift, place.step))
-            rows.append(range(row, row + len(place)))
+            slot_ranges.append(range(slots.start + shift, slots.stop + shift, slots.step))
+            rows.append(range(row, row + len(slots)))
             refs.extend(blocks)
-            row += len(place)
-    index, offsets = np.divmod(_numbers(places), block_size)
+            row += len(slots)
+    index, offsets = np.divmod(_numbers(slot_ranges), block_size)
     pools, numbers = np.fromiter(chain.from_iterable(refs), np.int64, 2 * len(refs)).reshape(-1, 2)[index].T
     own = pools == instance
-    found = torch.from_numpy(np.stack([_numbers(rows)[own], numbers[own], offsets[own]]))
-    return Slots(rows=found[0], blocks=found[1], offsets=found[2], device=device)
+    selected = torch.from_numpy(np.stack([_numbers(rows)[own], numbers[own], offsets[own]]))
+    return Slots(rows=selected[0], blocks=selected[1], offsets=selected[2], device=device)
 
 
 def _numbers(ranges: Sequence[range]) -> NDArray[np.int64]:
-    """Lists the numbers of all ranges, one after the other, at the same price for many short ones and a long one."""
-    starts = np.array([one.start for one in ranges], dtype=np.int64)
-    steps = np.array([one.step for one in ranges], dtype=np.int64)
-    counts = np.array([len(one) for one in ranges], dtype=np.int64)
+    """Return the concatenated ranges. Vectorized: many short ranges cost as much as one long range."""
+    starts = np.array([piece.start for piece in ranges], dtype=np.int64)
+    steps = np.array([piece.step for piece in ranges], dtype=np.int64)
+    counts = np.array([len(piece) for piece in ranges], dtype=np.int64)
     firsts = np.cumsum(counts) - counts
     return np.repeat(starts - steps * firsts, counts) + np.repeat(steps, counts) * np.arange(counts.sum())
 
 
 def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]:
     if part.tokens[-1] == UNKNOWN:
-        assert part.sample is not None and part.unknown_on is not None, "what is unknown is the request's last token"
+        assert part.sample is not None and part.unknown_on is not None, "only a request's last token may be unknown"
         target = part.sample.instance
         if instance in (target, part.unknown_on):
             row = last_row if instance == target else -1
@@ -276,20 +272,20 @@ def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]
 
 
 def _prompt_rows(own: OwnPart) -> PromptRows:
-    """Finds this member's rows whose next token is part of the prompt."""
+    """Return this member's rows whose next token is part of the prompt."""
     part = own.part
-    before = [one for run in own.runs for one in run.positions if one - part.start < len(part.targets)]
+    scored = [position for run in own.runs for position in run.positions if position - part.start < len(part.targets)]
     return PromptRows(
         request_id=part.request_id,
-        rows=tuple(range(own.rows.start, own.rows.start + len(before))),
-        positions=tuple(position + 1 for position in before),
-        targets=tuple(part.targets[position - part.start] for position in before),
+        rows=tuple(range(own.rows.start, own.rows.start + len(scored))),
+        positions=tuple(position + 1 for position in scored),
+        targets=tuple(part.targets[position - part.start] for position in scored),
     )
 
 
 def _channels(
     forward: Forward,
-    own: Sequence[OwnPart],
+    shares: Sequence[OwnPart],
     instance: int,
     *,
     block_size: int,
@@ -300,20 +296,20 @@ def _channels(
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
     numbers = {kind: number for number, kind in enumerate(exchanging)}
     by_kind: dict[tuple[Exchange, tuple[int, ...]], list[OwnPart]] = {}
-    for one in own:
-        by_kind.setdefault((one.part.exchange, one.part.group), []).append(one)
+    for share in shares:
+        by_kind.setdefault((share.part.exchange, share.part.group), []).append(share)
     return tuple(
         Channel(
             number=numbers.get((exchange, group), 0),
             exchange=exchange,
             members=group,
             rank=group.index(instance),
-            parts=MemberParts([one.member for one in parts], backend),
-            slots=tuple(_slots([one], instance, block_size, device) for one in parts if exchange.stores_after),
-            rope_lengths=tuple(one.part.rope_length for one in parts),
-            hosted=_hosted(parts, host),
+            parts=MemberParts([share.member for share in alike], backend),
+            slots=tuple(_slots([share], instance, block_size, device) for share in alike if exchange.stores_after),
+            rope_lengths=tuple(share.part.rope_length for share in alike),
+            hosted=_hosted(alike, host),
         )
-        for (exchange, group), parts in by_kind.items()
+        for (exchange, group), alike in by_kind.items()
     )
 
 
@@ -321,10 +317,10 @@ def _without_keys(member: MemberPart) -> MemberPart:
     return replace(member, kv_runs=((),) * len(member.kv_runs), blocks=())
 
 
-def _hosted(parts: Sequence[OwnPart], host: HostPool | None) -> MemberParts | None:
-    if host is None or all(one.hosted is None for one in parts):
+def _hosted(shares: Sequence[OwnPart], host: HostPool | None) -> MemberParts | None:
+    if host is None or all(share.hosted is None for share in shares):
         return None
-    return MemberParts([one.hosted or _without_keys(one.member) for one in parts], host.backend)
+    return MemberParts([share.hosted or _without_keys(share.member) for share in shares], host.backend)
 
 
 @dataclass(kw_only=True)
@@ -332,11 +328,11 @@ class RankRequest:
     """One request on one rank.
 
     Attributes:
-        history: the tokens that penalties count; None without penalties.
-        matcher: the state of the grammar that the output must follow; None without one.
-        table: its blocks, on whichever instance; `Owners` says what lies where.
-        num_counted: output tokens that `history` and `matcher` contain.
-        last_token: the token that this rank sampled last; -1 before the first.
+        history: token counts for penalties. None without penalties.
+        matcher: the state of the output grammar. None without a grammar.
+        table: its blocks on all instances. `Owners` maps tokens to them.
+        num_counted: number of output tokens in `history` and `matcher`.
+        last_token: the token sampled last. -1 before the first.
     """
 
     sampling: Sampling
@@ -347,22 +343,22 @@ class RankRequest:
     last_token: int = -1
 
     def apply(self, part: Part) -> None:
-        """Takes in what a part says of blocks and output tokens."""
-        known = len(self.table) - part.first_block
-        assert known == 0 or part.first_block == 0 <= known, "blocks are told once, or all again"
+        """Append a part's new blocks and count its new output tokens."""
+        num_repeated = len(self.table) - part.first_block
+        assert num_repeated == 0 or part.first_block == 0 <= num_repeated, "a part appends blocks or replaces all"
         self.table[part.first_block :] = part.blocks
         if part.new_output:
             self.count(part.new_output[self.num_counted - part.first_output :])
 
     def count(self, tokens: tuple[int, ...]) -> None:
-        """Counts more output tokens, which the controller may not know yet."""
+        """Count output tokens. The controller may not have received them yet."""
         for counter in (self.history, self.matcher):
             if counter is not None:
                 counter.add(tokens)
         self.num_counted += len(tokens)
 
     def draw(self, sample: Sample) -> Draw:
-        """Gathers all that its next token depends on, besides the logits."""
+        """Collect all inputs of sampling its next token, except the logits."""
         banned = self.sampling.banned if sample.below_minimum else ()
         return Draw(
             sampling=self.sampling,
@@ -374,7 +370,7 @@ class RankRequest:
 
     @property
     def error(self) -> str:
-        """Why it cannot go on; empty while it can."""
+        """The error message that ends the request, or an empty string."""
         return "" if self.matcher is None else self.matcher.error
 
 
@@ -391,7 +387,7 @@ class RankRequests:
     def apply(self, part: Part) -> RankRequest:
         sampling, vocabulary = part.sampling, self._vocabulary
         if sampling is not None and part.request_id not in self._requests:
-            penalised, constrained = (self._samples and one for one in (sampling.penalised, sampling.constrained))
+            penalised, constrained = (self._samples and flag for flag in (sampling.penalised, sampling.constrained))
             self._requests[part.request_id] = RankRequest(
                 sampling=sampling,
                 history=TokenCounts(vocabulary.size, sampling.prompt, self._device) if penalised else None,
@@ -402,23 +398,23 @@ class RankRequests:
         return request
 
     def learn(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        """Takes in what another rank has sampled, of those that are not forgotten yet."""
+        """Record tokens sampled by another rank. Ignores requests that were forgotten."""
         for request_id, token in zip(request_ids, tokens, strict=True):
             if request_id in self._requests:
                 self._requests[request_id].last_token = token
 
     def forget(self, request_ids: Iterable[int]) -> None:
-        """Drops requests; ignores those of other ranks."""
+        """Drop the state of requests. Ignores requests of other ranks."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownToken:
-    """The last token of a part, which instance `source` sampled in an earlier step and `target` computes in this one.
+    """The last token of a part, sampled by instance `source` in an earlier step, computed by `target` in this step.
 
     Attributes:
-        row: its index among the packed tokens of `target`; -1 on other ranks.
+        row: its index among the packed tokens of `target`. -1 on other ranks.
     """
 
     request_id: int
@@ -427,29 +423,30 @@ class UnknownToken:
     row: int
 
 
-def resolve(packed: Packed, requests: RankRequests, everyone: Group, device: torch.device) -> None:
-    """Puts the ids of unknown tokens into `packed.tokens` in place, and sends away those that other instances compute.
+def fill_unknown_tokens(packed: Packed, requests: RankRequests, instances: Group, device: torch.device) -> None:
+    """Write the ids of unknown tokens to `packed.tokens` in place. Send the ids that other instances need.
 
-    `everyone` is all instances in order, whose messages lie on `device`.
+    `instances` connects all instances in order. Its messages are on `device`.
     """
-    me = everyone.rank
-    known = {one.request_id: requests[one.request_id].last_token for one in packed.unknown if one.source == me}
-    leaving: dict[int, list[int]] = {}
-    coming: dict[int, list[int]] = {}
-    for one in packed.unknown:
-        if me == one.source != one.target:
-            leaving.setdefault(one.target, []).append(one.request_id)
-        elif me == one.target != one.source:
-            coming.setdefault(one.source, []).append(one.request_id)
-    if leaving or coming:
-        sends = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in leaving.items()}
-        for peer, ids in leaving.items():
-            sends[peer].tensors[0].copy_(torch.tensor([known[request_id] for request_id in ids]))
-        receives = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in coming.items()}
-        everyone.start(sends=sends, receives=receives, hop=0).wait()
-        for peer, ids in coming.items():
-            known.update(zip(ids, receives[peer].tensors[0].tolist(), strict=True))
-    for one in packed.unknown:
-        if one.target == me:
-            packed.tokens[one.row] = known[one.request_id]
-            requests[one.request_id].count((known[one.request_id],))
+    me = instances.rank
+    own_ids = [entry.request_id for entry in packed.unknown if entry.source == me]
+    tokens = {request_id: requests[request_id].last_token for request_id in own_ids}
+    sent_ids: dict[int, list[int]] = {}
+    received_ids: dict[int, list[int]] = {}
+    for entry in packed.unknown:
+        if me == entry.source != entry.target:
+            sent_ids.setdefault(entry.target, []).append(entry.request_id)
+        elif me == entry.target != entry.source:
+            received_ids.setdefault(entry.source, []).append(entry.request_id)
+    if sent_ids or received_ids:
+        sends = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in sent_ids.items()}
+        for peer, ids in sent_ids.items():
+            sends[peer].tensors[0].copy_(torch.tensor([tokens[request_id] for request_id in ids]))
+        receives = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in received_ids.items()}
+        instances.start(sends=sends, receives=receives, hop=0).wait()
+        for peer, ids in received_ids.items():
+            tokens.update(zip(ids, receives[peer].tensors[0].tolist(), strict=True))
+    for entry in packed.unknown:
+        if entry.target == me:
+            packed.tokens[entry.row] = tokens[entry.request_id]
+            requests[entry.request_id].count((tokens[entry.request_id],))

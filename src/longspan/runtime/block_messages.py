@@ -1,4 +1,4 @@
-"""The routes of KV blocks from rank to rank, by layers and heads, and the messages that carry them."""
+"""Routes of KV blocks between ranks, by layers and heads, and the messages that carry the blocks."""
 
 from __future__ import annotations
 
@@ -12,68 +12,67 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Transport
-from longspan.core.cluster import Cluster, split_heads
+from longspan.core.cluster import Cluster
+from longspan.core.splits import split_heads
 from longspan.core.steps import Link, MoveKV
 from longspan.runtime.pool import KvPool
 
 FIRST_TAG = 2**31 - 2**27
-"""Messages of moves have the tags from here to 2**31; those of exchanges have the others."""
+"""Lower bound of the tags of KV moves, which end at 2**31. Exchanges use the tags below it."""
 _NUM_TAGS = 2**27
 _CHUNKS = 64
-"""Messages of a layer of a move, from one rank to another, that have tags of their own; fewer are under way."""
+"""Distinct tags per layer, move and pair of ranks. Fewer messages are in flight, so a tag is free when reused."""
 _CHUNK_BYTES = 8 * 2**20
-"""The largest message, unless a single block is larger."""
+"""Maximum size of a message, unless a single block is larger."""
 
 
 class Route(NamedTuple):
-    """Heads that one shard of the source sends to one of the target.
+    """Heads that one shard of the source sends to one shard of the target.
 
     Attributes:
-        given, taken: the same heads, as the source and as the target counts its own.
+        source_heads, target_heads: the same heads, numbered within the source's and the target's own heads.
     """
 
     source: int
     target: int
-    given: range
-    taken: range
+    source_heads: range
+    target_heads: range
 
 
 @lru_cache
 def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int) -> tuple[Route, ...]:
-    """Lists the routes of a layer. A target gets each head once; sources with the same head share its targets
-    evenly.
-    """
-    has = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, source_tp)]
-    needs = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, target_tp)]
+    """Return the routes of a layer. Each target gets each head once. Sources with equal heads share the targets."""
+    source_shares = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, source_tp)]
+    target_shares = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, target_tp)]
     sent: dict[tuple[int, int], list[int]] = {}
     for head in range(num_kv_heads):
-        givers = [shard for shard, heads in enumerate(has) if head in heads]
-        takers = [shard for shard, heads in enumerate(needs) if head in heads]
-        for index, taker in enumerate(takers):
-            sent.setdefault((givers[index * len(givers) // len(takers)], taker), []).append(head)
+        sources = [shard for shard, heads in enumerate(source_shares) if head in heads]
+        targets = [shard for shard, heads in enumerate(target_shares) if head in heads]
+        for index, target in enumerate(targets):
+            sent.setdefault((sources[index * len(sources) // len(targets)], target), []).append(head)
     return tuple(
-        Route(source=source, target=target, given=_within(has[source], heads), taken=_within(needs[target], heads))
+        Route(source, target, _within(source_shares[source], heads), _within(target_shares[target], heads))
         for (source, target), heads in sent.items()
     )
 
 
 def _within(share: range, heads: list[int]) -> range:
-    assert heads == list(range(heads[0], heads[-1] + 1)), "a rank has neighbouring heads, or a single one"
+    assert heads == list(range(heads[0], heads[-1] + 1)), "the heads of a rank are contiguous"
     return range(heads[0] - share.start, heads[-1] + 1 - share.start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSlice:
-    """One message: some heads of some blocks of a layer, which go to the rank `peer` or come from there.
+    """One message: some heads of some blocks of a layer, sent to or received from the rank `peer`.
 
     Attributes:
         number: of the move.
-        blocks, heads: `[blocks]` int64 and the heads in this rank's own pool, where they are from or go to.
+        blocks, heads: `[blocks]` int64 and the heads, both numbered within this rank's own pool.
         block_bytes: of these heads of each block.
-        chunk: the index of the message among those between these ranks in this layer.
-        is_last: whether it is the last of them.
-        is_final: whether no later layer of the move goes between these ranks.
-        ready: on a CUDA device, when the pool has the blocks.
+        chunk: the index of the message among all messages between these ranks in this layer.
+        is_last: whether it is the last chunk of its layer.
+        is_final: whether no later layer of the move is sent between these ranks.
+        ready: event that marks the blocks as complete in the pool. Only on CUDA devices.
     """
 
     number: int
@@ -92,22 +91,22 @@ class BlockSlice:
         return len(self.blocks) * self.block_bytes
 
     def cut(self, ready: torch.cuda.Event | None = None) -> Iterator[BlockSlice]:
-        """Cuts it in order into messages that are not too large."""
+        """Split into messages of at most `_CHUNK_BYTES`, in order."""
         chunks = self.blocks.split(max(1, _CHUNK_BYTES // self.block_bytes))
         for chunk, blocks in enumerate(chunks):
             yield replace(self, blocks=blocks, chunk=chunk, is_last=chunk + 1 == len(chunks), ready=ready)
 
 
 class RankMove(NamedTuple):
-    """A MoveKV on one rank: by the instance at the other end, which of its own blocks go `to` it, or are `of` it."""
+    """A MoveKV on one rank: this rank's own blocks, by the instance that they are sent to or received from."""
 
     number: int
-    to: Mapping[int, Tensor]
-    of: Mapping[int, Tensor]
+    sent_to: Mapping[int, Tensor]
+    received_from: Mapping[int, Tensor]
 
 
 class BlockMessages:
-    """Makes the messages of one rank."""
+    """Create, fill and store the KV messages of one rank."""
 
     def __init__(self, pool: KvPool, cluster: Cluster, rank: int) -> None:
         self._pool, self._cluster, self.rank = pool, cluster, rank
@@ -116,7 +115,7 @@ class BlockMessages:
         self.device = pool.device
 
     def mark(self) -> torch.cuda.Event | None:
-        """Marks the moment at which a CUDA device is done with what it has been given up to now."""
+        """Record an event after all work submitted to the CUDA device so far. None on CPUs."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -124,44 +123,44 @@ class BlockMessages:
         return event
 
     def of_rank(self, move: MoveKV) -> RankMove:
-        """Picks the blocks of a move that this rank sends or receives."""
-        to: dict[int, list[int]] = {}
-        of: dict[int, list[int]] = {}
+        """Select the blocks of a move that this rank sends or receives."""
+        sent_to: dict[int, list[int]] = {}
+        received_from: dict[int, list[int]] = {}
         for source, target in move.copies:
             if source.instance == target.instance:
                 continue  # see `copy_own`
             if source.instance == self._instance:
-                to.setdefault(target.instance, []).append(source.block)
+                sent_to.setdefault(target.instance, []).append(source.block)
             elif target.instance == self._instance:
-                of.setdefault(source.instance, []).append(target.block)
-        return RankMove(move.number, to=self._tensors(to), of=self._tensors(of))
+                received_from.setdefault(source.instance, []).append(target.block)
+        return RankMove(move.number, self._tensors(sent_to), self._tensors(received_from))
 
     def copy_own(self, move: MoveKV, start: int) -> None:
-        """Copies the block that an admitted request begins in, up to its first new token, at position `start`."""
+        """Copy the first block of an admitted request within the pool, up to its first new token at `start`."""
         for source, target in move.copies:
             if source.instance == self._instance:
                 self._pool.copy_block(source.block, target.block, start % self._pool.block_size)
 
-    def leaving(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
-        """Yields what this rank sends of a layer, at most one slice per peer."""
-        for target, blocks in move.to.items():
+    def slices_to_send(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
+        """Yield the slices of a layer that this rank sends, at most one per peer."""
+        for target, blocks in move.sent_to.items():
             for route in self._routes(layer, self._instance, target):
                 if route.source == self._shard:
-                    yield self._slice(move, layer, (target, route.target), blocks, route.given)
+                    yield self._slice(move, layer, (target, route.target), blocks, route.source_heads)
 
-    def coming(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
-        """Yields what this rank receives of a layer, at most one slice per peer."""
-        for source, blocks in move.of.items():
+    def slices_to_receive(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
+        """Yield the slices of a layer that this rank receives, at most one per peer."""
+        for source, blocks in move.received_from.items():
             for route in self._routes(layer, source, self._instance):
                 if route.target == self._shard:
-                    yield self._slice(move, layer, (source, route.source), blocks, route.taken)
+                    yield self._slice(move, layer, (source, route.source), blocks, route.target_heads)
 
-    def filled(self, leaving: BlockSlice) -> Message:
-        made = self.room(leaving)
-        self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, made.tensors)
-        return made
+    def filled(self, blocks: BlockSlice) -> Message:
+        message = self.allocate(blocks)
+        self._pool.read_blocks(blocks.layer, blocks.blocks, blocks.heads, message.tensors)
+        return message
 
-    def room(self, blocks: BlockSlice) -> Message:
+    def allocate(self, blocks: BlockSlice) -> Message:
         """Allocate a message with a tensor `[blocks, heads, words]` for each field of the layer."""
         records, shape = self._pool.records, (len(blocks.blocks), len(blocks.heads))
         fields = records.layers[blocks.layer].values()
@@ -175,7 +174,7 @@ class BlockMessages:
     def group(
         self, transport: Transport, name: str, number: int, layer: int, chunk: int, sent: Counter[tuple[str, Link]]
     ) -> Group:
-        """Connects all ranks for one message of a layer of a move, whose only hop is 0. Counts as `name` in `sent`."""
+        """Return the group of all ranks for one message, whose only hop is 0. Counts its bytes as `name` in `sent`."""
         per_move = len(self._pool.record.layers) * _CHUNKS
         within = layer * _CHUNKS + chunk % _CHUNKS
         tag = FIRST_TAG + number % (_NUM_TAGS // per_move) * per_move + within
@@ -185,14 +184,14 @@ class BlockMessages:
         )
 
     def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}
+        return {i: torch.tensor(numbers, dtype=torch.int64, device=self.device) for i, numbers in blocks.items()}
 
     def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
         record, tp = self._pool.record.layers[layer], self._cluster.tp
         return head_routes(record.num_heads, record.num_kv_heads, tp(source), tp(target))
 
     def _slice(self, move: RankMove, layer: int, end: tuple[int, int], blocks: Tensor, heads: range) -> BlockSlice:
-        """Makes the slice whose other `end` is a shard of an instance, at the stage that has the layer."""
+        """Build the slice whose other `end` is an (instance, shard), at the stage with the layer."""
         instance, shard = end
         stage = self._cluster.stage_of(instance, layer)
         return BlockSlice(

@@ -1,4 +1,4 @@
-"""The records of KV blocks in a piece of memory: of a device pool, or of a host pool."""
+"""Views of the KV block records in the memory of a device pool or a host pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def kv_record(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dtype) -> KvRecord:
-    """Return the record of a block of layers that store keys and values of each token."""
+    """Build the record of a block for layers that store keys and values of each token."""
     sizes = [(spec.num_heads, spec.num_kv_heads, block_size * spec.head_dim * dtype.itemsize) for spec in specs]
     layers = [LayerRecord(num_heads=q, num_kv_heads=kv, key_bytes=size, value_bytes=size) for q, kv, size in sizes]
     return KvRecord(layers=tuple(layers))
@@ -26,14 +26,14 @@ class BlockRecords:
 
     Args:
         memory: uint8 `[num_blocks * record.block_bytes]`.
-        record: of the layers that are stored here.
+        record: of the stored layers.
         layers: the numbers of these layers in the model.
         dtype: of keys and values.
 
     Attributes:
-        layers: by layer and field, `[block, kv_head, word]` to copy, of type `word`.
-        slots: by layer, the keys and the values as `[block, kv_head, token, dim]`, as far as it has them.
-        kv: by layer, the views for attention of a layer that has both.
+        layers: by layer and field, a view `[block, kv_head, word]` for copies, of type `word`.
+        slots: by layer, the keys and the values as `[block, kv_head, token, dim]`. State fields are left out.
+        kv: by layer, the views for attention. Only layers with both keys and values.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class BlockRecords:
         dtype: torch.dtype,
         layers: Sequence[int],
     ) -> None:
-        assert len(memory) == num_blocks * record.block_bytes, "the memory holds these records"
-        assert dtype.itemsize <= record.word_bytes, "all fields consist of whole numbers of this type"
+        assert len(memory) == num_blocks * record.block_bytes, "the memory has the size of these records"
+        assert dtype.itemsize <= record.word_bytes, "each field is a whole number of elements"
         self.word = _WORDS[record.word_bytes]
         self.layers: dict[int, dict[Field, Tensor]] = {}
         self.slots: dict[int, list[Tensor]] = {}

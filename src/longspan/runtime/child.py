@@ -1,4 +1,4 @@
-"""Child processes that live for long: all are started here, and each ends when its standard input closes."""
+"""Starts and ends of long-lived child processes. A child ends when its standard input closes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def start_child(
     stderr: IO[bytes] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m module` with a pipe as its standard input; keep that open for as long as it is wanted."""
+    """Start `python -m module` with a pipe as its standard input. The child runs while the pipe is open."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],  # -P: no code from the current folder
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,
         env=env,
-        start_new_session=True,  # signals to the terminal's group are the parent's to handle
+        start_new_session=True,  # only the parent handles signals to the terminal's process group
     )
-    _children[:] = [*(one for one in _children if one.returncode is None), child]
+    _children[:] = [*(other for other in _children if other.returncode is None), child]
     return child
 
 
 def end_all() -> None:
-    """Kill all children and their own children, and remove the folders of `make_run_dir`: the process ends."""
+    """Kill all children and their own children, and remove the folders of `make_run_dir`, before the process exits."""
     for child in _children:
         if child.returncode is None:
             with suppress(ProcessLookupError):
@@ -54,12 +54,12 @@ def end_all() -> None:
 
 
 def end_with_parent(descriptor: int, *, remove: str | None = None) -> None:
-    """End this process when the other end of the pipe `descriptor` closes, and remove the folder `remove` before."""
+    """Exit when the other end of the pipe `descriptor` closes, after removing the folder `remove`."""
 
     def wait() -> None:
-        while os.read(descriptor, 1):  # not by sys.stdin, whose lock would be held when the process ends
+        while os.read(descriptor, 1):  # sys.stdin would hold its lock when the process exits
             pass
-        _log.warning("the parent process is gone")
+        _log.warning("the parent process has exited")
         if remove is not None:
             shutil.rmtree(remove, ignore_errors=True)
         os._exit(1)
@@ -68,9 +68,9 @@ def end_with_parent(descriptor: int, *, remove: str | None = None) -> None:
 
 
 def unless_forked(function: Callable[ParametersT, None]) -> Callable[ParametersT, None]:
-    """Wraps a clean-up so that it does nothing in a child forked later, which shares files and processes but owns none.
+    """Wrap a clean-up so that it does nothing in a process forked later.
 
-    Such a child also collects objects and exits.
+    A forked process also runs finalizers, but the files and processes still belong to its parent.
     """
     owner = os.getpid()
 
@@ -82,14 +82,14 @@ def unless_forked(function: Callable[ParametersT, None]) -> Callable[ParametersT
 
 
 def how_ended(code: int) -> str:
-    """Write an exit code as a part of a sentence; negative ones are signals."""
+    """Describe an exit code. Negative codes are signals."""
     if code < 0:
         return f"its process was killed by {signal.Signals(-code).name}"
     return f"its process exited with code {code}"
 
 
 def lack_of_memory(code: int, num_oom_kills: int) -> str | None:
-    """Say that the kernel ended a child for lack of memory, and what helps; None if it did not.
+    """Return the error text and remedy if the kernel's OOM killer ended a child, else None.
 
     Args:
         code: the exit code.
@@ -98,15 +98,15 @@ def lack_of_memory(code: int, num_oom_kills: int) -> str | None:
     if code != -signal.SIGKILL or limits.num_oom_kills() <= num_oom_kills:
         return None
     memory = limits.memory()
-    whose = "the memory limit of this container" if memory.is_limited else "the memory of this machine"
+    exhausted = "the memory limit of this container" if memory.is_limited else "the memory of this machine"
     return (
-        f"{whose} ({memory.total / 2**30:.1f} GiB) was used up; allow less for KV (--kv-cache-memory-bytes, "
+        f"{exhausted} ({memory.total / 2**30:.1f} GiB) was used up: allow less for KV (--kv-cache-memory-bytes, "
         "--host-kv-gib) or steps (--max-num-batched-tokens), or raise the limit"
     )
 
 
 def make_run_dir() -> str:
-    """Makes a private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
+    """Create a private folder for sockets. Avoids a long TMPDIR: socket paths have at most about 100 characters."""
     parent = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
     _run_dirs[:] = [*filter(os.path.isdir, _run_dirs), folder]

@@ -1,4 +1,4 @@
-"""The memory of devices, as their ranks measure it: they compute the largest step, and KV gets what that leaves."""
+"""Device memory measured by the ranks: run the largest step, then size the KV pools from the remaining memory."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from typing import Protocol
 import torch
 
 from longspan.core.blocks import BlockRef
-from longspan.core.cluster import Cluster, cut_evenly
+from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.exchange import LOCAL
 from longspan.core.kv_record import KvRecord
 from longspan.core.runs import Run
+from longspan.core.splits import cut_evenly
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.cost.memory import USED_MEMORY
 from longspan.runtime.messages import RankMemory
 from longspan.runtime.pool import move_bytes
 
 _COPIES_ALONE, _COPIES_EXCHANGED = 1, 3
-"""Copies of the largest layer's KV: one is gathered from its blocks. Exchanges receive one, and send one."""
+"""Temporary copies of the largest layer's KV: attention gathers one. Exchanges also send one and receive one."""
 _LARGEST = Sampling(seed=0, temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=0, prompt_logprobs=0)
-"""The sampling that takes most memory; the answer does not matter."""
+"""The sampling parameters with the largest memory use."""
 
 
 class MemoryProbe(Protocol):
-    """Counts the memory of one rank's device.
+    """Measures the memory of one rank's device.
 
     Attributes:
-        num_devices: the devices that ranks are on, one after the other.
+        num_devices: number of devices. Ranks are assigned round-robin.
     """
 
     num_devices: int
 
     def begin(self) -> None:
-        """Frees what nobody uses, and begins to count."""
+        """Free unused memory and start to measure."""
 
     def step_bytes(self) -> int:
-        """Frees what nobody uses; returns how much more than what is left then was taken at most since `begin`."""
+        """Free unused memory. Return the peak since `begin`, minus the memory still in use."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """Returns the bytes of the device that no process has taken, and all of them."""
+        """Return the device's free bytes, over all processes, and its total bytes."""
 
 
 class CudaMemory:
-    """Counts what PyTorch's allocator took from a CUDA device, and what the driver says is free."""
+    """Measures memory with the statistics of PyTorch's CUDA allocator and the driver's free memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.num_devices = device, torch.cuda.device_count()
@@ -66,11 +67,11 @@ class CudaMemory:
 
 
 def measured(probe: MemoryProbe, *, pool_bytes: int, weight_bytes: int) -> RankMemory:
-    """Returns what one rank finds after the largest step."""
+    """Build one rank's report after the largest step."""
     step_bytes = probe.step_bytes()
     free, total = probe.free_and_total()
     return RankMemory(
-        room_bytes=free - total + int(USED_MEMORY * total),
+        available_bytes=free - total + int(USED_MEMORY * total),
         pool_bytes=pool_bytes,
         weight_bytes=weight_bytes,
         step_bytes=step_bytes,
@@ -80,7 +81,7 @@ def measured(probe: MemoryProbe, *, pool_bytes: int, weight_bytes: int) -> RankM
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """The memory that the ranks of a cluster found, in their order; spare ones too.
+    """The measured memory of a cluster's ranks, in order, including spare ranks.
 
     Attributes:
         record: of a KV block of the whole model.
@@ -91,42 +92,41 @@ class DeviceMemory:
     ranks: tuple[RankMemory, ...]
 
     def kv_bytes(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
-        """Returns what the KV of each rank of an instance may take, of a cluster on these devices: the least that a
-        rank has left. It is negative when there is less than the rest takes.
+        """Return the KV memory per rank of an instance: the minimum over its ranks. Negative if memory is too small.
 
-        Ranks that were not measured with such a share have `weight_bytes` of weights, and for steps as much as those
-        with the largest shares, or more if their own are larger.
+        Splits that were not measured are taken to need `weight_bytes` of weights and the step memory of the measured
+        ranks with the largest shares. That memory is scaled up for larger shares.
         """
-        left = self._left(cluster, instance, weight_bytes) - move_bytes(cluster)
+        usable = self._usable_by(cluster, instance, weight_bytes) - move_bytes(cluster)
         copies = _COPIES_ALONE if cluster.num_instances == 1 else _COPIES_EXCHANGED
         stages = (self.record.of_layers(cluster.layers(instance, stage)) for stage in range(cluster.pp(instance)))
         fullest = max(stages, key=lambda record: record.block_bytes)
         copied = copies * max(layer.block_bytes for layer in fullest.layers)
-        return left * fullest.block_bytes // (fullest.block_bytes + copied)
+        return usable * fullest.block_bytes // (fullest.block_bytes + copied)
 
-    def _left(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
-        before, rooms = self.cluster, [self._room(rank, cluster.num_ranks) for rank in range(len(self.ranks))]
+    def _usable_by(self, cluster: Cluster, instance: int, weight_bytes: int) -> int:
+        before, usable = self.cluster, [self._usable(rank, cluster.num_ranks) for rank in range(len(self.ranks))]
         splits = {rank: (before.tp(i), before.pp(i)) for i in before.instances for rank in before.ranks(i)}
         tp, pp = cluster.tp(instance), cluster.pp(instance)
         alike = [rank for rank, split in splits.items() if split == (tp, pp)]
         if alike:
-            return min(rooms[rank] - self.ranks[rank].weight_bytes - self.ranks[rank].step_bytes for rank in alike)
+            return min(usable[rank] - self.ranks[rank].weight_bytes - self.ranks[rank].step_bytes for rank in alike)
         step_bytes = max(self.ranks[rank].step_bytes * max(tp, shards) // tp for rank, (shards, _) in splits.items())
-        return min(rooms) - weight_bytes - step_bytes
+        return min(usable) - weight_bytes - step_bytes
 
-    def _room(self, rank: int, num_ranks: int) -> int:
-        """Returns what one of so many ranks has for weights, steps and KV on the device of this one."""
-        found = self.ranks[rank]
-        own = [self.ranks[other] for other in range(rank % found.num_devices, len(self.ranks), found.num_devices)]
-        room = found.room_bytes + sum(one.pool_bytes + one.weight_bytes for one in own)
-        return room // -(-num_ranks // found.num_devices)
+    def _usable(self, rank: int, num_ranks: int) -> int:
+        """Return the bytes for weights, steps and KV of one of `num_ranks` ranks, on the device of `rank`."""
+        memory = self.ranks[rank]
+        neighbours = self.ranks[rank % memory.num_devices :: memory.num_devices]
+        device_bytes = memory.available_bytes + sum(other.pool_bytes + other.weight_bytes for other in neighbours)
+        return device_bytes // -(-num_ranks // memory.num_devices)
 
 
 def largest_step(config: EngineConfig, context_length: int) -> tuple[Cluster, Forward]:
-    """Returns a step in which every instance computes as many tokens, and samples as many, as it may at once, and the
-    cluster with pools that are just large enough for that.
+    """Return the largest step, and the cluster with the smallest pools for it.
 
-    Its requests write to the same blocks: nobody reads what they compute.
+    Every instance computes the maximum number of tokens and samples the maximum number of requests. All requests
+    write to the same blocks, since their results are not used.
     """
     cluster, num_tokens = config.cluster, config.max_num_batched_tokens
     num_singles = min(config.max_num_seqs, num_tokens) - 1

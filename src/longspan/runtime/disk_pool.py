@@ -1,7 +1,7 @@
-"""The KV pool on the disk of a host: a file per block, of all layers and heads, which later servers find.
+"""The KV pool on a host's disk: one file per block with all layers and heads. It survives a restart of the server.
 
-A file holds a magic number, a checksum of all behind it, the length of a header, the header, and then the record of the
-block, see `core/kv_record.py`.
+A file consists of a magic number, a checksum of all following bytes, the header length, the header, and the block's
+record (`core/kv_record.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from longspan.runtime.messages import Stored
 _MAGIC = b"longspan-kv-1\n\0\0"
 _CHECKSUM_BYTES = 16
 _FRONT_BYTES = len(_MAGIC) + _CHECKSUM_BYTES + 4
-_MOST_HEADER_BYTES = 2**24
+_MAX_HEADER_BYTES = 2**24
 _UNFINISHED = ".unfinished"
 
 _log = logging.getLogger("longspan")
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """Says what a block holds: KV of `tokens`, behind the prefix that `parent` names, of a model and its options."""
+    """The content of a block: KV of `tokens` after the prefix with hash `parent`, for a model and its options."""
 
     model: str
     parent: bytes
@@ -45,20 +45,20 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _DamagedError(Exception):
-    """A file is not what a server has written here."""
+    """A file is damaged or was not written by this format."""
 
 
 class DiskPool:
-    """Blocks in a folder, which no other server has at the same time.
+    """KV blocks in a folder that one server locks.
 
     Args:
-        folder: made if need be.
-        model: all that makes KV what it is, but for tokens and places: files that say something else are ignored.
-        num_blocks: of more files than that, the least recently used are removed.
-        host: the pool of the host, whose blocks are saved and loaded.
+        folder: created if missing.
+        model: identifies all that determines KV, except tokens and positions. Files with another value are ignored.
+        num_blocks: maximum number of files. The least recently used files are removed.
+        host: the host pool, whose blocks are saved and loaded.
 
     Raises:
-        ParameterError: when the folder cannot be used, with its reason.
+        ParameterError: if the folder cannot be used.
     """
 
     def __init__(self, folder: Path, model: str, *, num_blocks: int, host: BlockRecords) -> None:
@@ -70,7 +70,7 @@ class DiskPool:
         self._is_writable = True
         with ExitStack() as acquired:
             try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # others must not read the tokens of prompts
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # headers contain the tokens of prompts
                 self._lock: IO[bytes] = acquired.enter_context((folder / "lock").open("ab"))
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._remove([*folder.glob(f"*{_UNFINISHED}")])
@@ -86,37 +86,37 @@ class DiskPool:
             acquired.pop_all()  # `close` releases the lock from now on
 
     def _shrink(self) -> list[Path]:
-        """Removes the least recently used files that have no room; returns the others, which get numbers that exist."""
-        files = sorted(self._files(), key=lambda one: one[0].stat().st_mtime_ns, reverse=True)
-        kept, others = files[: self._num_blocks], files[self._num_blocks :]
-        self._remove([path for path, _ in others])
+        """Remove the least recently used files beyond `num_blocks`. Return the kept files, renumbered below it."""
+        files = sorted(self._files(), key=lambda file: file[0].stat().st_mtime_ns, reverse=True)
+        kept, evicted = files[: self._num_blocks], files[self._num_blocks :]
+        self._remove([path for path, _ in evicted])
         used = {block for _, block in kept}
         unused = (block for block in range(self._num_blocks) if block not in used)
         return [path if block < self._num_blocks else path.replace(self._path(next(unused))) for path, block in kept]
 
     def contents(self) -> list[tuple[int, Content]]:
-        """Lists what earlier servers have saved, the least recently used first; what cannot be is logged, and ignored.
+        """List the blocks saved by earlier servers, the least recently used first. Logs and ignores invalid files.
 
-        Records are checked when they are loaded.
+        Records are verified when they are loaded.
         """
-        found, ignored = [], []
+        blocks, ignored = [], []
         for path, block in self._files():
             try:
                 with path.open("rb") as file:
                     header, size = self._read_header(file)
                     stat = os.fstat(file.fileno())
                 if stat.st_size != _FRONT_BYTES + size + self._block_bytes:
-                    raise _DamagedError("it is too short or too long")
+                    raise _DamagedError("the file has a wrong size")
             except (OSError, _DamagedError) as error:
                 ignored.append(f"{path.name} ({error})")
             else:
-                found.append((stat.st_mtime_ns, block, Content(header.parent, header.tokens)))
+                blocks.append((stat.st_mtime_ns, block, Content(header.parent, header.tokens)))
         if ignored:
-            _log.warning("%d files of %s are ignored, such as %s", len(ignored), self._folder, min(ignored))
-        return [(block, content) for _, block, content in sorted(found, key=lambda one: one[:2])]
+            _log.warning("ignored %d files of %s, such as %s", len(ignored), self._folder, min(ignored))
+        return [(block, content) for _, block, content in sorted(blocks, key=lambda entry: entry[:2])]
 
     def save(self, source: int, block: int, content: Content) -> bool:
-        """Writes a block of the host; returns whether that was possible."""
+        """Write a host block to its file. Return False if that failed."""
         try:
             self._write(source, block, content)
         except OSError as error:
@@ -138,13 +138,13 @@ class DiskPool:
         with unfinished.open("wb", buffering=0) as file:
             for data in (_MAGIC + checksum.digest() + front, *parts):
                 if file.write(data) != len(data):
-                    raise OSError(f"{unfinished} was not written whole")
+                    raise OSError(f"{unfinished} was written only in part")
         unfinished.replace(path)
 
     def load(self, block: int, target: int, content: Content) -> bool:
-        """Reads a block into one of the host; returns whether it is what it should be. Another file is removed.
+        """Read a block into a host block. Return False if it cannot be used.
 
-        One that cannot be read stays: the next server may be able to.
+        Removes a file with other content. Keeps an unreadable file, since the next server may be able to read it.
         """
         path = self._path(block)
         try:
@@ -153,19 +153,19 @@ class DiskPool:
                 file.seek(0)
                 header, size = self._read_header(file)
                 if (header.parent, header.tokens) != (content.parent, tuple(content.tokens)):
-                    raise _DamagedError("it holds something else")
+                    raise _DamagedError("the file has other content")
                 file.seek(len(front))
                 checksum = hashlib.blake2b(file.read(4 + size), digest_size=_CHECKSUM_BYTES)
                 for part in self._parts:
-                    room = part[target].data
-                    if file.readinto(room) != len(room):
-                        raise _DamagedError("it is too short")
-                    checksum.update(room)
+                    data = part[target].data
+                    if file.readinto(data) != len(data):
+                        raise _DamagedError("the file is too short")
+                    checksum.update(data)
             if checksum.digest() != front[len(_MAGIC) :]:
-                raise _DamagedError("its checksum is wrong")
-            os.utime(path)  # it is the last to be evicted, also for later servers
+                raise _DamagedError("the checksum is wrong")
+            os.utime(path)  # marks it as most recently used, also for later servers
         except (FileNotFoundError, _DamagedError) as error:
-            _log.warning("%s is ignored (%s)", path, error)
+            _log.warning("ignored %s (%s)", path, error)
             path.unlink(missing_ok=True)
             return False
         except OSError as error:
@@ -174,7 +174,7 @@ class DiskPool:
         return True
 
     def run(self, move: MoveKV, closing: Event) -> Stored:
-        """Makes a move to the pool, or from there. What is left of it when `closing` is set fails."""
+        """Execute a save or a load. Copies that have not started when `closing` is set fail."""
         do = self.save if move.way == "save" else self.load
         pairs = zip(_blocks(move), move.contents, strict=True)
         done = [not closing.is_set() and do(*pair, content) for pair, content in pairs]
@@ -182,11 +182,10 @@ class DiskPool:
         return Stored(move.number, sum(done) * self._block_bytes, failed)
 
     def clear(self) -> None:
-        """Removes all files of blocks."""
         self._remove([path for path, _ in self._files()])
 
     def close(self) -> None:
-        """Lets others have the folder, and the memory of the host go."""
+        """Release the lock of the folder, and drop the references to host memory."""
         self._lock.close()
         self._parts.clear()
 
@@ -205,21 +204,21 @@ class DiskPool:
     def _read_header(self, file: IO[bytes]) -> tuple[_Header, int]:
         front = file.read(_FRONT_BYTES)
         if front[: len(_MAGIC)] != _MAGIC:
-            raise _DamagedError("it holds no KV")
+            raise _DamagedError("the file contains no KV")
         size = int.from_bytes(front[-4:], "little")
         try:
-            header = msgspec.msgpack.decode(file.read(min(size, _MOST_HEADER_BYTES)), type=_Header)
+            header = msgspec.msgpack.decode(file.read(min(size, _MAX_HEADER_BYTES)), type=_Header)
         except msgspec.MsgspecError as error:
-            raise _DamagedError("its header is damaged") from error
+            raise _DamagedError("the header is damaged") from error
         if header.model != self._model:
-            raise _DamagedError("it is of another model")
+            raise _DamagedError("the file is of another model")
         return header, size
 
 
 class DiskLane:
-    """Makes moves to and from disks, one after the other, on a thread of its own, which reports them.
+    """Executes moves to and from disks on one thread, in order, and reports each.
 
-    Requests wait for loads, so these come before all saves. Only what is saved already is loaded.
+    Loads run before all saves, since requests wait for loads. A load only names blocks that were saved before.
     """
 
     def __init__(self, pools: Mapping[int, DiskPool], report: Callable[[Stored], object]) -> None:
@@ -233,7 +232,7 @@ class DiskLane:
         self._thread.submit(self._run_next)
 
     def close(self) -> None:
-        """Ends the thread behind the block that it copies; what is left is dropped."""
+        """End the thread after its current block. Drops all remaining copies."""
         self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
@@ -242,8 +241,8 @@ class DiskLane:
         [disk] = {ref.pool for pair in move.copies for ref in pair} & {*self._pools}
         try:
             stored = self._pools[disk].run(move, self._closing)
-        except Exception:  # noqa: BLE001 - the engine would wait for ever
-            _log.exception("a disk cannot be used")
+        except Exception:  # noqa: BLE001 - without a report, the engine would wait forever
+            _log.exception("the KV copy to or from the disk failed")
             stored = Stored(move.number, 0, tuple(range(len(move.copies))))
         self._report(stored)
 

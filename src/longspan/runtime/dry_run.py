@@ -1,6 +1,6 @@
-"""A split of a model, run in this process on a few tokens: every rank is a worker in a thread, the model a small copy.
+"""Dry run of a model split on a few tokens: each rank is a worker thread with a small copy of the model.
 
-Two prompts are computed in chunks, together, and a token of each is decoded before the controller knows the one before.
+Two prompts are computed together in chunks. One token of each is decoded before the controller has the previous token.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from longspan.runtime.worker import Worker
 _log = logging.getLogger("longspan")
 _CPU = torch.device("cpu")
 PROMPT_LENGTHS, _CHUNK = (14, 6), 3
-"""Tokens of the prompts, the first of which is shared; and those of the second prompt's first chunk."""
+"""Prompt lengths in tokens, and the length of the last prefill chunk. All instances share the first prompt."""
 _BLOCK_SIZE, _NUM_BLOCKS = 2, 32
 _TIMEOUT_S = 60.0
-"""A rank that waits longer has peers that send less often. A trial takes a tenth of a second."""
+"""Seconds until a receive fails because the peer sends no such message. A trial takes 0.1 s."""
 _MAX_ERROR = 1e-4
-"""The largest difference of a logit or a logprob, in standard deviations of logits. Roundings stay below 1e-5."""
+"""Maximum difference of a logit or logprob, in standard deviations of the logits. Rounding errors are below 1e-5."""
 
 
 class WrongSplitError(ValueError):
-    """A split computes something else than the whole model."""
+    """The results of a split differ from the whole model."""
 
 
 class DryRuns:
-    """Runs splits of one model; its copies are kept from one to the next.
+    """Runs splits of one model. Keeps its small copies for later runs.
 
     Args:
-        tp: the most shards of a split.
+        tp: the maximum number of shards of a split.
     """
 
     def __init__(self, files: ModelFiles, info: ModelInfo, *, tp: int) -> None:
@@ -65,12 +65,12 @@ class DryRuns:
         self._copies: dict[tuple[torch.dtype, tuple[range, ...]], ShrunkenModel] = {}  # by dtype and stages
 
     def problem(self, cluster: Cluster, exchange: Exchange) -> str:
-        """Returns the reason why a cluster whose instances share a prompt does not work, or an empty text.
+        """Return why a cluster whose instances share a prompt fails, or an empty string if it works.
 
-        Results are compared in float32. In the precision of the model, workers must not fail.
+        Results are compared in float32. In the precision of the model, the run must only complete.
 
         Raises:
-            ModelError: when there is too little memory or time for a trial. Another start may have more.
+            ModelError: if a trial lacks memory or time. A later start may succeed.
         """
         try:
             for dtype in dict.fromkeys((torch.float32, DTYPES[self._files.dtype])):
@@ -81,8 +81,8 @@ class DryRuns:
         except NoCopyError as error:
             _check_was_tried(error)
             if cluster.num_ranks > 1:
-                return f"it cannot be tried on a small copy: {error}"
-            _log.warning("nothing was checked on a small copy of the model, since there is none: %s", error)
+                return f"no small copy of the model could be made to check it: {error}"
+            _log.warning("the model was not checked, since no small copy of it could be made: %s", error)
         except (WrongSplitError, ModelError) as error:
             return str(error)
         except FAILURES as error:
@@ -100,25 +100,25 @@ class DryRuns:
 
 
 def _check_was_tried(error: Exception) -> None:
-    """Raises ModelError if the machine is the cause of an error, not the split."""
+    """Raise ModelError if the machine caused an error, not the split."""
     if isinstance(error, CommError | torch.OutOfMemoryError) or "allocate memory" in str(error):
         problem = f"a small copy of the model could not be run ({one_line(error)})"
         raise ModelError(f"{problem}: start again with more free memory and cores") from error
 
 
 def _check_positions(small: ShrunkenModel) -> None:
-    """Raises ModelError if the model numbers tokens in another way than from 0 on: it has no single right answer then.
+    """Raise ModelError if the model does not number positions from 0. It then has no single correct output.
 
-    Examples are RoBERTa and its relatives, which begin behind the number of the padding token.
+    Examples are RoBERTa and related models, whose positions begin after the index of the padding token.
     """
     prompt = _prompts(small)[0]
-    wanted, found = _reference(small, prompt), small.logits(torch.tensor(prompt), None).double()
-    if not (found - wanted).abs().max() <= _MAX_ERROR * wanted.std():
+    reference, logits = _reference(small, prompt), small.logits(torch.tensor(prompt), None).double()
+    if not (logits - reference).abs().max() <= _MAX_ERROR * reference.std():
         raise ModelError("its answer depends on whether position_ids are given, so transformers disagrees with itself")
 
 
 def _run_whole(small: ShrunkenModel) -> None:
-    """Runs the model as transformers has it. Raises ValueError for NaN."""
+    """Run the unsplit model with transformers. Raises ValueError for NaN."""
     for prompt in _prompts(small):
         _reference(small, prompt)
 
@@ -129,7 +129,7 @@ def _prompts(small: ShrunkenModel) -> list[list[int]]:
 
 
 def _reference(small: ShrunkenModel, tokens: Sequence[int]) -> Tensor:
-    """Returns the logits `[tokens, vocab]` of a prompt as transformers computes them. Raises ValueError for NaN."""
+    """Return the logits `[tokens, vocab]` of a prompt, computed by transformers. Raises ValueError for NaN."""
     logits = small.logits(torch.tensor(tokens), torch.arange(len(tokens))).double()
     if not logits.isfinite().all():
         raise ValueError("transformers computes logits that are not finite")
@@ -137,7 +137,7 @@ def _reference(small: ShrunkenModel, tokens: Sequence[int]) -> Tensor:
 
 
 def _try_split(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, exchange: Exchange) -> None:
-    """Runs all ranks of a cluster. Raises WrongSplitError for wrong results, and the error of a rank that fails."""
+    """Run all ranks of a cluster. Raises WrongSplitError for wrong results, and the error of a failed rank."""
     groups = [tuple(cluster.instances), (0,)]
     requests = [
         _Request(number, prompt, group, exchange if len(group) > 1 else LOCAL)
@@ -170,9 +170,7 @@ class _Request:
         return len(self.prompt)
 
     def part(self, stop: int, free: Sequence[Iterator[int]]) -> Part:
-        """Returns the part up to `stop`, in the next free blocks of each instance. The token behind the prompt is
-        unknown.
-        """
+        """Return the part up to `stop`, in the next free blocks of each instance. Its decode token is unknown."""
         start, self.computed = self.computed, stop
         is_decode = start == self.length
         first = len(self.table)
@@ -203,7 +201,7 @@ class _Request:
 
 
 def _run(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, forwards: Sequence[Forward]) -> list[Done]:
-    """Runs the steps on all ranks; raises the first error that is not the absence of a peer."""
+    """Run the steps on all ranks. Raises the first error, preferring errors other than a lost peer."""
     wires = [Wires(timeout_s=_TIMEOUT_S) for _ in range(4)]
 
     def run(rank: int) -> list[Done]:
@@ -214,8 +212,8 @@ def _run(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, forwards: Se
             finally:
                 worker.close()
         except BaseException:
-            for one in wires:
-                one.close(rank)
+            for wire in wires:
+                wire.close(rank)
             raise
 
     with ThreadPoolExecutor(cluster.num_ranks) as threads:
@@ -256,7 +254,7 @@ def _worker(files: ModelFiles, small: ShrunkenModel, cluster: Cluster, rank: int
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Lets PyTorch use one thread per rank, since all ranks compute at once."""
+    """Limit PyTorch to one thread per rank, since all ranks compute concurrently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -266,23 +264,23 @@ def _one_thread() -> Iterator[None]:
 
 
 def _compare(small: ShrunkenModel, request: _Request, done: Sequence[Done]) -> None:
-    """Raises WrongSplitError unless the logprobs of the prompt and the logits of sampled tokens are the model's."""
-    sampled = [one for step in done for one in step.sampled if one.request_id == request.number]
+    """Raise WrongSplitError unless prompt logprobs and logits of sampled tokens equal those of the whole model."""
+    samples = [sample for step in done for sample in step.sampled if sample.request_id == request.number]
     scored = {
         position: logprob.logprob
         for step in done
-        for one in step.scored
-        if one.request_id == request.number
-        for position, logprob in zip(one.positions, one.logprobs, strict=True)
+        for scores in step.scored
+        if scores.request_id == request.number
+        for position, logprob in zip(scores.positions, scores.logprobs, strict=True)
     }
-    if len(sampled) != 2 or sorted(scored) != [*range(1, request.length)]:
-        raise WrongSplitError(f"{len(sampled)} tokens are sampled and {len(scored)} of the prompt are scored")
-    wanted = _reference(small, [*request.prompt, sampled[0].token])
-    logprobs, scale = wanted.log_softmax(-1), wanted.std().item()
-    errors = {at: abs(found - logprobs[at - 1, request.prompt[at]].item()) for at, found in scored.items()}
-    for row, one in enumerate(sampled, request.length - 1):
-        logits = torch.frombuffer(bytearray(one.logits), dtype=torch.float32).double()
-        errors[row + 1] = (logits - wanted[row]).abs().max().item()
+    if len(samples) != 2 or sorted(scored) != [*range(1, request.length)]:
+        raise WrongSplitError(f"{len(samples)} tokens are sampled and {len(scored)} of the prompt are scored")
+    reference = _reference(small, [*request.prompt, samples[0].token])
+    logprobs, scale = reference.log_softmax(-1), reference.std().item()
+    errors = {at: abs(logprob - logprobs[at - 1, request.prompt[at]].item()) for at, logprob in scored.items()}
+    for row, sample in enumerate(samples, request.length - 1):
+        logits = torch.frombuffer(bytearray(sample.logits), dtype=torch.float32).double()
+        errors[row + 1] = (logits - reference[row]).abs().max().item()
     max_error = _MAX_ERROR if small.module.dtype == torch.float32 else torch.inf
     for position, error in sorted(errors.items()):
         if not error <= max_error * scale:

@@ -1,6 +1,6 @@
-"""The KV pool of a host: blocks of all layers and heads, in memory that all processes of the host share.
+"""The KV pool of a host: blocks of all layers and heads, in memory shared by all processes of the host.
 
-They do not depend on how instances are split: a rank reads and writes the layers and heads that it has.
+The blocks do not depend on how instances are split. A rank reads and writes its own layers and heads.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from longspan.runtime.pool import KvPool
 
 
 class HostMemory:
-    """Memory that other processes open by `path`. It ends when it is closed or its process ends, however that ends.
+    """Shared memory that other processes open by `path`. It is freed on `close`, or when its process ends in any way.
 
-    Its pages are zero, and take no memory until they are written.
+    Pages are zero and take no memory until they are written.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -47,14 +47,14 @@ class HostMemory:
             except OSError as error:
                 problem = f"needs {num_bytes / 2**30:.1f} GiB that cannot be allocated ({error.strerror}): allow less"
                 raise ParameterError("host_kv_gib", problem) from error
-            acquired.pop_all()  # `close` closes it from now on
+            acquired.pop_all()  # `close` owns the file from now on
 
     def close(self) -> None:
         self._file.close()
 
 
 def map_blocks(memory: Path, record: KvRecord, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> BlockRecords:
-    """Maps the pool of a host, with all layers and heads of the model."""
+    """Map the pool of a host, with all layers and heads of the model."""
     with memory.open("r+b") as file:
         try:
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -69,11 +69,11 @@ class HostPool:
 
     Args:
         records: of the host, see `map_blocks`.
-        backend: of the host's processor.
+        backend: attention on the host's processor.
 
     Attributes:
-        pool_of: the number, in the cluster, of the pool of an instance's host.
-        staging: what queries on the rank's device meet the host's keys by.
+        pool_of: maps an instance to the pool number of its host.
+        staging: buffers between the rank's device and the host, for attention over host-resident keys.
     """
 
     def __init__(
@@ -92,19 +92,18 @@ class HostPool:
         self.staging: Staging = HostStaging() if pool.device.type == "cpu" else PinnedStaging(pool.device)
 
     def layer(self, layer: int) -> PagedKv:
-        """Returns a layer of the host with the KV heads of this rank."""
-        return self._shared.kv[layer].heads(self._heads(layer)[self._shard])
+        """Return a layer of the host with the KV heads of this rank."""
+        return self._shared.kv[layer].heads(self._heads_of_shards(layer)[self._shard])
 
-    def _heads(self, layer: int) -> list[range]:
-        """Returns the KV heads of each shard."""
+    def _heads_of_shards(self, layer: int) -> list[range]:
         return self._own.record.layers[layer].kv_heads(self._tp)
 
     def copies(self, move: MoveKV, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields what this rank copies of a layer, each `[kv_heads, words]`: to where, and from where.
+        """Yield (target, source) views `[kv_heads, words]` of this rank's copies of a layer.
 
-        Of ranks with the same heads only the first writes them out.
+        If several ranks have the same heads, only the first one offloads them.
         """
-        shares, is_out = self._heads(layer), move.way == "out"
+        shares, is_out = self._heads_of_shards(layer), move.way == "out"
         heads = shares[self._shard]
         if is_out and heads in shares[: self._shard]:
             return
@@ -113,8 +112,8 @@ class HostPool:
             for field, own in self._own.records.layers[layer].items()
         ]
         for source, target in move.copies:
-            here, there = (source, target) if is_out else (target, source)
-            if here.instance == self._instance:
+            own_ref, host_ref = (source, target) if is_out else (target, source)
+            if own_ref.instance == self._instance:
                 for own, shared in fields:
-                    ends = own[here.block], shared[there.block]
+                    ends = own[own_ref.block], shared[host_ref.block]
                     yield ends[::-1] if is_out else ends

@@ -1,4 +1,4 @@
-"""The controller and its workers talk in these msgspec messages, never in pickles."""
+"""The msgspec messages between the controller and its workers. No pickle is used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model and options that workers load, wherever they run.
 
     Attributes:
-        kernels: those of our own, compiled; None to compute with PyTorch's.
+        kernels: the library of our compiled CPU kernels. None to compute with PyTorch's kernels.
         host_kernels: likewise, for KV on the hosts of CUDA devices.
-        cuda_kernel: the only one of PyTorch's kernels for attention on CUDA; None for the best of each case.
+        cuda_kernel: the only allowed PyTorch kernel for attention on CUDA. None to choose the best per case.
         enforce_eager: compute decode steps layer by layer.
-        record_times: measure where the time goes, see `runtime.timing`.
-        host_memory: of the pool of each host, see `HostPool`; empty without such pools.
-        most_threads: as many as a rank may have, whatever is left by others; None for no bound.
+        record_times: record seconds per category, see `runtime.timing`.
+        host_memory: of the pool of each host, see `HostPool`. Empty without such pools.
+        max_threads: upper bound of the threads of a rank. None for no bound.
     """
 
     files: ModelFiles
@@ -36,12 +36,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     record_times: bool = False
     host_memory: tuple[Path, ...] = ()
-    most_threads: int | None = None
+    max_threads: int | None = None
 
     def threads_among(self, num_ranks: int) -> int:
-        """Returns the CPU threads of each rank once there are so many: together they have as many as at the start."""
-        found = max(1, self.num_threads * self.cluster.num_ranks // num_ranks)
-        return found if self.most_threads is None else min(found, self.most_threads)
+        """Return the CPU threads of each of `num_ranks` ranks. Their total stays as it was at the start."""
+        num_threads = max(1, self.num_threads * self.cluster.num_ranks // num_ranks)
+        return num_threads if self.max_threads is None else min(num_threads, self.max_threads)
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="forward"):
@@ -51,26 +51,26 @@ class RunForward(msgspec.Struct, frozen=True, tag="forward"):
 
 
 class RunMoves(msgspec.Struct, frozen=True, tag="moves"):
-    """Sends and receives KV; of moves that stream out of a Forward only their targets hear so."""
+    """Send and receive KV. For moves that a Forward streams, only the targets get this message."""
 
     moves: tuple[MoveKV, ...]
 
 
 class RunFree(msgspec.Struct, frozen=True, tag="free"):
-    """Forget requests."""
+    """Drop the state of requests."""
 
     step: Free
 
 
 class RunReshard(msgspec.Struct, frozen=True, tag="reshard"):
-    """Take the rank's place in another cluster, as the step of this number says."""
+    """Take the rank's place in another cluster. `number` is that of the Reshard step."""
 
     number: int
     cluster: Cluster
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Say what memory the device has, after what the rank has computed so far."""
+    """Report the memory of the device, after all computation so far."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -81,7 +81,7 @@ Command = RunForward | RunMoves | RunFree | RunReshard | Measure | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The worker has loaded its model and joined the others."""
+    """The worker has loaded its model and connected to the other ranks."""
 
     rank: int
 
@@ -90,14 +90,14 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one rank and its device after the largest step, in bytes.
 
     Attributes:
-        room_bytes: what its device may still give, before too much of it is used; negative if that is so already.
-        pool_bytes: what its KV takes now.
-        weight_bytes: what its share of the model takes.
-        step_bytes: what the step took besides.
-        num_devices: the devices that ranks are on, one after the other.
+        available_bytes: free device memory below the limit on used memory. Negative if the limit is exceeded.
+        pool_bytes: current size of its KV pool.
+        weight_bytes: size of its share of the model.
+        step_bytes: temporary memory of the step, at its peak.
+        num_devices: number of devices. Ranks are assigned round-robin.
     """
 
-    room_bytes: int
+    available_bytes: int
     pool_bytes: int
     weight_bytes: int
     step_bytes: int
@@ -105,17 +105,17 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """Answers `Measure`."""
+    """The answer of a rank to `Measure`."""
 
     rank: int
     memory: RankMemory
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Reports that a rank's share of a Forward is computed.
+    """A rank has computed its share of a Forward.
 
     Attributes:
-        non_finite: requests for which it computed hidden states or logits that are NaN or infinite.
+        non_finite: requests with NaN or infinite hidden states or logits.
         times: seconds per category since the start, if recorded.
     """
 
@@ -129,7 +129,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """A rank has started to send its share of a MoveKV, has all that it gets of it in its pool, or has swapped it."""
+    """A rank has started to send its share of a MoveKV, has received all of it, or has copied it from or to a host."""
 
     rank: int
     number: int
@@ -137,14 +137,14 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):
-    """Tells that everything a rank sends of a MoveKV has left it."""
+    """A rank has completed all its sends of a MoveKV."""
 
     rank: int
     number: int
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):
-    """A rank has its place in another cluster; `bytes_sent` are those of weights that it had to copy."""
+    """A rank has taken its place in another cluster. `bytes_sent` counts copied weights."""
 
     rank: int
     number: int
@@ -152,7 +152,7 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """The controller's own lane has made a MoveKV to or from a disk, but for the copies that `failed`, by index."""
+    """The controller's disk lane has executed a MoveKV. `failed` are the indices of failed copies."""
 
     number: int
     num_bytes: int
@@ -160,9 +160,7 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker raised and is about to exit; `peer` when it only noticed that another one is gone, and `memory` when
-    its device has none left.
-    """
+    """The worker raised and is about to exit. `peer`: it lost a peer. `memory`: it ran out of memory."""
 
     rank: int
     reason: str
@@ -171,7 +169,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker ended; negative codes are signals. The controller's own watcher says so."""
+    """A worker ended, reported by the controller's watcher thread. Negative codes are signals."""
 
     rank: int
     code: int

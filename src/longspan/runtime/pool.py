@@ -1,4 +1,4 @@
-"""The KV pool of one rank, and the memory that it may take."""
+"""The KV pool of one rank, and the size of its memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from longspan.cost.memory import CPU_KV_BYTES, CPU_STEP_SHARE
 from longspan.runtime.block_records import BlockRecords
 
 WINDOW_BYTES = 64 * 2**20
-"""Messages that are under way from one rank to another at once, and so the memory for them at each end."""
+"""Maximum bytes in flight from one rank to another, and so the memory for messages at each end."""
 PROCESS_BYTES = 320 * 2**20
-"""Memory of a host for PyTorch and transformers in the process that workers are forked from, which they share."""
+"""Host memory of PyTorch and transformers in the process that workers are forked from. Workers share it."""
 _RANK_BYTES = 64 * 2**20
-"""Memory of each worker on a CPU for itself, without weights, KV and steps."""
+"""Host memory of each CPU worker, without weights, KV and steps."""
 _CPU_SHARE = 0.4
-"""The part that KV on CPUs takes of what weights and processes leave: more of it leaves less for steps and others."""
-_LEAST_CPU_SHARE = 0.1
-"""The part that KV takes also where weights fill the memory: they are mapped, so that the kernel can drop them."""
+"""KV's share of the CPU memory that weights and processes leave. A larger share leaves less memory for steps."""
+_MIN_CPU_SHARE = 0.1
+"""KV's minimum share, ignoring weights. They are mapped files, so the kernel can drop their pages."""
 _CUDA_SHARE = 0.85
 
 
 class KvMemory:
-    """The memory of one rank's KV pools, of which one follows the other.
+    """The memory of one rank's KV pool, reused by the pools of later clusters.
 
     CPU pages take neither time nor memory until they are written.
     """
@@ -43,17 +43,17 @@ class KvMemory:
         self._device, self._bytes = device, torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Returns `[num_bytes]` of it; who had it before is done with it."""
+        """Return `[num_bytes]` of the memory. The pool that used it before must be closed."""
         if len(self._bytes) < num_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # which frees what there was
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # frees the old memory
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # which would keep it for smaller tensors
+                torch.cuda.empty_cache()  # otherwise the cache keeps the old memory for smaller tensors
             self._bytes = _zeros(num_bytes, self._device)
         return self._bytes[:num_bytes]
 
 
 class KvPool:
-    """The records of `num_blocks` blocks in some layers and heads, those of one rank.
+    """The KV of one rank: records of `num_blocks` blocks with its layers and heads.
 
     Attributes:
         kv: keys and values of each layer that has both, in order. The object is the same during the pool's lifetime.
@@ -61,10 +61,10 @@ class KvPool:
     Args:
         record: of a block of the whole model.
         dtype: of keys and values.
-        shard, tp: the rank stores the KV heads of this one of `tp` shards.
-        layers: those of this rank; None for all.
-        memory: where the records are stored; None for new memory.
-        backend: writes new tokens; None for PyTorch's.
+        shard, tp: the rank stores the KV heads of shard `shard` of `tp`.
+        layers: the layers of this rank. None for all.
+        memory: storage of the records. None to allocate new memory.
+        backend: writes the KV of new tokens. None for PyTorch's.
     """
 
     def __init__(
@@ -97,24 +97,24 @@ class KvPool:
         self.kv = tuple(self.records.kv.values())
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores `k, v [kv_heads, tokens, head_dim]`: token t goes to slot `offsets[t]` of block `blocks[t]`."""
+        """Store `k, v [kv_heads, tokens, head_dim]`: token t in slot `offsets[t]` of block `blocks[t]`."""
         self._backend.store(self.records.kv[layer], blocks, offsets, k, v)
 
     def read_blocks(self, layer: int, blocks: Tensor, heads: range, copies: Sequence[Tensor]) -> None:
-        """Copy some heads of whole blocks to a tensor `[blocks, heads, words]` per field of the layer."""
+        """Copy `heads` of whole blocks to one tensor `[blocks, heads, words]` per field of the layer."""
         for field, copy in zip(self.records.layers[layer].values(), copies, strict=True):
             torch.index_select(field[:, heads.start : heads.stop], 0, blocks, out=copy)
 
     def write_blocks(self, layer: int, blocks: Tensor, heads: range, copies: Sequence[Tensor]) -> None:
-        """Copy a tensor `[blocks, heads, words]` per field of the layer to some heads of whole blocks."""
+        """Copy one tensor `[blocks, heads, words]` per field of the layer to `heads` of whole blocks."""
         for field, copy in zip(self.records.layers[layer].values(), copies, strict=True):
             field[:, heads.start : heads.stop].index_copy_(0, blocks, copy)
 
     def clear(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Sets slots to zero in all layers: of each block, those from a first slot on; returns when that is done.
+        """Set the slots of each (block, first slot) to zero from the first slot on, in all layers, and synchronize.
 
-        A state behind the block depends on these slots, so it is cleared, too. Messages for other blocks may be written
-        meanwhile, by other threads or streams.
+        Also clears the state after the block, which depends on these slots. Other threads or streams may write
+        messages to other blocks concurrently.
         """
         for layer, fields in self.records.layers.items():
             for block, first in slots:
@@ -126,25 +126,24 @@ class KvPool:
             torch.cuda.current_stream(self.device).synchronize()
 
     def copy_block(self, source: int, target: int, num_slots: int) -> None:
-        """Copies the first slots of a block. Its other slots may hold tokens of another request, finite or not.
+        """Copy the first slots of a block. Other slots may hold another request's KV, which may be non-finite.
 
-        No state is copied: that of the source is behind tokens that the target does not have.
+        The state is not copied: it is the state after the whole source block.
         """
         for slots in self.records.slots.values():
             for own in slots:
                 own[target, :, :num_slots] = own[source, :, :num_slots]
 
     def layer(self, layer: int) -> PagedKv:
-        """Return the keys and values of a layer that has both."""
         return self.records.kv[layer]
 
     def after(self, layer: int) -> int | None:
-        """Returns the pool's next layer; None after its last one."""
+        """Return the pool's next layer, or None after its last layer."""
         return self._next[layer]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Makes zeros: on a CPU, in pages that take no memory until they are written."""
+    """Allocate a tensor of zeros. CPU pages take no memory until they are written."""
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     try:
@@ -155,18 +154,17 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int, available: int | None = None) -> int:
-    """Return the KV memory per rank when the user names none, beside `weight_bytes` of weights on each.
+    """Return the default KV memory per rank, in addition to `weight_bytes` of weights on each.
 
-    On CPU the ranks share 4 GiB, or 40 % of the memory that is left if that is less: `available`, by default what this
-    process may still use, without the weights and what processes need. On CUDA this is an estimate for plans, since
-    workers measure what they have: 85 % of the free device memory, less the weights and the KV that is on its way to or
-    from other instances.
+    On CPU the ranks share 4 GiB, or 40 % of the remaining memory if that is less. The remaining memory is `available`
+    (default: the memory that this process may still use) without weights and processes. On CUDA this is an estimate for
+    planning, since workers measure their memory: 85 % of the free device memory, without weights and KV in flight.
     """
     if device == "cpu":
         available = limits.memory().available if available is None else available
-        left = available - PROCESS_BYTES - cluster.num_ranks * _RANK_BYTES
+        usable = available - PROCESS_BYTES - cluster.num_ranks * _RANK_BYTES
         weights = weight_bytes * cluster.spec.tp * cluster.spec.pp  # one copy for all instances
-        total = max(_LEAST_CPU_SHARE * left, _CPU_SHARE * (left - weights))
+        total = max(_MIN_CPU_SHARE * usable, _CPU_SHARE * (usable - weights))
         return min(CPU_KV_BYTES, max(0, int(total))) // cluster.num_ranks
     free, _ = torch.cuda.mem_get_info(0)
     per_device = -(-cluster.num_ranks // torch.cuda.device_count())
@@ -174,9 +172,7 @@ def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int, available
 
 
 def default_step_bytes(cluster: Cluster, device: str) -> int:
-    """Returns the memory per rank that a large step may take: on CPU a quarter of what KV takes when the user names
-    none, on CUDA half of what that leaves.
-    """
+    """Return the step memory per rank. CPU: `CPU_STEP_SHARE` of default KV. CUDA: half of the rest after KV."""
     if device == "cpu":
         return int(default_kv_bytes(cluster, device, 0) * CPU_STEP_SHARE)
     free, _ = torch.cuda.mem_get_info(0)
@@ -184,7 +180,7 @@ def default_step_bytes(cluster: Cluster, device: str) -> int:
 
 
 def move_bytes(cluster: Cluster) -> int:
-    """Counts the memory of a rank for KV that is on its way to or from other instances."""
+    """Return the bytes per rank reserved for KV messages in flight to or from other instances."""
     if cluster.num_instances == 1:
         return 0
     sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp * cluster.spec.pp

@@ -1,8 +1,7 @@
-"""One rank from its start to its end: it takes its place in one cluster after the other, and keeps what it can.
+"""One rank during its lifetime: it takes its place in one cluster after another.
 
-Its process, the mapped weights and the memory for KV stay; so do the links to other ranks, until further ones come and
-all meet anew. A share of the model that it has computed with stays, too, on a CPU, where it consists of views of the
-mapped weights.
+Its process, mapped weights and KV memory stay. The links to other ranks stay until a cluster has more ranks. On a CPU
+its shares of the model stay too, since they are views of the mapped weights.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Rank:
-    """Serves as the worker of its place, in the cluster of `config` first; one that came later waits for a place.
+    """A rank that serves as a worker in the cluster of `config`, or as a spare rank that waits for a Reshard.
 
     Args:
-        connect: opens links among the ranks of these hosts, once all of them do.
-        probe: counts the memory of the device, of a rank that may be asked for it.
+        connect: opens links among the ranks, whose hosts are given. All ranks call it at the same time.
+        probe: measures the device memory. None if the rank gets no `Measure` command.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Rank:
             self._host_backend = backend_of(torch.device("cpu"), compiled=config.host_kernels is not None)
         self._watch = Stopwatch(enabled=config.record_times, device=device)
         self._kv_memory = KvMemory(device)
-        # Mapped once: where shares overlap, a page is there once. A device gets copies, and the pages may go.
+        # Map once: overlapping shares then use the same pages. CUDA devices get copies, so no mapping is kept.
         self._stored = StoredTensors(config.files.weights, device) if device.type == "cpu" else None
         self._models: dict[tuple[range, int, int], Model] = {}
         self._host_blocks: BlockRecords | None = None
@@ -69,7 +68,7 @@ class Rank:
             probe.begin()
 
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
-        """Works until it is told to stop; returns whether no KV was on its way then."""
+        """Execute commands until Stop. Return True if no KV was in flight then."""
         inbox = Inbox(commands)
         send_report(reports, messages.Ready(rank=self._rank))
         while (command := self._serve(inbox, reports)) is not None:
@@ -77,26 +76,26 @@ class Rank:
                 send_report(reports, messages.Measured(self._rank, self._memory()))
                 continue
             self.close()
-            self._worker = None  # a device has memory for one share
+            self._worker = None  # frees its share: a device has memory for one share
             self._worker, copied_bytes = self._take_place(command.cluster)
             copied: BytesSent = {("weights_copy", "same_host"): copied_bytes}
             send_report(reports, messages.Regrouped(rank=self._rank, number=command.number, bytes_sent=copied))
         return self._worker is None or self._worker.is_idle
 
     def close(self) -> None:
-        """Ends its worker, see there."""
+        """Close its worker, see `Worker.close`."""
         if self._worker is not None:
             self._worker.close()
 
     def _memory(self) -> messages.RankMemory:
-        from longspan.runtime.device_memory import measured  # noqa: PLC0415 - CUDA devices alone
+        from longspan.runtime.device_memory import measured  # noqa: PLC0415 - only on CUDA devices
 
-        assert self._probe is not None, "who is asked for memory has been given a probe"
+        assert self._probe is not None, "Measure needs a probe"
         weight_bytes = sum(model.weight_bytes for model in self._models.values())
         return measured(self._probe, pool_bytes=self._kv_memory.num_bytes, weight_bytes=weight_bytes)
 
     def _serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
-        """Works until it is told something else than steps; without a place, waits for that."""
+        """Execute steps until another command, and return it. A spare rank only waits for the command."""
         if self._worker is not None:
             inbox.watch(self._worker.wakeup)
             return self._worker.serve(inbox, reports)
@@ -110,7 +109,7 @@ class Rank:
                     return None
 
     def _take_place(self, cluster: Cluster) -> tuple[Worker | None, int]:
-        """Makes the worker of its place in a cluster, if it has any; also counts the bytes of weights copied for it."""
+        """Return the worker of its place in a cluster, or None for a spare rank, and the copied weight bytes."""
         config, rank = self._config, self._rank
         if self._transports is None or cluster.num_ranks > self._num_connected:
             if self._transports is not None:
@@ -136,7 +135,7 @@ class Rank:
         )
         host = None
         if config.host_memory:
-            from longspan.runtime.host_pool import HostPool  # noqa: PLC0415 - an engine with a host tier alone
+            from longspan.runtime.host_pool import HostPool  # noqa: PLC0415 - only with a host tier
 
             host = HostPool(self._map_host_blocks(cluster, pool), pool, cluster, rank, self._host_backend)
         worker = Worker(
@@ -153,9 +152,9 @@ class Rank:
         return worker, copied_bytes
 
     def _map_host_blocks(self, cluster: Cluster, pool: KvPool) -> BlockRecords:
-        """Maps the pool of its host, once: it stays while clusters change."""
+        """Map the pool of its host once. The mapping stays when clusters change."""
         if self._host_blocks is None:
-            from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415 - an engine with a host tier alone
+            from longspan.runtime.host_pool import map_blocks  # noqa: PLC0415 - only with a host tier
 
             config, number = self._config, cluster.hosts[self._rank]
             self._host_blocks = map_blocks(
@@ -168,12 +167,12 @@ class Rank:
         return self._host_blocks
 
     def _share(self, cluster: Cluster) -> tuple[Model, int]:
-        """Returns its share of the model in a cluster, and how many bytes of weights had to be copied for it."""
+        """Return its share of the model in a cluster, and the copied weight bytes."""
         instance, stage, shard = cluster.at(self._rank)
         layers, tp = cluster.layers(instance, stage), cluster.tp(instance)
         key = layers, shard, tp
-        if (known := self._models.get(key)) is not None:
-            return known, 0
+        if (loaded := self._models.get(key)) is not None:
+            return loaded, 0
         if self._device.type != "cpu":
             self._models.clear()  # a device has memory for one share
         model = self._models[key] = Model(
@@ -192,9 +191,9 @@ class Rank:
 
 
 def recording_of(backend: AttentionBackend, device: torch.device) -> Recording | None:
-    """Says how steps are recorded on a device; CPUs repeat nothing."""
+    """Return how to record steps as CUDA graphs. None on CPUs."""
     if device.type != "cuda":
         return None
-    from longspan.model.graph_step import CudaRecorder, Recording  # noqa: PLC0415 - CUDA devices alone
+    from longspan.model.graph_step import CudaRecorder, Recording  # noqa: PLC0415 - only on CUDA devices
 
     return Recording(backend=backend, record=CudaRecorder())

@@ -1,4 +1,4 @@
-"""Samples tokens, and computes how likely they were. A row's token depends on that row alone."""
+"""Token sampling and logprobs for rows of logits. The token of a row depends on that row only, never on the batch."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from longspan.text.tokenizer import grammar_vocabulary, load_tokenizer
 _log = logging.getLogger("longspan.worker")
 
 _CPU_NUMBERS = 2**18
-"""Two copies in float64 fit a core's second-level cache; memory would take four times as long."""
+"""Logits per tile: two float64 copies fit a core's L2 cache. A tile in main memory takes four times as long."""
 _GPU_NUMBERS = 2**26
-"""Bounds the memory of temporary copies: 512 MiB in float64."""
+"""Logits per tile: bounds temporary copies to 512 MiB in float64."""
 
 _PREFIX = 2048
-"""The best tokens that top_p looks at first; only if they do not suffice is the whole row sorted."""
+"""Number of largest logits that top_p sorts first. The whole row is sorted only if their weight is too small."""
 
 Weigh = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The request and position that one row of logits is sampled for.
+    """The inputs of sampling one row of logits, besides the logits.
 
     Attributes:
         sampling: of the row's request.
-        position: of the token to be sampled; random numbers are keyed by it.
-        banned: tokens that must not be chosen here. A grammar has taken them into account.
-        history: of the row's request; None unless `sampling.penalised`.
-        allowed: bits of the tokens that the request's grammar allows, see `GrammarMatcher`; None for all.
+        position: of the sampled token. Random numbers are keyed by it.
+        banned: tokens that must not be sampled here. Ignored with a grammar, whose `allowed` excludes them.
+        history: token counts of the row's request. None unless `sampling.penalised`.
+        allowed: bit mask of the tokens that the request's grammar allows, see `GrammarMatcher`. None for all.
     """
 
     sampling: Sampling
@@ -51,11 +51,12 @@ class Draw:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Samples one token per row of `logits [rows, vocab]` (float32, left as they are), as each row's `Draw` asks.
+    """Sample one token per row of `logits [rows, vocab]` (float32, not modified), as specified by the row's `Draw`.
 
-    Bias, ban, penalties and grammar come first. Temperature 0 then takes the best token, of equals the first; otherwise
-    temperature, min_p, top_k and top_p leave a distribution, and the token at a random quantile of it, in vocabulary
-    order, is taken. Where they leave none (nothing allowed, or logits that are not finite) the best is taken, too.
+    Bias, ban, penalties and grammar are applied first. Temperature 0 takes the largest logit, and the lowest token id
+    of equal logits. Otherwise temperature, min_p, top_k and top_p give a distribution, and the token at a random
+    quantile in vocabulary order is taken. Without a distribution (no token allowed, non-finite logits) the largest
+    logit is taken.
     """
     logits = adjusted(logits, draws)
     drawn = _drawn(logits, draws)
@@ -67,40 +68,40 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
-    """Samples the rows that are not greedy and have a distribution; returns their tokens by row."""
+    """Sample the rows that are not greedy and have a distribution. Returns tokens by row."""
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    # Rows with the same filters are worked on together, so that few are sorted for their neighbours' sake.
+    # Group rows with the same filters, so that a tile with top_k or top_p contains few rows without.
     params = [draw.sampling for draw in draws]
     random.sort(key=lambda row: (params[row].top_p < 1, params[row].top_k > 0, params[row].min_p > 0))
     tokens: dict[int, int] = {}
     for rows in _tiles(random, logits):
-        reached = weights(logits[list(rows)], [params[row] for row in rows]).cumsum(dim=-1)
+        cumulative = weights(logits[list(rows)], [params[row] for row in rows]).cumsum(dim=-1)
         numbers = uniforms((params[row].seed, params[row].choice, draws[row].position) for row in rows)
-        wanted = reached.new_tensor(numbers)[:, None] * reached[:, -1:]
-        tokens.update(zip(rows, torch.searchsorted(reached, wanted, right=True)[:, 0].tolist(), strict=True))
-    vocab = logits.shape[-1]  # stands for no token
+        targets = cumulative.new_tensor(numbers)[:, None] * cumulative[:, -1:]
+        tokens.update(zip(rows, torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist(), strict=True))
+    vocab = logits.shape[-1]  # an index of `vocab` means that the row has no distribution
     return {row: token for row, token in tokens.items() if token < vocab}
 
 
 def weights(logits: Tensor, params: Sequence[Sampling]) -> Tensor:
-    """Returns float64 weights `[rows, vocab]` of `logits [rows, vocab]` (float32), 0 for tokens that must not be drawn.
+    """Return float64 weights `[rows, vocab]` of `logits [rows, vocab]` (float32), 0 for excluded tokens.
 
-    A token's weight is its probability over that of the row's best token, times a power of two, rounded: a whole
-    number in float64. The power is such that the weights of a row sum to at most 2**53, so that sums are exact in
-    whatever order they are taken: neither a batch nor a device nor a prefix of the sorted row changes them. What is
-    lost is tokens some 2**37 times (vocabulary of 49,152) less likely than the best.
+    A weight is the token's probability relative to the row's most likely token, times a power of two, rounded to an
+    integer. The power is such that the weights of a row sum to at most 2**53, so sums are exact in any order. Batch,
+    device and the sorted prefix therefore do not change them. Tokens about 2**37 times less likely than the most
+    likely one (vocabulary of 49,152) get weight 0.
 
-    Tokens go by the logit of the last one that stays, never by rank, so that exact ties stay or go together.
+    Filters compare logits with the last kept logit, not ranks, so exact ties are kept or excluded together.
 
-    `params` are the rows' own; none may have temperature 0. A row whose largest logit is not finite gets NaN.
+    `params` are those of the rows. None may have temperature 0. A row whose largest logit is not finite gets NaN.
     """
     vocab = logits.shape[-1]
     weigh = _weigher(logits, params)
     kept = weigh(logits)
-    top_k = [one.top_k if 0 < one.top_k < vocab else 0 for one in params]
+    top_k = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
     if any(top_k):
         kept.mul_(logits >= _last_of_top_k(logits, top_k))
-    top_p = [one.top_p if one.top_p < 1 else 0.0 for one in params]
+    top_p = [p.top_p if p.top_p < 1 else 0.0 for p in params]
     if any(top_p):
         needed = kept.new_tensor(top_p)[:, None] * kept.sum(dim=-1, keepdim=True)
         kept.mul_(logits >= _last_of_top_p(logits, needed, weigh))
@@ -108,66 +109,66 @@ def weights(logits: Tensor, params: Sequence[Sampling]) -> Tensor:
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
-    """Finds the `count` largest of each row of `logits [rows, vocab]`, descending `[rows, count]`."""
+    """Return the `count` largest logits of each row `[rows, count]`, descending."""
     if logits.device.type != "cpu":
         return logits.topk(count, dim=-1).values
-    # numpy partitions and sorts values by vector instructions, ten times as fast as torch sorts values with indices.
+    # numpy partitions and sorts with vector instructions, ten times as fast as torch, which also sorts indices.
     values, rest = logits.numpy(), logits.shape[-1] - count
     best = np.partition(values, rest, axis=-1)[:, rest:] if rest else values
     return torch.from_numpy(np.sort(best, axis=-1)[:, ::-1].copy())
 
 
 def _weigher(logits: Tensor, params: Sequence[Sampling]) -> Weigh:
-    """Makes a function from logits `[rows, some]` of some rows to their weights, after temperature and min_p."""
+    """Return a function from logits `[rows, any]` of these rows to their weights, after temperature and min_p."""
     best = logits.amax(dim=-1, keepdim=True).double()
-    temperature = best.new_tensor([one.temperature for one in params])[:, None]
-    min_p = best.new_tensor([one.min_p for one in params])[:, None]
-    any_min_p = any(one.min_p for one in params)
+    temperature = best.new_tensor([p.temperature for p in params])[:, None]
+    min_p = best.new_tensor([p.min_p for p in params])[:, None]
+    any_min_p = any(p.min_p for p in params)
     scale = 2.0 ** (53 - logits.shape[-1].bit_length())
 
-    def weigh(some: Tensor) -> Tensor:
-        # The best is taken off first, so that no temperature, however small, makes anything infinite.
-        found = some.double().sub_(best).div_(temperature).exp_()
+    def weigh(logits: Tensor) -> Tensor:
+        # Subtract the maximum first, so that no small temperature gives infinity.
+        relative = logits.double().sub_(best).div_(temperature).exp_()
         if any_min_p:
-            found.mul_(found >= min_p)
-        return found.mul_(scale).round_()
+            relative.mul_(relative >= min_p)
+        return relative.mul_(scale).round_()
 
     return weigh
 
 
 def _last_of_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Returns the k-th largest logit `[rows, 1]`; -inf where k is 0."""
+    """Return the k-th largest logit `[rows, 1]`, or -inf where k is 0."""
     k = torch.tensor(top_k, device=logits.device)[:, None]
     last = largest(logits, max(top_k)).gather(-1, (k - 1).clamp_(min=0))
     return last.masked_fill_(k == 0, -torch.inf)
 
 
 def _last_of_top_p(logits: Tensor, needed: Tensor, weigh: Weigh) -> Tensor:
-    """Returns the logit `[rows, 1]` with which the best tokens reach the weight `needed`; -inf where that is 0."""
+    """Return the logit `[rows, 1]` at which the largest weights sum to `needed`, or -inf where `needed` is 0."""
     vocab = logits.shape[-1]
     for count in (min(_PREFIX, vocab), vocab):
         ranked = largest(logits, count)
-        found = weigh(ranked)
-        reached = found.cumsum(dim=-1)
-        if count == vocab or bool((reached[:, -1:] >= needed).all()):
+        ranked_weights = weigh(ranked)
+        cumulative = ranked_weights.cumsum(dim=-1)
+        if count == vocab or bool((cumulative[:, -1:] >= needed).all()):
             break
-    num_kept = (reached - found < needed).sum(dim=-1, keepdim=True)
+    num_kept = (cumulative - ranked_weights < needed).sum(dim=-1, keepdim=True)
     last = ranked.gather(-1, (num_kept - 1).clamp_(min=0))
     return last.masked_fill_(needed == 0, -torch.inf)
 
 
 def _tiles(rows: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:
-    """Cuts rows of `logits [rows, vocab]` in slices of as many as suit its device. No result may depend on the cuts."""
+    """Split rows of `logits [rows, vocab]` into tiles that suit the device. No result may depend on the tiles."""
     size = max(1, (_CPU_NUMBERS if logits.device.type == "cpu" else _GPU_NUMBERS) // logits.shape[-1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
 
 def uniforms(keys: Iterable[tuple[int, int, int]]) -> list[float]:
-    """Returns a random number in [0, 1) for each (seed, choice, position), a position in one of a request's outputs.
+    """Return a random number in [0, 1) for each (seed, choice, position) of a request's output.
 
-    These are `Generator(Philox(key=(seed, choice), counter=position)).random()`. A new generator for each would gather
-    entropy that nobody needs, so that one is wound to each key in turn.
+    The numbers equal `Generator(Philox(key=(seed, choice), counter=position)).random()`. One generator is reused for
+    all keys, because each new generator would collect unused entropy.
     """
     philox = np.random.Philox(key=0)
     state = philox.state
@@ -185,14 +186,13 @@ def uniforms(keys: Iterable[tuple[int, int, int]]) -> list[float]:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Returns for each row of `logits [rows, vocab]` (float32) its token's log-probability and rank, and the `num_top`
-    best.
+    """Return the logprob and rank of each row's token, and the row's `num_top` most likely tokens.
 
-    Log-probabilities are float32. A rank is 1 plus the number of strictly larger logits. Of equal logits the lower
-    token id counts as better. Rows do not depend on each other. At no time more than one tile of rows is copied.
+    `logits [rows, vocab]` and logprobs are float32. A rank is 1 plus the number of strictly larger logits. Of equal
+    logits, the lower token id comes first. Rows do not depend on each other. At most one tile of rows is copied.
     """
-    rows = range(len(tokens))
-    return [found for tile in _tiles(rows, logits) for found in _of_tile(logits, tile, tokens, num_top)]
+    tiles = _tiles(range(len(tokens)), logits)
+    return [logprobs for tile in tiles for logprobs in _of_tile(logits, tile, tokens, num_top)]
 
 
 def _of_tile(logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -200,7 +200,7 @@ def _of_tile(logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top
     chosen = torch.tensor([tokens[row] for row in rows], device=part.device)[:, None]
     logprobs = part.log_softmax(dim=-1)
     ranks = (part > part.gather(-1, chosen)).sum(dim=-1) + 1
-    top_ids = _best(part, max(num_top[row] for row in rows))
+    top_ids = _top_ids(part, max(num_top[row] for row in rows))
     top_logprobs: list[list[float]] = logprobs.gather(-1, top_ids).tolist()
     columns = (logprobs.gather(-1, chosen)[:, 0].tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs)
     return [
@@ -211,16 +211,16 @@ def _of_tile(logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top
     ]
 
 
-def _best(logits: Tensor, count: int) -> Tensor:
-    """Finds the ids `[rows, count]` of the largest logits, best first, of equals the lowest id first.
+def _top_ids(logits: Tensor, count: int) -> Tensor:
+    """Return the ids `[rows, count]` of the largest logits, descending. Of equal logits, the lowest id comes first.
 
-    `topk` alone leaves open which of equals it takes, so it is given numbers of which no two are equal: the bits of a
-    logit, turned so that integers order as the floats did, then the id counted from the vocabulary's end.
+    `topk` does not define the order of equal values, so it gets distinct keys. The high bits are the logit's bits,
+    mapped so that integers order like floats. The low bits are the id, counted from the vocabulary's end.
     """
     vocab = logits.shape[-1]
     if not count:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of the two
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     from_end = torch.arange(vocab - 1, -1, -1, device=logits.device)
     keys = (ordered << 32).bitwise_or_(from_end)
@@ -231,7 +231,7 @@ def _best(logits: Tensor, count: int) -> Tensor:
 
 
 def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Returns `logits [rows, vocab]` after bias, ban, penalties and grammar; a copy, unless no row asks for any."""
+    """Apply bias, ban, penalties and grammar to a copy of `logits [rows, vocab]`. No copy if no row needs any."""
     biased = [(row, draw.sampling.logit_bias) for row, draw in enumerate(draws) if draw.sampling.logit_bias]
     banned = [(row, draw.banned) for row, draw in enumerate(draws) if draw.banned and draw.allowed is None]
     penalised = [(row, draw.sampling, draw.history) for row, draw in enumerate(draws) if draw.history is not None]
@@ -256,7 +256,7 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _penalise(flat: Tensor, vocab: int, penalised: Sequence[tuple[int, Sampling, TokenCounts]]) -> None:
-    """Applies, as vLLM does, repetition penalty to tokens seen, then frequency and presence to those of the output."""
+    """Apply penalties as vLLM does: repetition to tokens of prompt and output, frequency and presence to the output."""
     rows, params, histories = zip(*penalised, strict=True)
     sizes = torch.tensor([len(history.tokens) for history in histories], device=flat.device)
     total = sum(len(history.tokens) for history in histories)
@@ -264,9 +264,9 @@ def _penalise(flat: Tensor, vocab: int, penalised: Sequence[tuple[int, Sampling,
     def per_token(values: Tensor) -> Tensor:
         return values.repeat_interleave(sizes, output_size=total)
 
-    repetition = per_token(flat.new_tensor([one.repetition_penalty for one in params]))
-    frequency = per_token(flat.new_tensor([one.frequency_penalty for one in params]))
-    presence = per_token(flat.new_tensor([one.presence_penalty for one in params]))
+    repetition = per_token(flat.new_tensor([p.repetition_penalty for p in params]))
+    frequency = per_token(flat.new_tensor([p.frequency_penalty for p in params]))
+    presence = per_token(flat.new_tensor([p.presence_penalty for p in params]))
     first = torch.tensor([row * vocab for row in rows], device=flat.device)
     indices = per_token(first) + torch.cat([history.tokens for history in histories])
     counts = torch.cat([history.counts for history in histories])
@@ -276,7 +276,7 @@ def _penalise(flat: Tensor, vocab: int, penalised: Sequence[tuple[int, Sampling,
 
 
 def forbid(logits: Tensor, rows: Sequence[int], allowed: Sequence[Tensor]) -> None:
-    """Sets logits `[all rows, vocab]` of some rows to -inf, in place, but for `allowed` tokens."""
+    """Set the logits `[all rows, vocab]` of `rows` to -inf in place, except for `allowed` tokens."""
     bits = torch.stack(list(allowed)).to(logits.device)
     of_byte = torch.arange(8, dtype=torch.uint8, device=logits.device)
     kept = ((bits[:, :, None] >> of_byte) & 1).flatten(1)[:, : logits.shape[-1]].bool()
@@ -285,11 +285,11 @@ def forbid(logits: Tensor, rows: Sequence[int], allowed: Sequence[Tensor]) -> No
 
 
 class TokenCounts:
-    """The tokens that a request's penalties look at, on one rank: those of its prompt, and its output's with counts.
+    """The tokens that a request's penalties apply to, on one rank.
 
     Attributes:
-        tokens: the distinct ones of prompt and output, int64 `[seen]` on the device of the logits.
-        counts: how often each of them is in the output, int64 `[seen]`.
+        tokens: the distinct tokens of prompt and output, int64 `[distinct]` on the device of the logits.
+        counts: occurrences of each token in the output, int64 `[distinct]`.
     """
 
     def __init__(self, vocab_size: int, prompt: Sequence[int], device: torch.device | str) -> None:
@@ -297,16 +297,16 @@ class TokenCounts:
         self._index: dict[int, int] = {}
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
         self.counts = torch.empty(0, dtype=torch.int64, device=device)
-        self._see(prompt)
+        self._add_distinct(prompt)
 
     def add(self, tokens: Sequence[int]) -> None:
         if not tokens:
             return
-        self._see(tokens)
+        self._add_distinct(tokens)
         indices = torch.tensor([self._index[token] for token in tokens], device=self.counts.device)
         self.counts.index_add_(0, indices, torch.ones_like(indices))
 
-    def _see(self, tokens: Sequence[int]) -> None:
+    def _add_distinct(self, tokens: Sequence[int]) -> None:
         new = [token for token in dict.fromkeys(tokens) if token not in self._index]
         if not new:
             return
@@ -317,7 +317,7 @@ class TokenCounts:
 
 
 class Vocabulary:
-    """A model's vocabulary of `size` tokens, read from its tokenizer's files when the first grammar needs it."""
+    """A model's vocabulary of `size` tokens, read from the tokenizer's files for the first grammar."""
 
     def __init__(self, files: ModelFiles, *, size: int, eos_token_ids: Sequence[int]) -> None:
         self._files, self.size, self._eos_token_ids = files, size, eos_token_ids
@@ -331,13 +331,13 @@ class Vocabulary:
 
     @cached_property
     def has_logits(self) -> npt.NDArray[np.uint32]:
-        """Bits `[1, words]`, set for the token ids that the model gives logits for."""
+        """Bit mask `[1, words]` of the token ids with logits."""
         num_words = -(-self.tokens.vocab_size // 32)
         return _bits(np.arange(num_words * 32) < self.size)
 
     @cached_property
     def ends(self) -> npt.NDArray[np.uint32]:
-        """Bits `[1, words]`, set for the end-of-sequence tokens."""
+        """Bit mask `[1, words]` of the end-of-sequence tokens."""
         return _bits(np.isin(np.arange(self.has_logits.size * 32), self.tokens.eos_tokens))
 
 
@@ -348,12 +348,11 @@ def _bits(chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
 class GrammarMatcher:
     """The state of one request's grammar.
 
-    Tokens are kept until somebody asks what may come next, so that ranks that sample none of a request's tokens do no
-    work for it. End-of-sequence tokens are allowed where the grammar may end (or names one); once it has ended, nothing
-    else is.
+    Tokens are queued until `allowed`, so a rank that samples none of a request's tokens does no work for it.
+    End-of-sequence tokens are allowed where the grammar may end or names one. After its end, only they are allowed.
 
     Attributes:
-        error: why the grammar cannot go on; empty while it can. That is final.
+        error: why no token can continue the output. Empty without an error. An error is final.
     """
 
     def __init__(self, grammar: str, vocabulary: Vocabulary) -> None:
@@ -366,13 +365,13 @@ class GrammarMatcher:
         self._new.extend(tokens)
 
     def allowed(self, banned: Sequence[int] = ()) -> Tensor | None:
-        """Returns bits of the tokens that may come next, uint8 `[bytes]`: token t is bit `t % 8` of byte `t // 8`.
+        """Return the bit mask of allowed next tokens, uint8 `[bytes]`: token t is bit `t % 8` of byte `t // 8`.
 
-        Without those in `banned`, unless nothing else is left. None when there is an `error`.
+        Excludes `banned` tokens, unless only they are allowed. None if there is an `error`.
         """
         try:
             self._take_new()
-        except ModelError as error:  # the vocabulary is read when it is first needed
+        except ModelError as error:  # the first grammar reads the vocabulary
             self.error = str(error)
             return None
         bits = self._vocabulary.ends.copy()
@@ -380,17 +379,17 @@ class GrammarMatcher:
             fill_next_token_bitmask(self._matcher, bits.view(np.int32))
         bits &= self._vocabulary.has_logits
         if self._matcher.is_error():
-            from longspan.text.grammar_check import first_line  # noqa: PLC0415 - structured outputs alone
+            from longspan.text.grammar_check import first_line  # noqa: PLC0415 - only for structured outputs
 
             self.error = first_line(self._matcher.get_error())
         elif not bits.any():
-            self.error = "no token of this model continues the output in the form that it must have"
+            self.error = "no token of this model continues the output in the required form"
         if self.error:
             return None
-        others = bits.copy()
+        without_banned = bits.copy()
         for token in banned:
-            others[0, token // 32] &= ~np.uint32(1 << token % 32)
-        return torch.from_numpy((others if others.any() else bits)[0].view(np.uint8))
+            without_banned[0, token // 32] &= ~np.uint32(1 << token % 32)
+        return torch.from_numpy((without_banned if without_banned.any() else bits)[0].view(np.uint8))
 
     def _take_new(self) -> None:
         ends = [index for index, token in enumerate(self._new) if token in self._vocabulary.tokens.eos_tokens]
@@ -401,6 +400,6 @@ class GrammarMatcher:
 
     @cached_property
     def _matcher(self) -> LLMatcher:
-        from longspan.text.grammar_check import LIMITS  # noqa: PLC0415 - structured outputs alone
+        from longspan.text.grammar_check import LIMITS  # noqa: PLC0415 - only for structured outputs
 
         return LLMatcher(self._vocabulary.tokens, self._grammar, log_level=0, limits=LIMITS)

@@ -1,7 +1,7 @@
-"""Splits are accepted by trial: a small copy of the model runs each one and must agree with transformers.
+"""Trials of model splits: a small copy of the model runs each split and must agree with transformers.
 
-A trial takes about a second, most of it imports. Its result stays in the cache folder, by configuration, split,
-versions and the code that shards.
+A trial takes about a second, mostly for imports. The cache folder keeps its result, keyed by configuration, split,
+versions and the sharding code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, LOCAL, RING_KV, Exchange, WeightSource
+from longspan.core.splits import ParallelSpec
 from longspan.errors import ParameterError
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 from longspan.model.info import ModelInfo
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("longspan")
 _CODE = ("attn", "core", "model", "runtime")
-"""The packages whose code decides whether a split is right."""
+"""The packages whose code can change the result of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A split that is tried, and the exchange by which its instances share a prompt."""
+    """A split to try, and the exchange by which its instances share a prompt."""
 
     spec: ParallelSpec
     exchange: Exchange = LOCAL
@@ -41,7 +42,7 @@ class Trial:
         return f"{self.spec} {self.exchange}"
 
     def refusal(self, reason: str) -> ValueError:
-        """Returns the error that names the parameter to change."""
+        """Return the error that names the parameter to change."""
         spec = self.spec
         if self.exchange == GATHER_HIDDEN or self.exchange.weights is not None:
             name = self.exchange.kind
@@ -67,14 +68,14 @@ def check_splits(
     gathers_hidden: bool = False,
     weights: Sequence[WeightSource] = (),
 ) -> None:
-    """Tries the splits of a cluster which were not tried before.
+    """Try the splits of a cluster that were not tried before.
 
     Args:
-        gathers_hidden: whether prompts may be shared by `gather_hidden`.
-        weights: where `alltoall` may take unsharded weights from.
+        gathers_hidden: whether instances may share prompts by `gather_hidden`.
+        weights: the sources from which `alltoall` may take unsharded weights.
 
     Raises:
-        ValueError: for a split that gives wrong results, or that a worker would fail with.
+        ValueError: for a split that gives wrong results or raises.
     """
     results = _Results(files, info, cluster)
     for trial in _trials(cluster, gathers_hidden=gathers_hidden, weights=weights):
@@ -86,16 +87,10 @@ def check_splits(
 
 
 def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightSource]) -> Iterator[Trial]:
-    """Yields the splits of a cluster that together use all of its shards, stages and exchanges."""
+    """Yield splits that together cover all shards, stages and exchanges of a cluster."""
     num_members = len(cluster.prefill)
-    sharing, others = (
-        {
-            (cluster.tp(instance), cluster.pp(instance))
-            for instance in instances
-            if (instance in cluster.prefill) == shares
-        }
-        for shares, instances in ((True, cluster.instances), (False, cluster.instances))
-    )
+    splits = {instance: (cluster.tp(instance), cluster.pp(instance)) for instance in cluster.instances}
+    sharing = {splits[instance] for instance in cluster.prefill}
     for tp, pp in sorted(sharing):
         if num_members == 1:
             yield Trial(spec=ParallelSpec(tp=tp, pp=pp))
@@ -105,12 +100,12 @@ def _trials(cluster: Cluster, *, gathers_hidden: bool, weights: Sequence[WeightS
             yield Trial(spec=ParallelSpec(instances=size, tp=tp, pp=pp), exchange=exchange)
         for source in weights if tp > 1 else ():
             yield Trial(spec=ParallelSpec(instances=2, tp=tp, pp=pp), exchange=ALLTOALL._replace(weights=source))
-    for tp, pp in sorted(others - sharing):
+    for tp, pp in sorted({*splits.values()} - sharing):
         yield Trial(spec=ParallelSpec(tp=tp, pp=pp))
 
 
 def _parts(trial: Trial) -> Iterator[Trial]:
-    """Yields simpler splits than a failed one, so that an error names the part at fault."""
+    """Yield simpler splits than a failed one, so that the error names the failing part."""
     tp, pp = trial.spec.tp, trial.spec.pp
     specs = (ParallelSpec(), ParallelSpec(tp=tp), ParallelSpec(pp=pp), ParallelSpec(tp=tp, pp=pp))
     yield from (part for spec in dict.fromkeys(specs) if (part := Trial(spec=spec)) != trial)
@@ -125,12 +120,12 @@ class _Results:
 
     @cached_property
     def _dry_runs(self) -> DryRuns:
-        from longspan.runtime.dry_run import DryRuns  # noqa: PLC0415 - imports transformers' models: seconds
+        from longspan.runtime.dry_run import DryRuns  # noqa: PLC0415 - importing transformers' models takes seconds
 
         return DryRuns(self._files, self._info, tp=self._tp)
 
     def reason(self, trial: Trial) -> str:
-        """Returns the reason why a split does not work; an empty one if it does."""
+        """Return why a split fails, or an empty string if it works."""
         path = cache_root() / "splits" / f"{_key(self._files, self._info, trial)}.txt"
         if path.is_file():
             return path.read_text(encoding="utf-8")
@@ -140,33 +135,33 @@ class _Results:
         try:
             write_file(path, reason)
         except (ModelError, OSError) as error:
-            _log.info("the split is tried at every start, since its result cannot be stored: %s", error)
+            _log.info("the result cannot be stored, so every start tries this split again: %s", error)
         return reason
 
 
 def _key(files: ModelFiles, info: ModelInfo, trial: Trial) -> str:
-    own = [file for pattern in ("config.json", "*.py") for file in sorted(files.config_dir.rglob(pattern))]
-    known = [
+    config_files = [file for pattern in ("config.json", "*.py") for file in sorted(files.config_dir.rglob(pattern))]
+    inputs = [
         str(trial),
         files.dtype,
         files.trust_remote_code,
         info.to_json(),
         _code_key(),
-        *(_digest([file]) for file in own),
+        *(_digest([file]) for file in config_files),
     ]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
 
 
 @cache
 def _code_key() -> str:
-    """Identifies the code that computes: that of longspan by its text, that of others by versions."""
+    """Identify the computing code: longspan's by its text, other libraries by their versions."""
     package = Path(__file__).parents[1]
     code = _digest(file for folder in _CODE for file in sorted((package / folder).rglob("*.py")))
     return " ".join((code, *(version(name) for name in ("transformers", "torch"))))
 
 
 def _digest(files: Iterable[Path]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
-        found.update(hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The groups of ranks that one step sends messages in, the lanes that carry them, and their tags."""
+"""Groups of ranks that communicate in one step, their lanes (transports), and their message tags."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from longspan.runtime.block_messages import FIRST_TAG as FIRST_MOVE_TAG
 
 WEIGHTS = "weights"
 _CHANNELS = 1024
-"""Channels of one Forward, over all ranks, that get tags of their own."""
+"""Maximum number of channels of one Forward, over all ranks. Each has its own tags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLanes:
-    """A rank's links to the others for what they send each other inside a step, where peers receive in the same step.
+    """A rank's transports for messages that peers receive in the same step.
 
-    Tagged transports may be one for all. Others run a rank's calls one after the other, so each kind of work has its
-    own: calls of one lane come in the same order on all ranks, and none waits for another lane's.
+    One tagged transport may serve all lanes. An untagged transport executes a rank's calls in order, so each kind of
+    work has its own. All ranks make the calls of a lane in the same order, and no call waits for another lane.
 
     Attributes:
         exchange: between instances, for exchanges.
-        early: likewise, for what is received before it is computed, see `Group.start`.
-        inside: between the ranks of a stage, for what they compute together.
-        weights: between them, for weights, which come a layer ahead.
+        early: between instances, for messages that start before the layer is computed, see `Group.start`.
+        inside: between the ranks of a stage, for tensor parallelism.
+        weights: between the ranks of a stage, for weights, which are fetched one layer ahead.
     """
 
     exchange: Transport
@@ -43,28 +43,23 @@ class StepLanes:
 
     @classmethod
     def one(cls, transport: Transport) -> Self:
-        """Lets one tagged transport carry everything."""
+        """Use one tagged transport for all lanes."""
         return cls(exchange=transport, early=transport, inside=transport, weights=transport)
 
     def each(self, change: Callable[[Transport], Transport]) -> StepLanes:
-        return StepLanes(
-            exchange=change(self.exchange),
-            early=change(self.early),
-            inside=change(self.inside),
-            weights=change(self.weights),
-        )
+        return StepLanes(**{name: change(lane) for name, lane in vars(self).items()})
 
     def complete_sends(self) -> None:
-        """Waits until every send has left its buffer."""
-        for transport in (self.exchange, self.early, self.inside, self.weights):
-            transport.complete_sends()
+        """Wait until every send has left its buffer."""
+        for lane in vars(self).values():
+            lane.complete_sends()
 
 
 class StepComm:
-    """The groups of ranks that one step sends messages in.
+    """The groups of ranks that communicate in one step.
 
-    Exchanges connect ranks of the same shard of different instances, which have the same heads, where both are
-    split alike. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
+    Exchanges connect ranks of the same stage and shard of instances that are split alike, so they have the same
+    heads. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
 
     Attributes:
         sent: payload bytes so far, by exchange and link.
@@ -77,18 +72,18 @@ class StepComm:
         self._num_layers, self._hops = num_layers, max(hidden_hops(cluster.num_ranks), SPARSE_HOPS)
         self._num_stages = cluster.pp(self._instance)
         self._num_inside = 0
-        per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # inside instances a layer has more than channels
+        per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # 2: `inside` may need more groups than channels
         self._first_tag = number % (FIRST_MOVE_TAG // per_step) * per_step
 
     def channel(self, layer: int, channel: Channel) -> Group:
         if len(channel.members) == 1:
             return ALONE
-        assert all(map(self._is_alike, channel.members)), "instances that exchange are split alike"
+        assert all(map(self._is_alike, channel.members)), "the members of an exchange are split alike"
         ranks = [self._cluster.rank(instance, self._stage, self._shard) for instance in channel.members]
         return self._group(ranks, channel.rank, channel.exchange.shown, self._tag(layer, channel.number))
 
-    def everyone(self) -> Group:
-        """Connects all instances, for what travels before the first layer between those that are split alike."""
+    def instances(self) -> Group:
+        """Return the group of all instances for messages before the first layer. Rank -1: split differently."""
         ranks = [
             self._cluster.rank(instance, self._stage, self._shard) if self._is_alike(instance) else -1
             for instance in self._cluster.instances
@@ -96,9 +91,9 @@ class StepComm:
         return self._group(ranks, self._instance, "tokens", self._tag(self._num_layers, 0))
 
     def inside(self, name: str) -> Group:
-        """Connects the ranks of this stage, which ask for it in the same order; no channel is between them.
+        """Return a group of this stage's ranks, with new tags. All ranks call this in the same order.
 
-        What is named `WEIGHTS` comes a layer ahead.
+        The name `WEIGHTS` selects the lane of weights, which are fetched one layer ahead.
         """
         tag = self._first_tag + self._num_inside * self._hops
         self._num_inside += 1
@@ -106,7 +101,7 @@ class StepComm:
         return self._group(self._cluster.stage_ranks(self._instance, self._stage), self._shard, name, tag, lane)
 
     def stages(self, transport: Transport, name: str) -> Group:
-        """Connects the ranks of this shard in all stages, in order; nothing else is between them."""
+        """Return the group of this shard's ranks in all stages, in order."""
         ranks = [self._cluster.rank(self._instance, stage, self._shard) for stage in range(self._num_stages)]
         return self._group(ranks, self._stage, name, self._tag(self._num_layers, 0), transport)
 
@@ -133,5 +128,5 @@ class StepComm:
         )
 
     def _tag(self, layer: int, channel: int) -> int:
-        assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"
+        assert channel < _CHANNELS, "the channels of a step have distinct tags"
         return self._first_tag + (layer * _CHANNELS + channel) * self._hops

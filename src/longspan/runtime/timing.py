@@ -1,4 +1,4 @@
-"""Measure where a worker's time goes. Categories exclude each other: an inner one stops the outer one's clock."""
+"""Seconds of a worker per category. Categories are exclusive: a nested category pauses the outer one."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from longspan.attn.comm import Calls, Pending, Sums, Transport
 from longspan.model.fused import FusedLayer
 
 _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
-"""Attention without its messages; linear layers, or all else of fused layers; everything else; waiting for messages;
-waiting for the controller.
+"""`attention` excludes its messages. `linear` is linear layers, or fused layers except attention. `messages` and
+`controller` are waits.
 """
 _WAITING = {"messages", "controller"}
 
 
 class Stopwatch:
-    """Adds up seconds per category. Does nothing unless `enabled`, since looking at the clock costs time too.
+    """Sums seconds per category. Does nothing unless `enabled`, since reading the clock takes time.
 
-    Waiting is measured by the clock. What computes on a CPU counts the seconds that it had a core, so that ranks that
-    share one do not count each other's work. On CUDA devices it waits for the device at every change of category: the
-    shares are right, the total is not.
+    Waits are measured by wall clock. Computation on a CPU is measured by thread time, so that ranks on one core do not
+    count each other's work. On CUDA devices, each change of category synchronizes the device. The shares are then
+    correct, but the total is longer than without the stopwatch.
     """
 
     def __init__(self, *, enabled: bool, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Stopwatch:
         self._current, self._since = "controller", self._now("controller")
 
     def switch(self, category: str) -> str:
-        """Counts time from now on as `category`; returns the one before."""
+        """Count time from now on as `category`. Return the previous category."""
         before = self._current
         if self.enabled and category != before:
             if self._is_cuda:
@@ -54,7 +54,7 @@ class Stopwatch:
             self.switch(before)
 
     def seconds(self) -> dict[str, float]:
-        """Returns seconds since the start, up to the latest change of category; none unless enabled."""
+        """Return seconds since the start, up to the latest change of category. Empty unless enabled."""
         return dict(self._seconds) if self.enabled else {}
 
     def watch_linear(self, module: nn.Module) -> None:
@@ -71,7 +71,7 @@ class Stopwatch:
 
 
 class TimedTransport:
-    """A transport whose calls count as waiting for messages."""
+    """A transport whose calls count as `messages`."""
 
     def __init__(self, inner: Transport, watch: Stopwatch) -> None:
         self._inner, self._watch, self.tagged = inner, watch, inner.tagged

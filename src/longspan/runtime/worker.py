@@ -1,6 +1,6 @@
-"""One rank of a cluster: a device, a share of a model, a KV pool, and the steps that it is sent, first in first out.
+"""The worker of one rank: executes steps on a device with a share of the model and a KV pool, first in, first out.
 
-It is given all of them, so that the same worker runs in a process of its own or in a thread; see `runtime.rank`.
+The caller provides device, model and transports, so the same worker runs in a process or a thread, see `runtime.rank`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
+from longspan.model.trunk import Output
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
-from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
+from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, fill_unknown_tokens, pack
 from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.moves import Moves, StepMoves
@@ -37,24 +38,26 @@ from longspan.runtime.timing import Stopwatch, TimedTransport
 if TYPE_CHECKING:
     from longspan.runtime.host_pool import HostPool
 
+_Results = tuple[tuple[Sampled, ...], tuple[Scored, ...], tuple[int, ...]]
+"""Sampled tokens, scored prompts, and the ids of requests with non-finite numbers."""
 _HIDDEN_HOP, _SAMPLES_HOP = 0, 1
 _LOGITS_TILE = 256
-"""Prompt tokens whose logits are made at a time: the logits of 8K tokens would take more memory than most models."""
+"""Prompt tokens whose logits are computed at once. The logits of 8K tokens would need more memory than most models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transports:
-    """A rank's links to the others, one per kind of work, so that none waits for another kind.
+    """A rank's transports, one per kind of work, so that no kind of work waits for another.
 
     Attributes:
         steps: for the exchanges of a Forward and the ranks of a stage.
-        rebalances: for KV that a Forward moves between its members; peers receive in the same step.
-        moves: for KV that moves between ranks in different steps; what it starts waits for its sends, too.
-        hidden: for hidden states, which a pipeline stage sends to the next; nobody waits until they have left.
-        samples: for tokens, which the last stage sends to the first as soon as it has sampled them.
-        close: closes them all, when no rank uses any of them.
-        meet: makes the sums of these sets of ranks possible, while no step runs. All ranks call it with the same ones,
-            in the same order, also those in none of them.
+        rebalances: for KV that a Forward moves between its members. Peers receive in the same step.
+        moves: for KV moves whose ends run in different steps. A `Pending` also waits for its sends.
+        hidden: for hidden states sent to the next pipeline stage. The sender does not wait for these sends.
+        samples: for sampled tokens, sent from the last stage to the stages that read tokens.
+        close: closes all transports, when no rank uses them.
+        meet: prepares all-reduces over sets of ranks, while no step runs. All ranks call it with the same sets in the
+            same order, also ranks in none of the sets.
     """
 
     steps: StepLanes
@@ -67,7 +70,7 @@ class Transports:
 
 
 class Worker:
-    """Computes the steps of one rank with its share of a model, a KV pool and transports that it is given."""
+    """Computes the steps of one rank. The caller closes the transports."""
 
     def __init__(
         self,
@@ -85,13 +88,13 @@ class Worker:
         self._rank, self._cluster, self._model, self._pool = rank, cluster, model, pool
         self._instance, self._stage, self._shard = cluster.at(rank)
         num_stages = cluster.pp(self._instance)
-        self._is_last, self._most_steps = self._stage + 1 == num_stages, num_stages + 1
+        self._is_last, self._max_steps = self._stage + 1 == num_stages, num_stages + 1
         readers = range(num_stages if model.info.reads_tokens else 1)
-        self._reads_tokens, self._readers = self._stage in readers, [one for one in readers if one + 1 < num_stages]
+        self._reads_tokens, self._readers = self._stage in readers, [s for s in readers if s + 1 < num_stages]
         self._device, self._dtype = model.module.device, model.module.dtype
         self._backend, self._layerwise = backend, Layerwise(model)
         self._requests = RankRequests(vocabulary, self._device, samples=self._is_last)
-        self._leaving = deque[Pending]()  # what was sent to other stages, oldest first
+        self._sends = deque[Pending]()  # messages to other stages, oldest first
         self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
         self._watch = watch
         self._lanes = transports.steps.each(lambda lane: TimedTransport(lane, watch))
@@ -103,11 +106,11 @@ class Worker:
 
     @property
     def wakeup(self) -> int:
-        """A file descriptor that can be read when there may be something to do besides commands."""
+        """A file descriptor that becomes readable when KV moves may have reports."""
         return self._moves.wakeup
 
     def serve(self, inbox: Inbox, reports: zmq.Socket[bytes]) -> messages.RunReshard | messages.Measure | None:
-        """Works until it is told something else than steps, which it returns, or to stop: then there is none."""
+        """Execute steps until another command, and return it, or None for Stop."""
         while True:
             with self._watch.during("controller"):
                 new = inbox.receive()
@@ -124,17 +127,17 @@ class Worker:
                     self._requests.forget(step.request_ids)
                 case messages.RunReshard() | messages.Measure() as command:
                     self._read_samples(len(self._unread))
-                    while self._leaving:
-                        self._leaving.popleft().wait()
+                    while self._sends:
+                        self._sends.popleft().wait()
                     return command
                 case messages.Stop():
                     self._read_samples(len(self._unread))
                     return None
 
     def _prepare(self, commands: Sequence[messages.Command]) -> None:
-        """Expects blocks and clears blocks as soon as commands have come: no step in flight computes with them.
+        """Start receives and clear blocks as soon as commands arrive. No step in flight uses these blocks.
 
-        Both happen here, in the order of the commands: a move may fill a block that was cleared before.
+        Both follow the order of the commands, since a move may fill a block that was cleared before.
         """
         for command in commands:
             match command:
@@ -146,21 +149,20 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no KV is on its way."""
+        """Whether no KV move is in flight."""
         return self._moves.is_idle
 
     def close(self) -> None:
-        """Ends the threads that move KV, when none is on its way or its transports are closed, and gives the model back
-        as it was.
+        """End the threads of KV moves and unhook the model. A process that exits need not call this.
 
-        A process that ends need not call it.
+        Either no move is in flight, or the transports are closed.
         """
         self._moves.close()
         self._layerwise.close()
-        self._model.forget_pool()
+        self._model.trunk.release_pool()
 
     def run(self, forward: Forward) -> messages.Done:
-        """Computes this rank's share of a step and samples."""
+        """Compute this rank's share of a step, and sample."""
         packed = pack(
             forward,
             self._requests,
@@ -178,11 +180,11 @@ class Worker:
             num_layers=self._model.info.num_layers,
         )
         moves = StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self._moves, sent=comm.sent)
-        if self._reads_tokens or self._is_last:  # which embed tokens, or count them
-            passed_on = {one.request_id for one in packed.unknown if one.source == self._instance}
-            holding = [n for n, (ids, *_) in enumerate(self._unread, 1) if not passed_on.isdisjoint(ids)]
-            self._read_samples(max(holding, default=0))
-            resolve(packed, self._requests, comm.everyone(), self._device)
+        if self._reads_tokens or self._is_last:  # the stage embeds tokens or counts them
+            own_ids = {token.request_id for token in packed.unknown if token.source == self._instance}
+            needed = [number for number, (ids, *_) in enumerate(self._unread, 1) if not own_ids.isdisjoint(ids)]
+            self._read_samples(max(needed, default=0))
+            fill_unknown_tokens(packed, self._requests, comm.instances(), self._device)
         attention = StepAttention(
             packed,
             comm,
@@ -194,26 +196,7 @@ class Worker:
             moves=moves,
             host=self._host,
         )
-        sampled: tuple[Sampled, ...] = ()
-        scored: tuple[Scored, ...] = ()
-        non_finite: tuple[int, ...] = ()
-        with self._model.summed_by(comm.all_reduce):
-            if len(packed.tokens):
-                row = packed.tokens, packed.positions, packed.keep
-                output = self._model.forward(*row, attention, packed.rope_lengths, self._receive_hidden(packed, comm))
-                if not self._is_last:
-                    self._send_hidden(output, comm)
-                    self._expect_samples(packed, comm)
-                else:
-                    tokens = self._sample(packed, output)
-                    self._send_samples(tokens, comm)
-                    if self._shard == 0:  # every rank of a last stage knows its tokens; one reports them
-                        sampled = tuple(self._sampled(packed, output, tokens))
-                        scored = tuple(self._score(prompt) for prompt in packed.prompts)
-                        no_numbers = (one.request_id for one in scored if any(isnan(n.logprob) for n in one.logprobs))
-                        non_finite = (*self._non_finite(packed, output, tokens), *no_numbers)
-            else:
-                attention.without_tokens(self._dtype, self._device)
+        sampled, scored, non_finite = self._compute(packed, comm, attention)
         attention.finish()
         self._lanes.complete_sends()
         self._rebalances.complete_sends()
@@ -227,11 +210,32 @@ class Worker:
             times=self._watch.seconds(),
         )
 
+    def _compute(self, packed: Packed, comm: StepComm, attention: StepAttention) -> _Results:
+        """Run the model, and send hidden states or samples to other stages. Return the results to report."""
+        if not len(packed.tokens):
+            with self._model.summed_by(comm.all_reduce):
+                attention.without_tokens(self._dtype, self._device)
+            return (), (), ()
+        hidden = self._receive_hidden(packed, comm)
+        output = self._model.trunk.run(packed, attention, hidden=hidden, reduce=comm.all_reduce)
+        if not self._is_last:
+            self._send_hidden(output.result, comm)
+            self._expect_samples(packed, comm)
+            return (), (), ()
+        tokens = self._sample(packed, output.result)
+        self._send_samples(tokens, comm)
+        if self._shard:  # every rank of the last stage samples all tokens, the first one reports them
+            return (), (), ()
+        sampled = tuple(self._sampled(packed, output.result, tokens))
+        scored = tuple(self._score(prompt, output) for prompt in packed.prompts)
+        nan_ids = (scores.request_id for scores in scored if any(isnan(entry.logprob) for entry in scores.logprobs))
+        return sampled, scored, (*self._non_finite(packed, output, tokens), *nan_ids)
+
     def _receive_hidden(self, packed: Packed, comm: StepComm) -> Tensor | None:
-        """Waits for the hidden states of this rank's tokens from the stage before; there is none before the first."""
+        """Receive the hidden states of this rank's tokens from the previous stage. None on the first stage."""
         if self._stage == 0:
             return None
-        assert self._model.stage is not None, "only a part of a model comes behind another"
+        assert self._model.stage is not None, "a later stage has a part of the model"
         shape = (1, len(packed.tokens), self._model.stage.width)
         message = Message([(shape, self._dtype)], self._device)
         group = comm.stages(self._hidden, "hidden_states")
@@ -240,48 +244,48 @@ class Worker:
 
     def _send_hidden(self, hidden: Tensor, comm: StepComm) -> None:
         group = comm.stages(self._hidden, "hidden_states")
-        self._let_go(group.start(sends={self._stage + 1: Message.of([hidden])}, receives={}, hop=_HIDDEN_HOP))
+        self._keep_send(group.start(sends={self._stage + 1: Message.of([hidden])}, receives={}, hop=_HIDDEN_HOP))
 
     def _send_samples(self, tokens: Sequence[int], comm: StepComm) -> None:
         if tokens and self._stage:
             message = Message.of([torch.tensor(tokens, device=self._device)])
             group = comm.stages(self._samples, "tokens")
-            self._let_go(group.start(sends=dict.fromkeys(self._readers, message), receives={}, hop=_SAMPLES_HOP))
+            self._keep_send(group.start(sends=dict.fromkeys(self._readers, message), receives={}, hop=_SAMPLES_HOP))
 
-    def _let_go(self, sent: Pending) -> None:
-        """Keeps what was sent until it has left: no more steps than these are in flight."""
-        self._leaving.append(sent)
-        if len(self._leaving) > self._most_steps:
-            self._leaving.popleft().wait()
+    def _keep_send(self, pending: Pending) -> None:
+        """Keep a send until it completes. At most `_max_steps` steps are in flight, so the oldest send completes."""
+        self._sends.append(pending)
+        if len(self._sends) > self._max_steps:
+            self._sends.popleft().wait()
 
     def _expect_samples(self, packed: Packed, comm: StepComm) -> None:
-        """Begins to receive what the last stage will sample, which a later step of this one may read."""
+        """Start to receive the samples of the last stage, which a later step of this stage may read."""
         if self._reads_tokens and packed.request_ids:
             message = Message([((len(packed.request_ids),), torch.int64)], self._device)
             group = comm.stages(self._samples, "tokens")
             pending = group.start(sends={}, receives={group.size - 1: message}, hop=_SAMPLES_HOP)
             self._unread.append((packed.request_ids, message, pending))
-            self._read_samples(len(self._unread) - self._most_steps)
+            self._read_samples(len(self._unread) - self._max_steps)
 
     def _read_samples(self, number: int) -> None:
-        """Waits for the samples of some steps, the oldest, and remembers them."""
+        """Wait for the samples of the oldest `number` steps, and record them."""
         for _ in range(number):
             request_ids, message, pending = self._unread.popleft()
             pending.wait()
             self._requests.learn(request_ids, message.tensors[0].tolist())
 
     def _sample(self, packed: Packed, logits: Tensor) -> list[int]:
-        """Samples one token per row of `logits [n, vocab]`."""
+        """Sample one token per row of `logits [n, vocab]`."""
         if not packed.samples:
             return []
         requests = [self._requests[request_id] for request_id in packed.request_ids]
-        tokens = sample(logits, [r.draw(one) for r, one in zip(requests, packed.samples, strict=True)])
+        tokens = sample(logits, [request.draw(s) for request, s in zip(requests, packed.samples, strict=True)])
         for request, token in zip(requests, tokens, strict=True):
             request.last_token = token
         return tokens
 
     def _sampled(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> Iterator[Sampled]:
-        """Reports sampled tokens, each with what its request wants to know of it."""
+        """Yield the sampled tokens, with the logits and logprobs that their requests ask for."""
         requests = [self._requests[request_id] for request_id in packed.request_ids]
         logprobs = _logprobs(logits, tokens, requests)
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
@@ -294,48 +298,50 @@ class Worker:
                 error=request.error,
             )
 
-    def _non_finite(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Lists the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
+    def _non_finite(self, packed: Packed, output: Output, tokens: Sequence[int]) -> tuple[int, ...]:
+        """List the requests with final hidden states or logits `[n, vocab]` that are NaN or infinite.
 
-        NaN or infinity in any layer reaches the final hidden state of its token by the residual stream, and then all
-        its logits. NaN and infinity are chosen first, see `sample`, so of a row the chosen token's logit is looked at.
-        A logit of -inf is a token that the model rules out: it is chosen only if there is no other.
+        The residual stream carries NaN or infinity from any layer to the token's final hidden state and its logits.
+        `sample` prefers NaN and infinity, so checking the sampled token's logit is enough. A logit of -inf excludes a
+        token: it is sampled only if all logits are -inf.
         """
         finite: dict[int, bool] = {}
         if tokens:
+            logits = output.result
             chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
             finite.update(zip(packed.request_ids, chosen.isfinite().tolist(), strict=True))
-        chunks = [one for one in packed.rows if one[1].stop - one[1].start > 1 or one[0] not in finite]
+        chunks = [(i, rows) for i, rows in packed.rows if rows.stop - rows.start > 1 or i not in finite]
         if chunks:
-            # A sum is one pass over the numbers, and finite only if all of them are.
-            are_finite = self._model.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
+            # The sum needs one pass, and is finite only if all numbers are finite.
+            assert output.last_hidden is not None, "such a step is computed layer by layer"
+            are_finite = output.last_hidden.sum(dim=-1, dtype=torch.float32).isfinite()
             all_finite = torch.stack([are_finite[rows].all() for _, rows in chunks]).tolist()
             for (request_id, _), is_finite in zip(chunks, all_finite, strict=True):
                 finite[request_id] = finite.get(request_id, True) and is_finite
         return tuple(request_id for request_id, is_finite in finite.items() if not is_finite)
 
-    def _score(self, prompt: PromptRows) -> Scored:
-        """Returns the logprobs of prompt tokens after `Model.forward`; makes logits a tile of tokens at a time."""
+    def _score(self, prompt: PromptRows, output: Output) -> Scored:
+        """Return the logprobs of prompt tokens. Compute their logits one tile of tokens at a time."""
         num_top = self._requests[prompt.request_id].sampling.prompt_logprobs or 0
-        found: list[TokenLogprobs] = []
+        logprobs: list[TokenLogprobs] = []
         for start in range(0, len(prompt.rows), _LOGITS_TILE):
             targets = prompt.targets[start : start + _LOGITS_TILE]
-            logits = self._model.logits(prompt.rows[start : start + _LOGITS_TILE])
-            found += token_logprobs(logits, targets, [num_top] * len(targets))
-        return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(found))
+            logits = output.logits(prompt.rows[start : start + _LOGITS_TILE])
+            logprobs += token_logprobs(logits, targets, [num_top] * len(targets))
+        return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(logprobs))
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:
-    wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
-    num_top = {row: number for row, number in wanted.items() if number is not None}
+    requested = enumerate(request.sampling.logprobs for request in requests)
+    num_top = {row: number for row, number in requested if number is not None}
     if not num_top:
         return {}
-    found = token_logprobs(logits[list(num_top)], [tokens[row] for row in num_top], list(num_top.values()))
-    return dict(zip(num_top, found, strict=True))
+    logprobs = token_logprobs(logits[list(num_top)], [tokens[row] for row in num_top], list(num_top.values()))
+    return dict(zip(num_top, logprobs, strict=True))
 
 
 class Inbox:
-    """Commands in their order, seen as soon as they have come. The descriptor `wakeup` ends the wait for one, too."""
+    """The queue of received commands. `receive` shows them on arrival, `next` removes them in order."""
 
     def __init__(self, commands: zmq.Socket[bytes]) -> None:
         self._commands = commands
@@ -344,14 +350,14 @@ class Inbox:
         self.watch(None)
 
     def watch(self, wakeup: int | None) -> None:
-        """Lets another descriptor end the wait."""
+        """Let the file descriptor `wakeup` also end the wait of `receive`."""
         self._poller = zmq.Poller()
         for source in (self._commands, wakeup):
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
 
     def receive(self) -> list[messages.Command]:
-        """Takes the commands that have come; waits for something if there is nothing to do."""
+        """Return newly arrived commands. Waits for a command or the wakeup if the queue is empty."""
         self._poller.poll(0 if self._waiting else None)
         new = []
         with suppress(zmq.Again):
@@ -378,7 +384,7 @@ def failure(rank: int, error: Exception) -> messages.Failed:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Tell whether memory of the device or the host was not there. PyTorch says so in words only for CPUs."""
+    """Return True for a lack of device or host memory. On CPUs, PyTorch raises it as a RuntimeError with this text."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,6 +1,6 @@
-"""A rank that is a process: its device, its cores, its links to the other ranks, and its end.
+"""The process of one rank: its device, its cores, its transports to other ranks, and its exit.
 
-It is forked from a process that has imported this module, see `executor.forkserver`, and ends when that one does.
+The fork server, which has imported this module, forks the process, see `executor.forkserver`. It exits with the server.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from longspan import native
 from longspan.attn import shared_memory
-from longspan.attn.comm import NOBODY, DirectedTransport, RoutedTransport, TorchTransport, meet, peer_errors
-from longspan.attn.shared_memory import meet_on_host
+from longspan.attn.comm import NO_PEERS
+from longspan.attn.routing import DirectedTransport, RoutedTransport
+from longspan.attn.transports import TorchTransport, meet, peer_errors
 from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.rank import Rank
@@ -32,13 +33,13 @@ _log = logging.getLogger("longspan.worker")
 
 
 def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
-    """Runs a worker until it is told to stop, its controller goes away, or it fails.
+    """Run a worker until Stop, until its controller exits, or until it fails.
 
     Args:
-        run_dir: the engine's private folder: sockets and the rendezvous file. It is gone after shutdown.
-        lifeline: the file descriptor of a pipe that is closed at its other end when the controller is gone.
+        run_dir: the engine's private folder: sockets and the rendezvous file. It is removed at shutdown.
+        lifeline: the file descriptor of a pipe whose other end closes when the controller exits.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the controller decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group. The controller handles it
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {rank} %(levelname)s %(message)s"
     )
@@ -49,13 +50,13 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
     reports.connect(report_address(endpoint))
     try:
         is_complete = _load(config, rank, run_dir).serve(commands, reports)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it and the process end
-        _log.exception("the worker fails")
+    except Exception as error:  # noqa: BLE001 - report any error to the controller, then exit
+        _log.exception("the worker failed")
         send_report(reports, failure(rank, error))
         context.destroy(linger=1000)
-        os._exit(1)  # at once, so that the peers' transfers fail instead of waiting for a time-out
+        os._exit(1)  # immediately, so that the peers' transfers fail before their timeout
     context.destroy(linger=1000)
-    if dist.is_initialized() and is_complete:  # otherwise a thread waits in it, and the process just ends
+    if dist.is_initialized() and is_complete:  # otherwise a thread waits in it, and the process just exits
         dist.destroy_process_group()
 
 
@@ -72,28 +73,28 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Rank:
     torch.set_num_threads(config.num_threads)
     probe = None
     if device.type == "cuda":
-        from longspan.runtime.device_memory import CudaMemory  # noqa: PLC0415 - CUDA devices alone
+        from longspan.runtime.device_memory import CudaMemory  # noqa: PLC0415 - only on CUDA devices
 
         probe = CudaMemory(device)
-    found = Rank(config, rank, device, connect, probe=probe)
+    loaded = Rank(config, rank, device, connect, probe=probe)
     _log.info("ready: %s on %s, %d threads", config.files.name, config.device, torch.get_num_threads())
-    return found
+    return loaded
 
 
 def open_transports(
     device: torch.device, rank: int, hosts: Sequence[int], store: str, *, timeout_s: float | None = None
 ) -> Transports:
-    """Connects a rank with all others, whose hosts are given; they meet at files whose paths begin with `store`.
+    """Connect a rank with all ranks, whose `hosts` are given. Paths of rendezvous files begin with `store`.
 
-    CPU ranks talk to those of their host through shared memory, where the system has it, and to others through gloo.
-    CUDA devices talk through NCCL; ranks that share one are connected by gloo through host memory.
+    CPU ranks use shared memory within a host, where the system supports it, and gloo between hosts. CUDA ranks use
+    NCCL, or gloo through host memory if ranks share a device.
     """
     neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank] and other != rank]
     if device.type != "cpu" or not shared_memory.is_supported():
         neighbours = []
     if len(hosts) == 1:
-        steps = StepLanes.one(NOBODY)
-        return Transports(steps=steps, rebalances=NOBODY, moves=NOBODY, hidden=NOBODY, samples=NOBODY)
+        steps = StepLanes.one(NO_PEERS)
+        return Transports(steps=steps, rebalances=NO_PEERS, moves=NO_PEERS, hidden=NO_PEERS, samples=NO_PEERS)
     if len(neighbours) + 1 == len(hosts):
         return _on_host(rank, neighbours, store, timeout_s)
     far = _by_process_groups(device, rank, len(hosts), store, timeout_s)
@@ -101,9 +102,9 @@ def open_transports(
 
 
 def _on_host(rank: int, neighbours: Sequence[int], prefix: str, timeout_s: float | None) -> Transports:
-    """Opens links of their own for moves, whose threads wait beside steps; all else is told apart by tags."""
-    steps = meet_on_host(f"{prefix}-steps", rank, neighbours, timeout_s=timeout_s)
-    moves = meet_on_host(f"{prefix}-moves", rank, neighbours, timeout_s=timeout_s, waits_for_sends=True)
+    """Open one link for moves, whose threads wait concurrently with steps, and one tagged link for all other work."""
+    steps = shared_memory.meet_on_host(f"{prefix}-steps", rank, neighbours, timeout_s=timeout_s)
+    moves = shared_memory.meet_on_host(f"{prefix}-moves", rank, neighbours, timeout_s=timeout_s, waits_for_sends=True)
 
     def close() -> None:
         steps.close()
@@ -131,9 +132,9 @@ def _routed(near: Transports, neighbours: Sequence[int], far: Transports) -> Tra
 def _by_process_groups(
     device: torch.device, rank: int, num_ranks: int, store: str, timeout_s: float | None
 ) -> Transports:
-    """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work.
+    """Open one tagged process group with gloo, or one process group per kind of work with NCCL.
 
-    NCCL needs a device of its own per rank.
+    NCCL needs one device per rank.
     """
     is_nccl = device.type == "cuda" and torch.cuda.device_count() >= num_ranks
     meet(store, rank, num_ranks, backend="nccl" if is_nccl else "gloo", timeout_s=timeout_s)
@@ -158,16 +159,16 @@ def _by_process_groups(
 
 
 def _directed(rank: int, device: torch.device) -> DirectedTransport:
-    """Opens two lanes of NCCL's whose messages from one rank to another wait for no other pair of ranks.
+    """Open two NCCL lanes, whose messages between two ranks do not wait for other pairs of ranks.
 
-    Nobody need wait for a send: PyTorch keeps its buffer until NCCL has read it.
+    Sends need no wait: PyTorch keeps the buffer until NCCL has read it.
     """
     up, down = (TorchTransport(open_lane(device, pairwise=True), waits_for_sends=True) for _ in range(2))
     return DirectedTransport(rank, up, down)
 
 
 def open_device(kind: str, rank: int) -> torch.device:
-    """Returns the device of a rank; ranks share one when there are fewer."""
+    """Return the device of a rank and select it. Ranks share devices if there are fewer."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -176,26 +177,26 @@ def open_device(kind: str, rank: int) -> torch.device:
 
 
 def own_cores() -> list[int]:
-    """Lists the cores that this process may use; none where the system does not tell."""
+    """List the cores that this process may use. Empty on systems without this information."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def keep_to_cores(kind: str, rank: int, num_ranks: int, cores: Sequence[int]) -> None:
-    """Keeps a rank's later threads on its core when ranks of one CPU thread each fill the machine, else on all `cores`.
+    """Keep the rank's later threads on one core if single-threaded ranks fill the machine, else on `cores`.
 
-    So a rank that wakes up, or gloo's thread, which interrupts nobody (`polite_threads`), never waits for another rank
-    to stop computing. Linux only, and where the system allows it.
+    A rank that wakes up then never waits for a core on which another rank computes. The same holds for gloo's thread,
+    which does not preempt (`polite_threads`). Linux only. Ignores errors of the system call.
     """
     fills = kind == "cpu" and torch.get_num_threads() == 1 and num_ranks == len(cores)
-    if (wanted := [cores[rank]] if fills else [*cores]) != own_cores():
+    if (pinned := [cores[rank]] if fills else [*cores]) != own_cores():
         with suppress(OSError):
-            os.sched_setaffinity(0, wanted)
+            os.sched_setaffinity(0, pinned)
 
 
 class GroupSums:
-    """Sums by all-reduces, over sets of ranks that have met; each has a process group.
+    """All-reduces over sets of ranks, each with a process group that `meet` opens.
 
-    NCCL adds in the tensor's type, in an order that the number of ranks decides and the size of the tensor may.
+    NCCL adds in the tensor's dtype. Its order of additions depends on the number of ranks, and may depend on the size.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,7 +204,7 @@ class GroupSums:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def meet(self, groups: Iterable[Sequence[int]]) -> None:
-        """Opens lanes for sets that have none; those of earlier clusters stay, and may come again."""
+        """Open lanes for new sets of ranks. Lanes of earlier clusters stay for later reuse."""
         for ranks in map(tuple, groups):
             if ranks not in self._groups:
                 self._groups[ranks] = open_lane(self._device, ranks)
@@ -218,12 +219,12 @@ class GroupSums:
 def open_lane(
     device: torch.device, ranks: Sequence[int] | None = None, *, pairwise: bool = False
 ) -> dist.ProcessGroup | None:
-    """Returns a process group of some ranks, by default of all, after a call in which all of them took part.
+    """Return a process group of some ranks (default: all), after a first collective call of all its ranks.
 
-    NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
-    (`batch_isend_irecv`). With `pairwise`, each two ranks have exchanged a message, too: single sends have a
-    communicator per pair, and its first call waits for the peer. All ranks there are open the same lanes in the same
-    order: PyTorch numbers them.
+    NCCL creates a communicator in the first call. PyTorch does not define a first call with only some of the ranks
+    (`batch_isend_irecv`). With `pairwise`, each pair of ranks also exchanges a message: single sends have a
+    communicator per pair, and its first call waits for the peer. All ranks open the same lanes in the same order,
+    since PyTorch numbers them.
     """
     group: dist.ProcessGroup | None = dist.new_group(ranks)
     if ranks is not None and dist.get_rank() not in ranks:

@@ -34,7 +34,7 @@ _ADMIN = "/admin/"
 
 
 def make_app(server: Server) -> FastAPI:
-    """Makes the app over a running engine."""
+    """Return the app of a server whose engine runs."""
     settings = server.settings
     app = FastAPI(
         title="longspan",
@@ -49,7 +49,7 @@ def make_app(server: Server) -> FastAPI:
     _add_admin(app, server)
     _describe(app, server)
     _handle_errors(app, server)
-    # The last that is added is the first to see a request.
+    # A request passes the middlewares in reverse order.
     app.add_middleware(
         BodyLimit,
         max_bytes=settings.limits.max_body_bytes,
@@ -62,7 +62,7 @@ def make_app(server: Server) -> FastAPI:
 
         app.add_middleware(Tracing, tracer=settings.tracer, model_name=settings.model_names[0])
     app.add_middleware(Gate, max_header_bytes=settings.max_header_bytes, keys=settings.api_keys)
-    if settings.allowed_origins:  # before the gate: a browser asks without a key whether it may send one
+    if settings.allowed_origins:  # before the gate: preflight requests of browsers have no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -75,16 +75,16 @@ def make_app(server: Server) -> FastAPI:
 
 
 def _describe(app: FastAPI, server: Server) -> None:
-    """Adds to the document the schemas of bodies, which the routes read themselves, and what this server has."""
-    find, settings = app.openapi, server.settings
-    shown: tuple[object, ...] = ()
+    """Add the schemas of bodies, which routes parse themselves, and this server's bounds to the OpenAPI document."""
+    make_document, settings = app.openapi, server.settings
+    described: tuple[object, ...] = ()
 
     def openapi() -> dict[str, Any]:
-        nonlocal shown
-        before, shown = shown, (server.served.input_processor.max_model_len, server.engine.policy.changeable)
-        if shown != before:  # another fleet changes both
+        nonlocal described
+        before, described = described, (server.served.input_processor.max_model_len, server.engine.policy.changeable)
+        if described != before:  # another fleet changes both
             app.openapi_schema = None
-            document = find()
+            document = make_document()
             components = document.setdefault("components", {})
             components.setdefault("schemas", {}).update(body_schemas())
             if settings.api_keys:
@@ -93,9 +93,7 @@ def _describe(app: FastAPI, server: Server) -> None:
                 for operation in (operation for path in OPEN_PATHS for operation in document["paths"][path].values()):
                     operation["security"] = []
             input_processor = server.served.input_processor
-            name_what_is_there(
-                document, settings.model_names, input_processor.vocab_size, input_processor.max_model_len
-            )
+            write_bounds(document, settings.model_names, input_processor.vocab_size, input_processor.max_model_len)
             [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
             name["schema"]["enum"] = list(settings.model_names)
             update, changeable = components["schemas"]["PolicyUpdate"], server.engine.policy.changeable
@@ -104,11 +102,11 @@ def _describe(app: FastAPI, server: Server) -> None:
             app.openapi_schema = settings.limits.narrowed(document)
         return app.openapi_schema or {}
 
-    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
+    app.openapi = openapi  # type: ignore[method-assign]  # as in FastAPI's documentation
 
 
 def body_schemas() -> dict[str, Any]:
-    """Returns the schemas of all bodies, for the components of the OpenAPI document."""
+    """Return the schemas of all request bodies, for the components of the OpenAPI document."""
     bodies = (
         requests.CompletionRequest,
         chat_requests.ChatCompletionRequest,
@@ -117,16 +115,14 @@ def body_schemas() -> dict[str, Any]:
         requests.PolicyUpdate,
         requests.Parallel,
     )
-    wanted: Any = [(body, "validation") for body in bodies]
-    _, schema = models_json_schema(wanted, ref_template="#/components/schemas/{model}")
-    found: dict[str, Any] = schema["$defs"]
-    return found
+    inputs: Any = [(body, "validation") for body in bodies]
+    _, schema = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
+    definitions: dict[str, Any] = schema["$defs"]
+    return definitions
 
 
-def name_what_is_there(
-    document: dict[str, Any], model_names: tuple[str, ...], vocab_size: int, max_model_len: int
-) -> None:
-    """Writes the names of the model and the bounds of token ids and outputs into a document's schemas."""
+def write_bounds(document: dict[str, Any], model_names: tuple[str, ...], vocab_size: int, max_model_len: int) -> None:
+    """Write the names of the model and the bounds of token ids and outputs into a document's schemas."""
     components: dict[str, Any] = document["components"]["schemas"]
     for name in ("TokenIds", "StopTokens"):
         components[name]["items"]["maximum"] = vocab_size - 1
@@ -134,9 +130,9 @@ def name_what_is_there(
         for name in ("max_tokens", "max_completion_tokens"):
             for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
                 if option.get("type") == "integer":
-                    option["maximum"] = max_model_len - 1  # behind a prompt of one token
+                    option["maximum"] = max_model_len - 1  # after a prompt of one token
         model = schema.get("properties", {}).get("model", {})
-        for option in model.get("anyOf", ()):  # in requests it may be null; in answers it is a text
+        for option in model.get("anyOf", ()):  # it may be null in requests, but not in responses
             if option.get("type") == "string":
                 option["enum"] = list(model_names)
 
@@ -162,7 +158,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
         words, code = str(error.detail), None
         wants_admin = request.method == "POST" and path_of(request.scope).startswith(_ADMIN)
         if error.status_code == _NOT_ALLOWED and wants_admin and not server.settings.api_keys:
-            words = "a server without keys is not changed by its clients: start it with --api-key, and send the key"
+            words = "clients cannot change a server without keys: start it with --api-key, and send the key"
             code = "no_api_key"
         response = error_response(error.status_code, words, code=code)
         response.headers.update(error.headers or {})
@@ -171,29 +167,29 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         request_id = request.state.request_id
-        _log.error("request %s failed by %s", request_id, type(error).__name__)  # uvicorn logs where
+        _log.error("request %s failed by %s", request_id, type(error).__name__)  # uvicorn logs the traceback
         response = error_response(500, f"internal error; the server's log has more about request {request_id}")
-        response.headers["x-request-id"] = request_id  # this answer is made outside of all middleware
+        response.headers["x-request-id"] = request_id  # this response passes no middleware
         return response
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorBody, "description": words}
     for status, words in {
-        400: "The request is wrong; the message says what and how to mend it.",
+        400: "The request has a mistake. The message names the mistake and a remedy.",
         401: "A key is needed.",
         404: "There is no such model.",
-        408: "The body took too long to come.",
+        408: "The body took too long to arrive.",
         413: "The body is too large.",
-        415: "The body does not say that it is JSON.",
-        500: "The engine was lost while it computed this.",
-        503: "The queue is full, or the server is starting or stopping; come again after `retry-after` seconds.",
-        504: "The request took longer than it may.",
+        415: "The content type of the body is not JSON.",
+        500: "The engine was lost while it computed this request.",
+        503: "The queue is full, or the server is starting or stopping. Try again after `retry-after` seconds.",
+        504: "The request took longer than its timeout.",
     }.items()
 }
 _EVENTS = {
     "type": "object",
-    "properties": {"data": {"type": "string", "description": "A chunk, or an error, as JSON; at last [DONE]."}},
+    "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON. The last is [DONE]."}},
 }
 """The schema of an event of a stream."""
 
@@ -206,7 +202,7 @@ def _add_state(app: FastAPI, server: Server) -> None:
 
     @app.get("/health", tags=["state"], responses={503: {"model": schemas.ErrorBody}}, response_model=None)
     async def health() -> dict[str, str]:
-        """The engine computes, and new requests are taken."""
+        """Return 200 if the engine computes and the server accepts new requests, else 503."""
         server.check_serving()
         return {"status": "ok"}
 
@@ -228,12 +224,12 @@ def _add_state(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
     async def models() -> schemas.ModelList:
-        """List the names by which the model goes."""
+        """List the names of the model."""
         return server.models
 
     @app.get("/v1/models/{model:path}", tags=["state"], responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def model_by_name(model: str) -> schemas.ModelCard:
-        """Return what the model has under one of its names."""
+        """Return the model's entry under one of its names."""
         server.served.check_name(model)
         return next(card for card in server.models.data if card.id == model)
 
@@ -268,42 +264,42 @@ def _add_text(app: FastAPI, server: Server) -> None:
 
 
 def _add_admin(app: FastAPI, server: Server) -> None:
-    @app.get("/admin/policy", **_told(requests.PolicyInfo))
+    @app.get("/admin/policy", **_read_only(requests.PolicyInfo))
     async def policy() -> Response:
-        """Return the policy that decides, and its options as they are in force."""
+        """Return the policy and its options in force."""
         return _json(requests.PolicyInfo.of(server.engine.policy).model_dump())
 
-    @app.get("/admin/parallel", **_told(requests.Parallel))
+    @app.get("/admin/parallel", **_read_only(requests.Parallel))
     async def parallel() -> Response:
         """Return the parallel spec of the instances that serve."""
         return _json({"parallel": server.engine.parallel})
 
     if not server.settings.api_keys:
-        return  # nobody may change a server without keys; `_handle_errors` says so to those who try
+        return  # clients cannot change a server without keys, see the message in `_handle_errors`
 
     described = _described(requests.PolicyUpdate, requests.PolicyInfo, tag="admin")
     described["responses"][409] = {
         "model": schemas.ErrorBody,
-        "description": "Only a new start can change this option.",
+        "description": "This option can only change at a new start.",
     }
 
     @app.post("/admin/policy", **described)
     async def update_policy(request: Request) -> Response:
-        """Change options of the policy between two steps: requests that run go on."""
+        """Change options of the policy between two steps. Running requests go on."""
         body = await server.parse(request, requests.PolicyUpdate)
         server.check_serving()
         return _json(requests.PolicyInfo.of(await server.update_policy(request, body)).model_dump())
 
     @app.post("/admin/parallel", **_described(requests.Parallel, requests.Parallel, tag="admin"))
     async def reshard(request: Request) -> Response:
-        """Take another parallel spec, with fewer, as many or more ranks; requests that run go on there."""
+        """Change the parallel spec, to fewer or more ranks or the same number. Running requests go on."""
         body = await server.parse(request, requests.Parallel)
         server.check_serving()
         return _json((await server.reshard(request, body)).model_dump())
 
 
-def _told(model: type[BaseModel]) -> dict[str, Any]:
-    """Returns what the document says of a route that tells how the engine is set."""
+def _read_only(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a route that returns settings of the engine."""
     responses = {200: {"model": model}, 401: _ERRORS[401], 503: _ERRORS[503]}
     return {"tags": ["admin"], "responses": responses, "response_model": None}
 
@@ -315,7 +311,7 @@ def _json(body: dict[str, Any]) -> Response:
 def _described(
     body: type[BaseModel], response: type[BaseModel], *, streams: bool = False, tag: str = "text"
 ) -> dict[str, Any]:
-    """Returns what the document says of a route that reads its body itself, beside the event loop."""
+    """Return the description of a route that parses its body itself, in a thread."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"text/event-stream": {"schema": _EVENTS}} if streams else {}
     return {

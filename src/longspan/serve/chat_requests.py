@@ -1,4 +1,4 @@
-"""Bodies of requests with conversations: their messages, their tools, and how they become prompts."""
+"""Request bodies with conversations: messages, tools, and options of the chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType
 
 from longspan.serve.errors import WireError
 from longspan.serve.requests import (
-    MOST,
+    MAX_COUNT,
     ONE_CONSTRAINT,
     CompletionRequest,
     GenerationRequest,
@@ -26,7 +26,7 @@ from longspan.text.tools import NO_PARAMETERS, Function
 
 
 class TextPart(WireModel):
-    """A part of a content. Parts that are not text are refused."""
+    """A part of a message's content. Parts that are not text are refused."""
 
     type: Literal["text"]
     text: str
@@ -37,14 +37,14 @@ Content = str | Parts
 
 
 class FunctionCall(WireModel):
-    """A call that the assistant has made; `arguments` is JSON."""
+    """A call that the assistant has made. `arguments` is JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(WireModel):
-    """A call with the id that its answer, a message of the role `tool`, refers to."""
+    """A call with an id. Its result, a message of the role `tool`, has the same id."""
 
     id: str
     type: Literal["function"]
@@ -55,7 +55,7 @@ _ASSISTANT = "assistant"
 
 
 class _Message(WireModel):
-    """Fields that are not known go to the chat template, which may know them."""
+    """A message whose unknown fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -90,29 +90,29 @@ Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1
 
 
 class FunctionDefinition(WireModel):
-    """A function that the model may call; its arguments always follow the schema, `strict` or not."""
+    """A function that the model may call. Its arguments always follow the schema, `strict` or not."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
     parameters: Annotated[Schema | None, Field(json_schema_extra={"properties": {"type": {"const": "object"}}})] = None
-    """The JSON schema of the arguments, which are an object; without one, there are none."""
+    """The JSON schema of the arguments, which are an object. Without a schema, there are no arguments."""
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> FunctionDefinition:
         if (kind := (self.parameters or {}).get("type", "object")) != "object":
-            raise WireError(f"arguments are an object, but the schema has the type {kind!r:.60}", "parameters")
+            raise WireError(f"must describe an object, but the schema has the type {kind!r:.60}", "parameters")
         return self
 
 
 class Tool(WireModel):
-    """A tool; all are functions."""
+    """A tool, which is always a function."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Returns it as chat templates know it."""
+        """Return the tool in the form of chat templates."""
         function = self.function
         described = {} if function.description is None else {"description": function.description}
         parameters = function.parameters or {"type": "object", "properties": {}}
@@ -129,7 +129,7 @@ class NamedFunction(WireModel):
 
 
 class NamedTool(WireModel):
-    """The tool that is to be called."""
+    """The name of the tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -166,14 +166,14 @@ class TemplateFields(WireModel):
     """Fields that decide how a conversation becomes a prompt."""
 
     add_generation_prompt: bool | None = None
-    """End the prompt with the beginning of an answer; by default, unless `continue_final_message`."""
+    """End the prompt with the beginning of an answer. By default, unless `continue_final_message`."""
     continue_final_message: bool | None = None
-    """Leave the last message open and continue it."""
+    """Leave the last message open, so that the model continues it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template."""
 
     tools: Tools | None = None
-    """Functions that the model may call; needs a chat template that describes them."""
+    """Functions that the model may call. The chat template must support tools."""
 
     @model_validator(mode="after")
     def _name_once(self) -> TemplateFields:
@@ -205,23 +205,23 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     )
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    """The name that `max_completion_tokens` had before."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    """The rest of the context by default."""
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    """The former name of `max_completion_tokens`."""
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    """Default: the rest of the context."""
     logprobs: bool | None = None
     """Report the log-probability of each token."""
     top_logprobs: Whole | None = None
-    """The number of most likely tokens to return besides the chosen one; needs `logprobs`."""
+    """Number of most likely tokens to return in addition to the chosen token. Needs `logprobs`."""
 
     tool_choice: ToolChoice | None = None
-    """`auto` by default: the model answers or calls; `required`: it calls; or the function that it calls."""
+    """`auto`, the default: the model answers or calls. `required`: it calls. Or the function that it must call."""
     parallel_tool_calls: bool | None = None
-    """False for at most one call."""
+    """If false, an answer has at most one call."""
 
     @property
     def callable_functions(self) -> list[Function]:
-        """The functions that may be called."""
+        """The functions that the model may call."""
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         return [
             Function(
@@ -261,7 +261,7 @@ class TokenizeRequest(TemplateFields):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Defaults to true for a prompt, false for a conversation."""
+    """Default: true for a prompt, false for a conversation."""
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

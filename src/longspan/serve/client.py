@@ -1,4 +1,4 @@
-"""The API server's client of the engine core: starts it, watches it, and talks to it without blocking."""
+"""The API server's client of the engine core: starts it, watches it, and exchanges messages without blocking."""
 
 from __future__ import annotations
 
@@ -6,47 +6,39 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
-
-import msgspec
-import zmq
-import zmq.asyncio
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 
 from longspan import limits
 from longspan.core.options import PolicySettings
 from longspan.errors import ParameterError
-from longspan.runtime.child import lack_of_memory, make_run_dir, start_child
+from longspan.runtime.child import lack_of_memory
 from longspan.serve import messages
+from longspan.serve.core_process import CoreProcess, open_core
 from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError, ServeError
 from longspan.serve.output_queue import OutputQueue, end_with
 from longspan.text.input_processor import EngineRequest
 
 _log = logging.getLogger("longspan")
-_ENGINE_MODULE = "longspan.serve.engine_core"
 _MAX_STARTS = 3
-"""The number of engine cores that may end one after the other without a token."""
+"""Number of engine cores in a row that may end without a token before the client stops starting new ones."""
 _QUIT_TIMEOUT_S = 10.0
-_LAST_WORDS_S = 0.2
-"""The last messages of an engine core that has ended may be on their way for so long."""
+_LAST_REPORTS_S = 0.2
+"""Seconds in which the last reports of an engine core that has ended may arrive."""
 _RESTART_TIMEOUT_S = 900.0
-"""An engine core that starts new workers may say nothing for so long."""
+"""Longest silence, in seconds, of an engine core that starts new workers."""
 
 
 class EngineClient:
-    """Keeps one engine core at a time; a new one is started when it ends by itself.
+    """Keeps one engine core running. It starts a new one when the process ends by itself.
 
     Attributes:
-        state: `serving` when requests are computed; `down` when no engine core could be kept alive.
-        started, stats, policy, parallel: the latest that an engine core has said of them.
-        on_step: called with all that metrics are made of.
+        state: `serving` while requests are computed. `down` if no engine core could be kept alive.
+        started, stats, policy, parallel: the latest values that an engine core has reported.
+        on_step: called with the outputs of each step, from which metrics are counted.
         on_loss: called when an engine core that has served is lost.
-        on_length: called with the length of the longest request from now on, in tokens.
-        down: set when the state is so.
+        on_length: called with the new maximum request length, in tokens.
+        down: set when the state becomes `down`.
     """
 
     def __init__(self, setup: messages.EngineSetup) -> None:
@@ -59,39 +51,40 @@ class EngineClient:
         self.on_loss: Callable[[], None] = lambda: None
         self.on_length: Callable[[int], None] = lambda _: None
         self.down = asyncio.Event()
-        self._setup = setup
         self._first: asyncio.Future[messages.Started] = asyncio.get_running_loop().create_future()
-        self._numbers = itertools.count()
+        self._setup, self._numbers = setup, itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
         self._changes = _Changes()
-        self._answers: dict[int, asyncio.Future[PolicySettings | str]] = {}  # of commands, by their number
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._replies: dict[int, asyncio.Future[PolicySettings | str]] = {}  # to commands, by their number
+        self._core: CoreProcess | None = None
         self._connected = False
         self._supervisor: asyncio.Task[None] | None = None
         self._num_starts, self._closing, self._end_reason = 0, False, ""
-        self._reports: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 
     async def start(self) -> messages.Started:
-        """Starts the engine core and waits until it can serve.
+        """Start the engine core and wait until it can serve.
 
         Raises:
-            ValueError: when the setup is wrong.
-            EngineLostError: when it does not start for another reason.
+            ValueError: the setup is wrong.
+            EngineLostError: the engine core does not start for another reason.
         """
         self._supervisor = asyncio.create_task(self._supervise())
-        return await asyncio.shield(self._first)  # whoever starts it may give up waiting
+        return await asyncio.shield(self._first)  # the caller may be cancelled
 
     async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
-        """Queues all engine requests of an HTTP request, or none.
+        """Queue all engine requests of an HTTP request, or none.
 
         Raises:
-            QueueFullError: when they have no place in the queue.
-            EngineLostError: when there is no engine.
+            QueueFullError: the queue has no capacity for them.
+            EngineLostError: there is no engine.
         """
         if self.state == "down" or self._closing:
             raise EngineLostError("the engine is down")
-        self._check_room(engine_requests)
+        serving = self.state == "serving"
+        # An engine core bounds the requests that it has accepted.
+        waiting = [q.engine_requests[i] for q, i in self._waiting.values() if not serving or not q.accepted.done()]
+        queue_limits = _queue_limits(self._setup, self.started if serving else None, self.stats)
+        _check_capacity(waiting, engine_requests, *queue_limits)
         queue = OutputQueue(engine_requests, self._cancel)
         try:
             for index, engine_request in enumerate(engine_requests):
@@ -105,47 +98,47 @@ class EngineClient:
         return queue
 
     async def update_policy(self, options: dict[str, str | None]) -> PolicySettings:
-        """Changes options of the policy, also for engine cores to come; returns its settings then.
+        """Change options of the policy, also for later engine cores. Return its new settings.
 
         Raises:
-            ValueError: when the engine refuses one; nothing has changed then.
-            EngineLostError: when there is no engine, or none any more.
+            ValueError: the engine refuses an option. Nothing has changed.
+            EngineLostError: the engine is not running, or is lost before it replies.
         """
-        answer = await self._answer(lambda number: messages.SetPolicy(number, options))
-        assert isinstance(answer, PolicySettings)
-        return answer
+        reply = await self._command(lambda number: messages.SetPolicy(number, options))
+        assert isinstance(reply, PolicySettings)
+        return reply
 
     async def reshard(self, parallel: str) -> str:
-        """Takes another parallel spec while requests go on, also for engine cores to come; returns that in force then.
+        """Change the parallel spec while requests go on, also for later engine cores. Return the spec in force.
 
         Raises:
-            ValueError: when the engine refuses it, or another change is under way; nothing has changed then.
-            EngineLostError: when there is no engine, or none any more.
+            ValueError: the engine refuses the spec, or another change is under way. Nothing has changed.
+            EngineLostError: the engine is not running, or is lost before it replies.
         """
-        answer = await self._answer(lambda number: messages.SetParallel(number, parallel))
-        assert isinstance(answer, str)
-        return answer
+        reply = await self._command(lambda number: messages.SetParallel(number, parallel))
+        assert isinstance(reply, str)
+        return reply
 
-    async def _answer(self, command: Callable[[int], messages.Command]) -> PolicySettings | str:
-        """Sends a command and waits for what the engine core answers."""
+    async def _command(self, command: Callable[[int], messages.Command]) -> PolicySettings | str:
+        """Send a command and wait for the engine core's reply."""
         if self._closing or not self._connected:
             raise EngineLostError(f"the engine is {self.state}")
         number = next(self._numbers)
-        answer: asyncio.Future[PolicySettings | str] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
+        reply: asyncio.Future[PolicySettings | str] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
         self._send(command(number))
         try:
-            return await answer
+            return await reply
         finally:
-            del self._answers[number]
+            del self._replies[number]
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
-        """Ends the engine core and its workers, by force when `at_once` is set; all that is unfinished fails."""
+        """End the engine core and its workers, by force when `at_once` is set. Unfinished requests fail."""
         self._closing = True
         self.fail_all("the server is shutting down")
-        if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
+        if self.state == "serving" and self._core is not None:  # in other states it reads no commands: it is killed
             self._send(messages.Quit())
-            waits = [asyncio.create_task(_ended(self._process))]
+            waits = [asyncio.create_task(self._core.ended())]
             if at_once is not None:
                 waits.append(asyncio.create_task(at_once.wait()))
             await asyncio.wait(waits, timeout=_QUIT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -157,37 +150,15 @@ class EngineClient:
                 await self._supervisor
 
     def fail_all(self, reason: str) -> None:
-        """Ends all requests with an error."""
+        """End all requests with an error."""
         for queue in self._queues():
             self._fail(queue, EngineLostError(reason))
-
-    def _check_room(self, engine_requests: Sequence[EngineRequest]) -> None:
-        """Bounds what an engine core that starts, hangs or is busy has not taken yet; it bounds its own queue.
-
-        Raises:
-            QueueFullError: when there is no room.
-        """
-        serving = self.state == "serving"
-        waiting = [
-            queue.engine_requests[index]
-            for queue, index in self._waiting.values()
-            if not serving or not queue.accepted.done()
-        ]
-        num_reqs = len(waiting) + len(engine_requests)
-        num_tokens = sum(len(one.token_ids) for one in (*waiting, *engine_requests))
-        room, room_tokens = _room(self._setup, self.started if serving else None, self.stats)
-        if num_reqs > room:
-            words = f"{num_reqs} requests would wait for the engine, of at most {room}"
-            raise QueueFullError(f"{words} (--max-num-queued-reqs)")
-        if waiting and num_tokens > room_tokens:
-            words = f"prompts of {num_tokens} tokens would wait for the engine, of at most {room_tokens}"
-            raise QueueFullError(f"{words} (--max-num-queued-tokens)")
 
     def _queues(self) -> set[OutputQueue]:
         return {queue for queue, _ in self._waiting.values()}
 
     def _fail(self, queue: OutputQueue, error: ServeError) -> None:
-        """Ends a request with an error, before or after it was accepted."""
+        """End a request with an error, before or after it was accepted."""
         self._cancel(queue)
         queue.fail(error)
 
@@ -197,16 +168,12 @@ class EngineClient:
             self._send(messages.Cancel(number))
 
     def _send(self, command: messages.Command) -> None:
-        """Puts a command into the socket's own queue, which has no bound; a process that starts gets it later."""
-        if self._socket is not None and self._connected:
-            # The asyncio socket's own method: after a plain one, a message that comes meanwhile would wake nobody.
-            sent = asyncio.ensure_future(self._socket.send(msgspec.msgpack.encode(command), zmq.NOBLOCK))
-            error = sent.exception()
-            if error is not None and not isinstance(error, zmq.Again):  # Again: it has just ended, and the next is told
-                raise error
+        """Send a command to the connected engine core. `_replay` repeats unfinished requests for a later one."""
+        if self._core is not None and self._connected:
+            self._core.send(command)
 
     async def _supervise(self) -> None:
-        """Starts engine cores, one after the end of the other."""
+        """Start engine cores, each after the end of the previous one."""
         reason = "the engine was stopped"
         try:
             while not self._closing and self._num_starts < _MAX_STARTS:
@@ -224,100 +191,83 @@ class EngineClient:
                 end_with(self._first, EngineLostError(reason))
 
     async def _run_core(self) -> str:
-        """Runs one engine core and returns why it ended."""
-        folder = make_run_dir()
-        context = zmq.asyncio.Context()
+        """Run one engine core and return why it ended."""
         try:
-            socket = context.socket(zmq.PAIR)
-            socket.sndhwm = socket.rcvhwm = 0
-            socket.bind(messages.address(folder))
-            self._process = process = start_child(_ENGINE_MODULE, folder)
-            assert process.stdin is not None, "a child has a pipe"
-            try:
-                with contextlib.suppress(BrokenPipeError):  # it has ended already
-                    process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
-                    process.stdin.flush()
-                self._socket = socket
-                return await self._until_lost(process, socket)
-            finally:
-                process.kill()  # its workers end with it
-                await asyncio.create_task(_ended(process))
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+            async with open_core(self._setup) as self._core:
+                return await self._until_lost(self._core)
         except OSError as error:
             return f"the engine core cannot be started ({error})"
         finally:
-            was_connected, self._socket, self._connected = self._connected, None, False
+            was_connected, self._core, self._connected = self._connected, None, False
             self.state = "restarting"
-            context.destroy(linger=0)
-            shutil.rmtree(folder, ignore_errors=True)
             lost = f"the engine core was lost{self._end_reason}"
-            for answer in self._answers.values():
-                if not answer.done():
-                    end_with(answer, EngineLostError(lost))
+            for reply in self._replies.values():
+                if not reply.done():
+                    end_with(reply, EngineLostError(lost))
             if was_connected:
-                for queue in self._queues():  # what can be repeated waits for the next one
+                for queue in self._queues():  # requests that can be repeated wait for the next engine core
                     if self._closing or not queue.repeat():
                         self._fail(queue, EngineLostError(lost))
                 self.stats = None
                 self.on_loss()
 
-    async def _until_lost(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
-        """Takes all that an engine core says until it ends or falls silent; returns which of the two."""
+    async def _until_lost(self, core: CoreProcess) -> str:
+        """Handle the reports of an engine core until it ends or sends none. Return the reason."""
         num_oom_kills = limits.num_oom_kills()
-        listener, ended = asyncio.create_task(self._listen(socket)), asyncio.create_task(_ended(process))
+        listener, ended = asyncio.create_task(self._listen(core)), asyncio.create_task(core.ended())
         try:
             await asyncio.wait({listener, ended}, return_when=asyncio.FIRST_COMPLETED)
             self.state = "restarting"
             if not listener.done():
-                await asyncio.wait({listener}, timeout=_LAST_WORDS_S)
+                await asyncio.wait({listener}, timeout=_LAST_REPORTS_S)
             if listener.done():
-                return f"the engine core has said nothing for {listener.result():g} s (--engine-timeout)"
+                return f"the engine core has sent nothing for {listener.result():g} s (--engine-timeout)"
             lacked = lack_of_memory(code := await ended, num_oom_kills)
             return f"the engine core ended with code {code}" + ("" if lacked is None else f": {lacked}")
         finally:
             abandon(listener)
             abandon(ended)
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> float:
-        """Takes reports until an engine core that has started says nothing for too long; returns how many seconds."""
-        limit_s = 0.0  # until it has started, which takes as long as it takes
-        # If this process was stopped, time was up before anything could come: the second wait is for that.
-        while not limit_s or await socket.poll(int(limit_s * 750)) or await socket.poll(int(limit_s * 250)):
-            self._take(self._reports.decode(await socket.recv()))
+    async def _listen(self, core: CoreProcess) -> float:
+        """Handle reports until a started engine core sends none for too long. Return that time in seconds."""
+        timeout_s = 0.0  # no timeout until the engine core has started
+        while not timeout_s or not await core.is_silent(timeout_s):
+            self._handle(await core.receive())
             if self._connected:
-                limit_s = self._setup.engine_timeout_s if self.state == "serving" else _RESTART_TIMEOUT_S
-        return limit_s
+                timeout_s = self._setup.engine_timeout_s if self.state == "serving" else _RESTART_TIMEOUT_S
+        return timeout_s
 
-    def _take(self, report: messages.Report) -> None:
+    def _handle(self, report: messages.Report) -> None:
         match report:
             case messages.StepOutputs():
-                self._take_step(report)
+                self._handle_step(report)
             case messages.Accepted(number) if number in self._waiting:
                 queue, index = self._waiting[number]
                 queue.accept(index)
             case messages.Failed():
-                self._take_failure(report)
+                self._handle_failure(report)
             case messages.PolicySet(settings, number):
-                self._take_settings(settings, number)
+                self._handle_settings(settings, number)
             case messages.ParallelSet(parallel, policy, number):
                 self.parallel, self.policy = parallel, policy
                 if number is not None:
                     self._changes.parallel = parallel
-                self._take_answer(number, parallel)
+                self._handle_reply(number, parallel)
             case messages.RequestLength(max_model_len):
                 self.on_length(max_model_len)
             case messages.Started() | messages.NotStarted():
-                self._take_start(report)
+                self._handle_start(report)
             case messages.Ended(reason):
                 self._end_reason = f": {reason}"
             case messages.Restarting(reason, is_replaced):
-                _log.error("%s; %s", reason, "new workers are being started" if is_replaced else "the others go on")
+                _log.error(
+                    "%s; %s", reason, "new workers are being started" if is_replaced else "the other instances go on"
+                )
                 self.state = "restarting"
             case messages.Restarted():
                 self.state = "restarting" if self._changes.are_replayed else "serving"
 
-    def _take_start(self, report: messages.Started | messages.NotStarted) -> None:
+    def _handle_start(self, report: messages.Started | messages.NotStarted) -> None:
         if isinstance(report, messages.Started):
             self.started, self._connected, self._end_reason = report, True, ""
             self.policy, self.parallel = report.policy, report.parallel
@@ -330,7 +280,7 @@ class EngineClient:
                 error = ParameterError(report.parameter, report.reason)
             end_with(self._first, error)
 
-    def _take_step(self, outputs: messages.StepOutputs) -> None:
+    def _handle_step(self, outputs: messages.StepOutputs) -> None:
         self.on_step(outputs)
         if outputs.deltas:
             self._num_starts = 1
@@ -346,31 +296,31 @@ class EngineClient:
         if outputs.stats is not None:
             self.stats = outputs.stats
 
-    def _take_failure(self, failed: messages.Failed) -> None:
+    def _handle_failure(self, failed: messages.Failed) -> None:
         if failed.id is None:
             _log.warning("the new engine core refused a change that was made before the restart: %s", failed.reason)
-            self._take_answer(None, "")
+            self._handle_reply(None, "")
         elif failed.id in self._waiting:
             reason, queue = failed.reason, self._waiting[failed.id][0]
             error = QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param, failed.code)
             self._fail(queue, error)
-        elif failed.id in self._answers and not self._answers[failed.id].done():
-            end_with(self._answers[failed.id], ValueError(failed.reason))
+        elif failed.id in self._replies and not self._replies[failed.id].done():
+            end_with(self._replies[failed.id], ValueError(failed.reason))
 
-    def _take_settings(self, settings: PolicySettings, number: int | None) -> None:
+    def _handle_settings(self, settings: PolicySettings, number: int | None) -> None:
         self.policy = settings
         if number is not None:
             self._changes.add(settings)
-        self._take_answer(number, settings)
+        self._handle_reply(number, settings)
 
-    def _take_answer(self, number: int | None, value: PolicySettings | str) -> None:
-        if number is None and self._changes.are_replayed:  # it serves once it has answered the changes
+    def _handle_reply(self, number: int | None, value: PolicySettings | str) -> None:
+        if number is None and self._changes.are_replayed:  # the engine core serves once it has replied to the changes
             self._changes.are_replayed, self.state = False, "serving"
-        elif number in self._answers and not self._answers[number].done():
-            self._answers[number].set_result(value)
+        elif number in self._replies and not self._replies[number].done():
+            self._replies[number].set_result(value)
 
     def _replay(self, started: messages.Started) -> None:
-        """Sends what waits to a new engine core; what was accepted once stays accepted."""
+        """Send all waiting requests to a new engine core. Requests that were accepted once stay accepted."""
         if (command := self._changes.replay()) is not None:
             self._send(command)
         else:
@@ -381,25 +331,38 @@ class EngineClient:
             self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
 
 
-def _room(
+def _queue_limits(
     setup: messages.EngineSetup, started: messages.Started | None, stats: messages.Stats | None
 ) -> tuple[int, int]:
-    """Return how many requests and tokens of prompts may wait or run, by the latest of what an engine core reports."""
-    room, room_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
+    """Return how many requests, and how many prompt tokens, may wait or run by the latest reports."""
+    max_reqs, max_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
     if started is None:
-        return room, room_tokens
+        return max_reqs, max_tokens
     num_instances, num_kv_blocks = started.num_instances, started.num_kv_blocks
     if stats is not None:
         num_instances, num_kv_blocks = len(stats.used_blocks), stats.num_kv_blocks
-    return room + num_instances * started.max_num_seqs, room_tokens + num_kv_blocks * started.block_size
+    return max_reqs + num_instances * started.max_num_seqs, max_tokens + num_kv_blocks * started.block_size
+
+
+def _check_capacity(
+    waiting: Sequence[EngineRequest], added: Sequence[EngineRequest], max_reqs: int, max_tokens: int
+) -> None:
+    """Raise QueueFullError if more requests or tokens would wait than may. A single request may have any length."""
+    num_reqs, num_tokens = len(waiting) + len(added), sum(len(request.token_ids) for request in (*waiting, *added))
+    if num_reqs > max_reqs:
+        problem = f"{num_reqs} requests would wait for the engine, of at most {max_reqs}"
+        raise QueueFullError(f"{problem} (--max-num-queued-reqs)")
+    if waiting and num_tokens > max_tokens:
+        problem = f"prompts of {num_tokens} tokens would wait for the engine, of at most {max_tokens}"
+        raise QueueFullError(f"{problem} (--max-num-queued-tokens)")
 
 
 class _Changes:
-    """The changes of policy and fleet since the start, which each new engine core has to make.
+    """Changes of policy and fleet since the start, which are replayed to each new engine core.
 
     Attributes:
-        parallel: the parallel spec. None if it is that of the start.
-        are_replayed: a new engine core has not answered them yet.
+        parallel: the parallel spec. None if it has not changed.
+        are_replayed: True while a new engine core has not replied to them yet.
     """
 
     def __init__(self) -> None:
@@ -408,11 +371,11 @@ class _Changes:
         self._options: dict[str, str | None] = {}
 
     def add(self, settings: PolicySettings) -> None:
-        """Add changed options. A re-shard may choose a policy with other options: earlier changes stay."""
+        """Add changed options. Earlier changes stay, since a re-shard may choose a policy with other options."""
         self._options |= {name: settings.given.get(name) for name in settings.changeable}
 
     def replay(self) -> messages.Command | None:
-        """Return the command that makes them. None if there are no changes."""
+        """Return the command that repeats the changes, or None without changes."""
         self.are_replayed = self.parallel is not None or bool(self._options)
         if self.parallel is not None:
             return messages.SetParallel(None, self.parallel, self._options)
@@ -420,11 +383,6 @@ class _Changes:
 
 
 def abandon(task: asyncio.Future[Any]) -> None:
-    """Cancels a task whose result is not needed any more. An exception that it ends with is not logged."""
+    """Cancel a task whose result is not needed. Its exception is not logged."""
     task.cancel()
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-
-
-async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits in a thread of its own until a process has ended; returns its exit code."""
-    return await run_sync(process.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))

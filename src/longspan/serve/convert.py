@@ -1,7 +1,7 @@
-"""Requests: bytes to pydantic models within limits, and these to engine requests.
+"""Conversion of requests: from bytes to pydantic models within limits, and from these to engine requests.
 
-What a request asks for and this model or server cannot do is a WireError. This tokenizes, which takes a while for long
-prompts: call it in a thread.
+Functions raise a WireError if the model or server does not support a request. They tokenize, which takes long for long
+prompts: call them in a thread.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from longspan.serve.requests import (
 )
 from longspan.serve.settings import RequestLimits
 from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
-from longspan.text.tools import FORMATS, CallReader, ToolFormat, calls_grammar, found_format
+from longspan.text.tools import FORMATS, CallReader, ToolFormat, calls_grammar, detect_format
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _log = logging.getLogger("longspan")
-_MAX_TOLD = 8
-"""Fields in a line of the log."""
+_MAX_LOGGED = 8
+"""Ignored fields in a line of the log."""
 _DEFAULT_MAX_TOKENS = 16
-"""The default of completions, as OpenAI's."""
-_SAME = (
+"""OpenAI's default for completions."""
+_SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "stop", "stop_token_ids", "ignore_eos"),
 )
-"""Fields that are parameters of sampling as they are."""
+"""Fields that are sampling parameters of the same name and meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The model and the limits that requests are made for.
+    """The model that requests are converted for, and their limits.
 
     Attributes:
-        names: what requests may call the model; answers call it by the first.
-        tool_call_parser: the form of the model's calls, one of `FORMATS`, or auto to find it in the chat template.
-        enable_auto_tool_choice: whether the model may choose tools by itself.
+        names: names of the model in requests. Responses have the first name.
+        tool_call_parser: the format of the model's calls, one of `FORMATS`, or auto to detect it in the chat template.
+        enable_auto_tool_choice: whether the model may choose tools if a request does not say.
     """
 
     input_processor: InputProcessor
@@ -69,19 +69,19 @@ class ServedModel:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """The form of the model's calls, if it is known."""
+        """The format of the model's calls, if it is known."""
         given = self.tool_call_parser
-        return found_format(self.input_processor) if given == "auto" else FORMATS[given]
+        return detect_format(self.input_processor) if given == "auto" else FORMATS[given]
 
     def check_name(self, name: str | None) -> None:
-        """Raises a WireError 404 when a request names another model."""
+        """Raise a WireError 404 when a request names another model."""
         if name is not None and name not in self.names:
-            words = f"there is no model {name[:100]!r} here, but {', '.join(self.names)} (--served-model-name)"
-            raise WireError(words, "model", 404, "model_not_found")
+            problem = f"there is no model {name[:100]!r} here, but {', '.join(self.names)} (--served-model-name)"
+            raise WireError(problem, "model", 404, "model_not_found")
 
 
 def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
-    """Reads the request that a body holds, if it is what `model` describes, not too large and not nested too deeply."""
+    """Parse a body as `model`. Raise WireError if it is invalid, too large or nested too deeply."""
     if len(body) > limits.max_body_bytes:
         raise WireError(f"the body has more than {limits.max_body_bytes} bytes (--max-body-bytes)", status=413)
     with as_wire_errors(None):
@@ -94,7 +94,7 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     if not isinstance(value, dict):
         raise WireError("the body must be a JSON object")
     with as_wire_errors(None):
-        limits.check("max_nesting", _depth(value), "lists and objects lie too deep in one another", "flatten them")
+        limits.check("max_nesting", _depth(value), "lists and objects are nested too deeply", "flatten them")
     try:
         request = model.model_validate(value)
     except ValidationError as error:
@@ -102,25 +102,25 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     if model.model_config.get("extra") == "ignore":
         ignored = sorted(name for name in value.keys() - model.model_fields.keys() if value[name] is not None)
         if ignored:
-            _tell_ignored(model.__name__, *map(shortened, ignored[:_MAX_TOLD]))
+            _log_ignored(model.__name__, *map(shortened, ignored[:_MAX_LOGGED]))
     return request
 
 
 @lru_cache(maxsize=256)
-def _tell_ignored(model: str, *names: str) -> None:
-    """Logs once, for each of the latest sets of names, that these fields of a request change nothing."""
-    _log.info("a %s had fields that change nothing here: %s", model, ", ".join(map(ascii, names)))
+def _log_ignored(model: str, *names: str) -> None:
+    """Log that these fields of a request are ignored, once for each set of names in the cache."""
+    _log.info("a %s had fields that are ignored: %s", model, ", ".join(map(ascii, names)))
 
 
 def num_elements(body: bytes, enough: int) -> int:
-    """Counts strings, lists and objects in a body of JSON, names of fields included, at least to more than `enough`.
+    """Count strings, lists and objects in a JSON body, including field names, without parsing it.
 
-    They are counted without being made. Of what is no JSON, those before its first mistake are counted at least.
+    Counting may stop at more than `enough`. In an invalid body, at least the elements before its first mistake count.
     """
-    most = body.count(b'"') // 2 + _num_opened(body)
-    if most <= enough:
-        return most
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
+    upper_bound = body.count(b'"') // 2 + _num_opened(body)
+    if upper_bound <= enough:
+        return upper_bound
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every remaining quote begins or ends a string
     num_strings = (plain.count(b'"') + 1) // 2
     if num_strings > enough:
         return num_strings
@@ -132,7 +132,7 @@ def _num_opened(text: bytes) -> int:
 
 
 def _depth(value: object) -> int:
-    """Counts how deep lists and objects lie in one another; the parser of JSON has bounded it already."""
+    """Return the nesting depth of lists and objects. The JSON parser has bounded it already."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max((_depth(child) for child in children if isinstance(child, dict | list)), default=0)
 
@@ -140,12 +140,12 @@ def _depth(value: object) -> int:
 def completion_requests(
     request: CompletionRequest, served: ServedModel, grammar: str | None = None
 ) -> list[EngineRequest]:
-    """Makes one engine request per prompt, in order; `grammar` is what `grammar_of` returned, if it was called."""
+    """Make one engine request per prompt, in order. `grammar` is the result of `grammar_of`, if it was called."""
     _check_sizes(request, served.limits)
     scored = (request.prompt_logprobs, request.logprobs if request.echo else None)
     params = _params(
         request,
-        # The engine makes 1 at least; `echo` with 0 leaves it out of the answer.
+        # The engine makes at least 1 token. The response to `max_tokens` 0 omits it.
         max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else max(1, request.max_tokens),
         logprobs=request.logprobs,
         prompt_logprobs=max((count for count in scored if count is not None), default=None),
@@ -153,13 +153,13 @@ def completion_requests(
     grammar = grammar_of(request, served) if grammar is None else grammar
     input_processor = served.input_processor
     given: Any = request.prompt
-    is_one = isinstance(given, str) or isinstance(given[0], int)
-    prompts = [given] if is_one else given
+    is_single = isinstance(given, str) or isinstance(given[0], int)
+    prompts = [given] if is_single else given
     with as_wire_errors("n"):
-        asked = f"{params.n} for each of {len(prompts)} prompts are {len(prompts) * params.n} choices"
-        served.limits.check("max_choices", len(prompts) * params.n, asked, "send several requests")
-    named = [("prompt" if is_one else f"prompt[{index}]", prompt) for index, prompt in enumerate(prompts)]
-    for name, prompt in named:  # all of them before the first is tokenized
+        problem = f"{params.n} for each of {len(prompts)} prompts are {len(prompts) * params.n} choices"
+        served.limits.check("max_choices", len(prompts) * params.n, problem, "send several requests")
+    named = [("prompt" if is_single else f"prompt[{index}]", prompt) for index, prompt in enumerate(prompts)]
+    for name, prompt in named:  # check all prompts before the first is tokenized
         if isinstance(prompt, str):
             with as_wire_errors(name):
                 input_processor.check_chars(len(prompt))
@@ -171,7 +171,7 @@ def completion_requests(
                 text, with_special = prompt, request.add_special_tokens is not False
                 ids = input_processor.tokenize(text, add_special_tokens=with_special)
                 if not ids:
-                    raise ValueError("this model's tokenizer has no token for anything in this text")
+                    raise ValueError("this model's tokenizer has no tokens for this text: give another one")
             salt = request.cache_salt or ""
             engine_requests.append(input_processor.checked(text, ids, params, grammar, cache_salt=salt))
         if request.max_tokens is not None:
@@ -181,13 +181,13 @@ def completion_requests(
 
 
 def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: str | None = None) -> EngineRequest:
-    """Makes a conversation's engine request; for `grammar` see `completion_requests`."""
+    """Make the engine request of a conversation. `grammar` is the result of `grammar_of`, if it was called."""
     _check_sizes(request, served.limits)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    most: int | None = getattr(request, name)
+    max_tokens: int | None = getattr(request, name)
     params = _params(
         request,
-        max_tokens=most,
+        max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
@@ -200,14 +200,14 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
         special = served.input_processor.special_tokens
         shown = tuple(special[marker] for marker in form.markers if marker in special)
         engine_request = replace(engine_request, shown_token_ids=shown)
-    if most is not None:
+    if max_tokens is not None:
         with as_wire_errors(name):
-            check_room(name, most, len(ids), served.input_processor.max_model_len)
+            check_room(name, max_tokens, len(ids), served.input_processor.max_model_len)
     return engine_request
 
 
 def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """Answers a request for tokens."""
+    """Return the body of the response to `/tokenize`."""
 
     def check_chars(length: int) -> None:
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
@@ -227,20 +227,20 @@ def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
 
 
 def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """Answers a request for text; special tokens have the text that stands for them."""
+    """Return the body of the response to `/detokenize`. Special tokens appear by name."""
     length, vocab_size = len(request.tokens), served.input_processor.vocab_size
     with as_wire_errors("tokens"):
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
     if served.input_processor.tokenizer is None:
         raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
-    wrong = next((token for token in request.tokens if token >= vocab_size), None)
-    if wrong is not None:
-        raise WireError(f"token id {wrong} is not in the vocabulary: ids go from 0 to {vocab_size - 1}", "tokens")
+    unknown = next((token for token in request.tokens if token >= vocab_size), None)
+    if unknown is not None:
+        raise WireError(f"token id {unknown} is not in the vocabulary: ids go from 0 to {vocab_size - 1}", "tokens")
     return {"prompt": served.input_processor.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 
 def grammar_kind(request: GenerationRequest) -> str:
-    """Returns the kind of structured output, `text` if it is free; to check one but `json_object` may take seconds."""
+    """Return the kind of structured output, or `text` for free text. Checks of all but `json_object` take seconds."""
     if isinstance(request, ChatCompletionRequest) and request.callable_functions:
         return "tools"
     if request.structured_outputs is not None:
@@ -252,7 +252,7 @@ def grammar_kind(request: GenerationRequest) -> str:
 
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
-    """Returns the grammar that the request's outputs must follow; empty if they are free."""
+    """Return the grammar of the request's outputs, or an empty text for free text."""
     if isinstance(request, ChatCompletionRequest) and (called := tool_format(request, served)) is not None:
         return _tool_grammar(request, called, served.input_processor)
     with as_wire_errors(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
@@ -261,23 +261,23 @@ def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
 
 
 def tool_format(request: ChatCompletionRequest, served: ServedModel) -> ToolFormat | None:
-    """Returns the form of the calls that an answer may have; None if it may have none."""
+    """Return the format of the calls that an answer may have, or None without calls."""
     if not request.callable_functions:
         return None
     with as_wire_errors("tools"):
         served.input_processor.check_knows_tools()
     remedy = "set tool_choice to required, or to a function"
     if request.tool_choice in (None, "auto") and not served.enable_auto_tool_choice:
-        raise WireError(f"the model may not choose by itself here (--enable-auto-tool-choice): {remedy}", "tool_choice")
+        raise WireError(f"auto is disabled on this server (--enable-auto-tool-choice): {remedy}", "tool_choice")
     if request.tool_choice in (None, "auto") and served.tool_format is None:
         parsers = ", ".join(FORMATS)
-        known = f"it is not known how this model writes calls (--tool-call-parser {parsers})"
-        raise WireError(f"{known}: {remedy}", "tool_choice")
+        problem = f"the format of this model's calls is not known (--tool-call-parser {parsers})"
+        raise WireError(f"{problem}: {remedy}", "tool_choice")
     return served.tool_format or FORMATS["llama3_json"]
 
 
 def call_reader(request: ChatCompletionRequest, served: ServedModel) -> Callable[[], CallReader] | None:
-    """Returns what makes a reader of calls for one output; None if it may have none."""
+    """Return a constructor of the call readers of outputs, or None if outputs have no calls."""
     if (form := tool_format(request, served)) is None:
         return None
     is_text = request.response_format is None or request.response_format.type == "text"
@@ -308,7 +308,7 @@ def _tool_grammar(request: ChatCompletionRequest, form: ToolFormat, input_proces
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """Returns what outputs must follow; None if they are free, ValueError when that is not of the right form."""
+    """Return the constraint of outputs, or None for free text. Raise ValueError if the constraint is malformed."""
     chosen = request.response_format
     if isinstance(chosen, JsonObjectFormat):
         has_schema = chosen.schema_ is not None
@@ -324,7 +324,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
 def _params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    given: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     with as_wire_errors(None):
         return SamplingParams(
             **given,
@@ -341,13 +341,15 @@ def _rendered(
     input_processor: InputProcessor,
     check_chars: Callable[[int], None],
 ) -> tuple[str, list[int]]:
-    """Renders a conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
-    assert request.messages is not None, "the caller has looked"
+    """Render a conversation as text and token ids. `check_chars` bounds the contents first, then the text."""
+    assert request.messages is not None, "the caller has checked"
     variables = request.chat_template_kwargs or {}
-    if variables and (taken := sorted(variables.keys() & _not_variables())):
-        raise WireError(f"{shortened(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
-    is_told = not isinstance(request, ChatCompletionRequest) or request.tool_choice != "none"
-    tools = [tool.for_template() for tool in request.tools or () if is_told]
+    if variables and (reserved := sorted(variables.keys() & _not_variables())):
+        raise WireError(
+            f"{shortened(reserved[0])} is not a variable of templates: leave it out", "chat_template_kwargs"
+        )
+    shows_tools = not isinstance(request, ChatCompletionRequest) or request.tool_choice != "none"
+    tools = [tool.for_template() for tool in request.tools or () if shows_tools]
     with as_wire_errors("messages"):
         check_chars(sum(map(_num_chars, request.messages)))
         try:
@@ -370,7 +372,7 @@ def _num_chars(message: GivenMessage | AssistantMessage) -> int:
 
 
 def _for_template(messages: Sequence[GivenMessage | AssistantMessage]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates know them: without null, with arguments as objects and functions by name."""
+    """Return messages in the form of chat templates: without null, with arguments as objects, functions by name."""
     names, plain = dict[str | None, str](), [message.model_dump(exclude_none=True) for message in messages]
     for message, shown in zip(messages, plain, strict=True):
         if isinstance(message, AssistantMessage):
@@ -384,7 +386,7 @@ def _for_template(messages: Sequence[GivenMessage | AssistantMessage]) -> list[d
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """Parses the arguments of a call; what a model wrote that is no object is kept as it is."""
+    """Parse the arguments of a call. A text that is no JSON object is returned unchanged."""
     try:
         value = json.loads(text or "{}")
     except (json.JSONDecodeError, RecursionError):
@@ -400,9 +402,9 @@ def _check_sizes(request: GenerationRequest | TokenizeRequest, limits: RequestLi
 
 @lru_cache(maxsize=1)
 def _not_variables() -> frozenset[str]:
-    """Lists the names that a template's variables cannot have, since rendering has parameters of these names."""
-    from transformers import PreTrainedTokenizerBase  # noqa: PLC0415 - who has a tokenizer has imported it
+    """Return the names that a template's variables cannot have: names of parameters of the rendering functions."""
+    from transformers import PreTrainedTokenizerBase  # noqa: PLC0415 - imported already if there is a tokenizer
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
 
     renderers = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
-    return frozenset(("messages", *(name for one in renderers for name in signature(one).parameters)))
+    return frozenset(("messages", *(name for renderer in renderers for name in signature(renderer).parameters)))

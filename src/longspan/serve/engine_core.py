@@ -1,7 +1,7 @@
-"""The engine core of a server: `python -m longspan.serve.engine_core FOLDER`, its setup a line of JSON on stdin.
+"""The engine core of a server: `python -m longspan.serve.engine_core FOLDER`, with its setup as JSON on stdin.
 
-It ends when the API server tells it to, and when its standard input closes: with the API server, however that ends.
-This module is light: the process that forks workers imports PyTorch while this one does, not afterwards.
+It ends at a `Quit` message, and when its standard input closes, which happens however the API server ends.
+This module imports little, so that the process that forks workers imports PyTorch concurrently with this process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from longspan.runtime.executor.forkserver import start_server
 
 
 def main() -> None:
-    """Runs until told to quit; exits with 1 when it cannot start or workers do not come back."""
+    """Run until a `Quit` message. Exit with 1 if the engine cannot start or lost workers cannot be replaced."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the API server decides when to stop
-    tempfile.tempdir = folder = sys.argv[1]  # what lies in it is removed with it, whoever of the two is killed
+    tempfile.tempdir = folder = sys.argv[1]  # both processes remove this folder at their end
     line = sys.stdin.buffer.readline()
     if not line:  # the API server is gone already
         shutil.rmtree(folder, ignore_errors=True)
         return
-    end_with_parent(sys.stdin.fileno(), remove=folder)  # and workers end with us
+    end_with_parent(sys.stdin.fileno(), remove=folder)  # workers end with this process
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("longspan").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)

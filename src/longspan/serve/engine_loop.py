@@ -1,8 +1,8 @@
-"""The loop of an engine core: it takes engine requests, runs the engine, and sends what each step brings.
+"""The loop of an engine core: it receives engine requests, runs the engine, and sends the outputs of each step.
 
-When a worker is lost, new ones are started and every request goes on where it was, exactly: tokens that were sent stay
-sent, since recomputing gives the same KV and random numbers are keyed by position. A request that was running in two
-losses is taken for their cause and fails.
+When a worker is lost, new workers start and every request resumes exactly at its last token. Recomputed KV is the
+same, and random numbers are keyed by position. A request that was running in two losses is assumed to be their cause
+and fails.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ import zmq
 from longspan.core.fleets import fleet_text
 from longspan.core.request import ContextLengthError, FinishReason, Request
 from longspan.errors import OutOfMemoryError, ParameterError, WorkerLostError
+from longspan.running_requests import RunningRequests
 from longspan.serve import messages
 from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
-from longspan.text.output_processor import OutputProcessor, RequestState
+from longspan.text.output_processor import RequestState
 
 _log = logging.getLogger("longspan")
 _MAX_LOSSES = 2
-"""A request fails that was running in this many losses of workers, one after the other."""
+"""A request fails if it was running in this number of consecutive losses of workers."""
 _MAX_ATTEMPTS = 3
-"""The number of starts of workers that may fail, or be followed by no token, one after the other."""
+"""Number of consecutive starts of workers that may fail or bring no token."""
 _PAUSE_S = 1.0
 _STATS_INTERVAL_S = 0.5
 
 
 def serve(setup_json: bytes, folder: str) -> int:
-    """Runs until told to quit; returns 1 when it cannot start or workers do not come back, else 0.
+    """Run until a `Quit` message. Return 1 if the engine cannot start or lost workers cannot be replaced, else 0.
 
     Args:
         setup_json: `EngineSetup` as JSON.
-        folder: where the API server listens.
+        folder: the folder of the API server's socket.
     """
     setup = msgspec.json.decode(setup_json, type=messages.EngineSetup)
     with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
@@ -75,7 +76,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
         try:
             EngineLoop(service, setup, socket).run()
         except (WorkerLostError, OSError) as error:
-            _log.error("workers do not come back: %s", error)
+            _log.error("lost workers cannot be replaced: %s", error)
             socket.send(msgspec.msgpack.encode(messages.Ended(str(error))))
             return 1
     return 0
@@ -83,7 +84,7 @@ def _run(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _Served:
-    """A request of the API server, and how much of each choice was sent to it."""
+    """A request of the API server, and the part of each choice that was sent."""
 
     id: int
     state: RequestState
@@ -105,20 +106,20 @@ class EngineLoop:
         self._service, self._setup, self._socket = service, setup, socket
         self._engine = service.engine
         self._served: dict[int, _Served] = {}
-        self._outputs: OutputProcessor[_Served] = OutputProcessor(service.engine)
+        self._running: RunningRequests[_Served] = RunningRequests(service.engine)
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
         self._resharding: messages.SetParallel | None = None
         self._stats_due_s, self._quitting = 0.0, False
-        self._most_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
+        self._max_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
         service.executor.wakeup = socket
 
     def run(self) -> None:
-        """Serves until told to quit.
+        """Serve until a `Quit` message.
 
         Raises:
-            WorkerLostError: when workers do not come back.
+            WorkerLostError: lost workers cannot be replaced.
         """
         while not self._quitting:
             try:
@@ -127,7 +128,7 @@ class EngineLoop:
                 self._restart(error)
 
     def _advance(self) -> None:
-        """Takes commands and a completion, whichever come; waits for one of them when there is nothing else to do."""
+        """Handle the pending commands and run one step. Without work, wait for a command or a lost worker."""
         while self._socket.poll(0):
             self._handle(self._commands.decode(self._socket.recv()))
             if self._quitting:
@@ -138,8 +139,8 @@ class EngineLoop:
                 self._resharded(self._resharding.id)
         else:
             self._engine.check_when_idle()
-            self._send_outputs(messages.StepOutputs(), with_stats=True)  # the API server is to hear that we live
-            # Raises when a worker is lost, ends when there is a command.
+            self._send_outputs(messages.StepOutputs(), with_stats=True)  # a sign of life
+            # Raises if a worker is lost, returns if there is a command.
             self._service.executor.poll(self._setup.engine_timeout_s / 4)
 
     def _handle(self, command: messages.Command) -> None:
@@ -164,7 +165,7 @@ class EngineLoop:
             self._send(messages.Failed(number, str(error)))
 
     def _set_parallel(self, command: messages.SetParallel) -> None:
-        """Begin a change of the fleet. Its options are set also if the fleet cannot change."""
+        """Begin a change of the fleet. The options are set even if the fleet cannot change."""
         try:
             self._service.reshard(command.parallel, command.options)
             self._resharding = command
@@ -174,7 +175,7 @@ class EngineLoop:
                 self._set_policy(None, command.options)
             self._send(messages.Failed(command.id, str(error)))
         except RuntimeError:
-            self._send(messages.Failed(command.id, "another change is under way: ask again once it is done"))
+            self._send(messages.Failed(command.id, "another change is under way: repeat the request when it is done"))
 
     def _add(self, command: messages.Add) -> None:
         number, engine_request = command.id, command.engine_request
@@ -184,8 +185,8 @@ class EngineLoop:
                 return
             state = RequestState(engine_request, self._service.input_processor.tokenizer)
             served = _Served(id=number, state=state, sent=[_Sent() for _ in range(engine_request.params.n)])
-            self._outputs.start(served)
-        except ValueError as error:  # the fleet has changed meanwhile, or the check of the API server lacks something
+            self._running.start(served)
+        except ValueError as error:  # the fleet has changed, or only the engine checks this
             code = error.code if isinstance(error, ContextLengthError) else None
             reason = f"{'' if code else 'the engine refused the request: '}{error}"
             self._send(messages.Failed(number, reason, "prompt", code=code))
@@ -194,25 +195,25 @@ class EngineLoop:
         self._send(messages.Accepted(number))
 
     def _why_full(self, engine_request: EngineRequest, *, is_retry: bool = False) -> str | None:
-        """Returns why the queue has no room for an engine request, or None if it has."""
-        most, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
+        """Return why the queue has no capacity for an engine request, or None."""
+        max_reqs, max_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
         load, num_tokens = self._engine.load(), len(engine_request.token_ids)
-        if load.num_waiting >= most:
-            reason = f"{load.num_waiting} requests are waiting, of at most {most} (--max-num-queued-reqs)"
-        # Whatever its length, a prompt may wait alone.
-        elif load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
-            words = f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be"
-            reason = f"{words} more than {most_tokens} (--max-num-queued-tokens)"
+        if load.num_waiting >= max_reqs:
+            reason = f"{load.num_waiting} requests are waiting, of at most {max_reqs} (--max-num-queued-reqs)"
+        # A prompt of any length may wait alone.
+        elif load.num_waiting and load.num_waiting_tokens + num_tokens > max_tokens:
+            sum_ = f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be"
+            reason = f"{sum_} more than {max_tokens} (--max-num-queued-tokens)"
         else:
             return None
         if is_retry:
             return reason
-        self._engine.emit()  # some that were added just now need not wait
+        self._engine.emit()  # may admit requests that were added just now
         return self._why_full(engine_request, is_retry=True)
 
     def _step(self) -> None:
-        """Takes completions of the workers, or waits for one, and sends what they brought."""
-        touched, outputs = self._outputs.step(self._most_wait_s), messages.StepOutputs()
+        """Handle completions of the workers, or wait for one, and send the outputs."""
+        touched, outputs = self._running.step(self._max_wait_s), messages.StepOutputs()
         if touched:
             self._num_attempts = 0
         for served, error in touched.items():
@@ -220,7 +221,7 @@ class EngineLoop:
                 self._send(messages.Failed(served.id, f"the tokenizer cannot decode the output: {error!r:.200}"))
                 self._drop(served, "error")
                 continue
-            if (failure := served.state.failure) is not None:  # an output without an end is no answer
+            if (failure := served.state.failure) is not None:  # its output is incomplete
                 self._send(messages.failed(served.id, *failure))
                 self._drop(served, "error")
                 continue
@@ -232,7 +233,7 @@ class EngineLoop:
     def _send_outputs(self, outputs: messages.StepOutputs, *, with_stats: bool = False) -> None:
         now = time.monotonic()
         if with_stats or now >= self._stats_due_s:
-            self._stats_due_s = now + self._most_wait_s
+            self._stats_due_s = now + self._max_wait_s
             outputs.stats = self._stats()
         elif not outputs.deltas:
             return
@@ -255,14 +256,14 @@ class EngineLoop:
             if request.choice == 0 and sent.num_tokens == 0 and request.metrics.ttft_s is not None:
                 outputs.ttft_s.append(request.metrics.ttft_s)
                 outputs.num_prompt_tokens += len(request.prompt)
-            outputs.tbt_s += request.metrics.tbt_s[max(0, sent.num_tokens - 1) :]  # the first token has none
+            outputs.tbt_s += request.metrics.tbt_s[max(0, sent.num_tokens - 1) :]  # none before the first token
             if choice.finished and not sent.finished:
                 outputs.finished.append(_finished(request, served))
             sent.num_characters += len(delta.text)
             sent.num_tokens, sent.finished = len(request.output), choice.finished
 
     def _drop(self, served: _Served, reason: FinishReason) -> None:
-        """Ends a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
+        """End a request that no client waits for. Blocks of a step in flight are freed when the step completes."""
         outputs = messages.StepOutputs()
         for choice, sent in zip(served.state.choices, served.sent, strict=True):
             if not sent.finished:
@@ -274,21 +275,21 @@ class EngineLoop:
     def _forget(self, served: _Served, outputs: messages.StepOutputs) -> None:
         outputs.longest_outputs.append(max(len(choice.request.output) for choice in served.state.choices))
         del self._served[served.id]
-        self._outputs.forget(served)
+        self._running.forget(served)
 
     def _resharded(self, number: int | None) -> None:
-        """Tells that other instances serve now, and ends what they have no room for."""
+        """Report the new fleet, and end the requests that do not fit on its devices."""
         self._resharding, service = None, self._service
-        for served in self._outgrown(()):
+        for served in self._report_failures():
             self._drop(served, "error")
         self._send(messages.RequestLength(service.max_model_len))
         self._send(messages.ParallelSet(fleet_text(service.engine.config.fleet), service.policy_settings, number))
 
     def _restart(self, error: WorkerLostError) -> None:
-        most = self._setup.max_worker_restarts
-        does_without = most is not None and self._num_restarts >= most
-        _log.error("%s; %s", error, "going on without its instance" if does_without else "starting new workers")
-        self._send(messages.Restarting(str(error), is_replaced=not does_without))
+        max_restarts = self._setup.max_worker_restarts
+        is_replaced = max_restarts is None or self._num_restarts < max_restarts
+        _log.error("%s; %s", error, "starting new workers" if is_replaced else "continuing without its instance")
+        self._send(messages.Restarting(str(error), is_replaced=is_replaced))
         failed = []
         for served in self._served.values():
             if any(choice.request.group for choice in served.state.choices):
@@ -298,28 +299,29 @@ class EngineLoop:
                     cause = ", for lack of memory" if isinstance(error, OutOfMemoryError) else ""
                     reason = f"workers were lost {_MAX_LOSSES} times while this request ran{cause}"
                     self._send(messages.Failed(served.id, reason))
-        if does_without:
-            self._shrink(error)
-            failed += self._outgrown(failed)
-        else:
+        if is_replaced:
             self._start_workers(error)
             self._num_restarts += 1
-        for served in failed:  # not before: the engine tells workers to free what they hold, and there were none
+        else:
+            self._shrink(error)
+            failed += self._report_failures(failed)
+        for served in failed:  # after the start, since dropping a request sends `Free` to workers
             self._drop(served, "error")
         self._send(messages.Restarted())
-        if does_without:
+        if not is_replaced:
             if self._resharding is not None:
-                problem = f"a worker was lost meanwhile: the others serve on as {fleet_text(self._engine.config.fleet)}"
+                fleet = fleet_text(self._engine.config.fleet)
+                problem = f"a worker was lost meanwhile: the other instances serve as {fleet}"
                 self._send(messages.Failed(self._resharding.id, problem))
             self._resharded(None)
-        self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
+        self._send_outputs(messages.StepOutputs(), with_stats=True)  # no request runs now
 
     def _shrink(self, error: WorkerLostError) -> None:
-        """Serves on by the instances that are left. An instance whose new worker does not start is left out, too.
+        """Continue on the remaining instances, except instances whose new workers do not start.
 
         Raises:
-            WorkerLostError: the latest loss, when no instance is left or the policy needs more of them.
-            OSError: when no process can be started.
+            WorkerLostError: the latest loss, if no instance remains or the policy needs more instances.
+            OSError: no process can be started.
         """
         lost, num_failures = [error.rank], 0
         while True:
@@ -327,14 +329,14 @@ class EngineLoop:
                 self._service.shrink(*lost)
                 break
             except ValueError as problem:
-                most = self._setup.max_worker_restarts
                 reason = (
-                    f"{error.reason}; --max-worker-restarts {most} allows no further replacement, and the others "
-                    f"cannot go on ({problem}): allow more restarts, or start anew with more instances"
+                    f"{error.reason}; --max-worker-restarts {self._setup.max_worker_restarts} allows no further "
+                    f"replacement, and the other instances cannot continue ({problem}): allow more restarts, or start "
+                    "again with more instances"
                 )
                 raise WorkerLostError(error.rank, reason) from error
             except WorkerLostError as again:
-                _log.warning("%s; going on without its instance, too", again)
+                _log.warning("%s; continuing without its instance, too", again)
                 error = again
                 lost.append(error.rank)
             except OSError:  # the process that forks workers was lost, too
@@ -344,20 +346,16 @@ class EngineLoop:
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
         self._service.executor.wakeup = self._socket
-        _log.warning("going on as %s", fleet_text(self._engine.config.fleet))
+        _log.warning("continuing as %s", fleet_text(self._engine.config.fleet))
 
-    def _outgrown(self, told: Sequence[_Served]) -> list[_Served]:
-        """Tells of requests that have ended since the devices that are left have no room for them, unless that is
-        told.
-        """
-        found = []
+    def _report_failures(self, reported: Sequence[_Served] = ()) -> list[_Served]:
+        """Report and return the requests that do not fit on the remaining devices, except those `reported` before."""
+        failed = []
         for served in self._served.values():
-            if served in told:
-                continue
-            if (failure := served.state.failure) is not None:
+            if served not in reported and (failure := served.state.failure) is not None:
                 self._send(messages.failed(served.id, *failure))
-                found.append(served)
-        return found
+                failed.append(served)
+        return failed
 
     def _start_workers(self, error: Exception) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPES = {
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Returns the body of an answer with this HTTP status."""
+    """Return the body of a response with this HTTP status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
 
@@ -34,7 +34,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 def error_response(
     status: int, message: str, *, retry_after_s: int | None = None, **fields: str | None
 ) -> JSONResponse:
-    """Returns an answer with the body of `error_body`; `retry_after_s` says when to come again."""
+    """Return a response with the body of `error_body`. `retry_after_s` is its header `retry-after`, in seconds."""
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
     return JSONResponse(error_body(status, message, **fields), status_code=status, headers=headers)
 
@@ -48,9 +48,9 @@ class ServeError(Exception):
     """A request that is not served.
 
     Attributes:
-        status: of the HTTP answer.
-        param: the field of the request that is the cause, such as `messages[0].content`; None if it is none of them.
-        code: the word that clients know the error by; None for its status.
+        status: status of the HTTP response.
+        param: the field of the request that is the cause, such as `messages[0].content`. None if no field is.
+        code: the error's code for clients. By default its status.
     """
 
     status = 500
@@ -59,7 +59,7 @@ class ServeError(Exception):
 
 
 class WireError(ServeError, ValueError):
-    """A request that is not served, through its sender's mistake."""
+    """A request that is not served because of a mistake in it."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -67,25 +67,25 @@ class WireError(ServeError, ValueError):
 
 
 class QueueFullError(ServeError):
-    """The queue has no room for a request; it can be sent again later."""
+    """The queue has no capacity for a request. The client can send it again later."""
 
     status = 503
 
 
 class EngineLostError(ServeError):
-    """The engine cannot answer a request, through no fault of the request's sender."""
+    """The engine cannot answer a request that has no mistake."""
 
 
 class NotServingError(EngineLostError):
-    """The engine computes nothing now, or nothing new is taken any more."""
+    """The engine computes nothing now, or the server accepts no new requests."""
 
     status = 503
 
 
 class RequestFailedError(ServeError):
-    """The engine goes on, but this request cannot, and would not the next time either.
+    """The engine goes on, but this request fails, and would fail again.
 
-    Its sender is not to blame unless there is a `param`.
+    A field of the request is the cause only if there is a `param`.
     """
 
     def __init__(self, reason: str, param: str | None = None, code: str | None = None) -> None:
@@ -94,22 +94,22 @@ class RequestFailedError(ServeError):
 
 
 class ClientGoneError(ServeError):
-    """Nobody waits for the answer: the client has disconnected."""
+    """The client has disconnected and waits for no response."""
 
     status = 499
 
 
 class DeadlineError(ServeError):
-    """The request took longer than it may."""
+    """The request took longer than its timeout."""
 
     status = 504
 
 
 @contextmanager
 def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Makes a WireError of a ValueError in here. It blames `param`, or the parameter that the error carries.
+    """Turn a ValueError of the block into a WireError. Its field is `param`, or the parameter of the error.
 
-    `names` are the fields that stand for parameters of other names.
+    `names` maps parameters to fields of other names.
     """
     try:
         yield
@@ -123,12 +123,12 @@ def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) ->
         raise WireError(str(error), param) from error
 
 
-def wire_error(found: ValidationError, body: object) -> WireError:
-    """Makes one error of what pydantic has found wrong with a body; it repeats at most a few characters of it.
+def wire_error(invalid: ValidationError, body: object) -> WireError:
+    """Turn pydantic's errors about a body into one error, which repeats at most a few characters of the body.
 
-    Of the alternatives that a field has, the one that a value came closest to is reported.
+    If a field has alternatives, the alternative that the value matches best is reported.
     """
-    errors = found.errors(include_url=False)
+    errors = invalid.errors(include_url=False)
     params = [_param(error, body) for error in errors]
     for error, path in zip(errors, params, strict=True):
         if isinstance(cause := error.get("ctx", {}).get("error"), WireError):
@@ -139,13 +139,13 @@ def wire_error(found: ValidationError, body: object) -> WireError:
     return _at(worst, WireError(", or: ".join(messages) + _given(closest[0])))
 
 
-def shortened(text: str, most: int = _MAX_ECHO) -> str:
-    """Returns the beginning of a text, marked where it is cut."""
-    return text if len(text) <= most else text[: most - 3] + "..."
+def shortened(text: str, max_chars: int = _MAX_ECHO) -> str:
+    """Return the beginning of a text, with dots if it is cut."""
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 def _at(path: Sequence[str | int], error: WireError) -> WireError:
-    """Places an error in the value that is found by `path`, which is written as in `messages[0].content`."""
+    """Return an error about the value at `path`, which the message writes as in `messages[0].content`."""
     steps = path if error.param is None else [*path, error.param]
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     param = shortened(text.removeprefix("."), _MAX_PARAM) or None
@@ -158,7 +158,7 @@ def _message(error: ErrorDetails) -> str:
 
 
 def _given(error: ErrorDetails) -> str:
-    """Returns the words that repeat a value, if it is short enough."""
+    """Return `, but VALUE given`, or an empty text if the value is long or missing."""
     value = error.get("input")
     small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
     if error["type"] in {"missing", "union_tag_invalid"} or not (small or value is None):
@@ -167,13 +167,13 @@ def _given(error: ErrorDetails) -> str:
 
 
 def _param(error: ErrorDetails, body: object) -> list[str | int]:
-    """Returns the path to the error in the body, without pydantic's names for alternatives of a field."""
+    """Return the path of the error in the body, without pydantic's names for alternatives of a field."""
     path: list[str | int] = []
     at, location = body, error["loc"]
     for index, step in enumerate(location):
         is_there = step in at if isinstance(at, dict) else isinstance(at, list) and isinstance(step, int)
         if is_there:
-            at = at[step]  # type: ignore[index]  # a list or a dict, and never too short: pydantic has been there
+            at = at[step]  # type: ignore[index]  # a list or a dict with this index, by pydantic
         if is_there or (index == len(location) - 1 and error["type"] == "missing"):
             path.append(step)
     return path

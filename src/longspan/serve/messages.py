@@ -19,10 +19,11 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Settings with which the engine core starts.
 
     Attributes:
-        max_num_queued_reqs, max_num_queued_tokens: bounds of what waits.
-        engine_timeout_s: an engine core that serves and says nothing for so long is taken for lost; with nothing
-            else to say, it sends `Stats` four times as often.
-        max_worker_restarts: lost workers are replaced so often, and then done without; None for as often as need be.
+        max_num_queued_reqs, max_num_queued_tokens: bounds of waiting requests.
+        engine_timeout_s: an engine core that serves and sends nothing in this time is treated as lost. An idle engine
+            core sends `Stats` four times in it.
+        max_worker_restarts: number of times that lost workers are replaced. Afterwards their instances are removed.
+            None for no limit.
     """
 
     engine: EngineArgs
@@ -33,9 +34,9 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """An engine request under an id that the API server has chosen; its grammar stands for its structured output.
+    """An engine request under an id of the API server. Its grammar replaces its structured output.
 
-    If it `is_accepted`, it had a place in the queue of an engine core that was lost, and has one now.
+    If it `is_accepted`, an engine core that was lost had queued it, and the queue's bounds do not apply.
     """
 
     id: int
@@ -44,15 +45,15 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Stop computing a request: nobody waits for it any more."""
+    """Stop computing a request whose client waits no longer."""
 
     id: int
 
 
 class SetPolicy(msgspec.Struct, frozen=True, tag=True):
-    """Change options of the policy; the answer is `PolicySet` or `Failed` with the same id.
+    """Change options of the policy. The reply is `PolicySet` or `Failed` with the same id.
 
-    There is no id when a new engine core is set as the last one was.
+    The id is None if the command repeats earlier changes for a new engine core.
     """
 
     id: int | None
@@ -60,10 +61,10 @@ class SetPolicy(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetParallel(msgspec.Struct, frozen=True, tag=True):
-    """Take another parallel spec; the answer is `ParallelSet`, once that is done, or `Failed` with the same id.
+    """Change the parallel spec. The reply is `ParallelSet`, when that is done, or `Failed`, with the same id.
 
-    There is no id when a new engine core is set as the last one was. The `options` of the policy that were changed
-    before come with the spec then, because the policy follows from both.
+    The id is None if the command repeats earlier changes for a new engine core. It then has the changed `options` of
+    the policy, too, because the policy follows from both.
     """
 
     id: int | None
@@ -79,9 +80,9 @@ Command = Add | Cancel | SetPolicy | SetParallel | Quit
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one choice, from the engine core to the answer; see `outputs.CompletionOutput`.
+    """New tokens of one choice, see `outputs.CompletionOutput`.
 
-    Logprobs are there if asked for, those of the prompt with the first delta of a request.
+    It has logprobs if they are requested. The first delta of a request has the logprobs of the prompt.
     """
 
     id: int
@@ -98,7 +99,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 def delta_of(
     number: int, state: RequestState, index: int, *, text_start: int = 0, token_start: int = 0, with_prompt: bool = True
 ) -> Delta:
-    """Returns what choice `index` of request `number` has brought from these positions of its output on."""
+    """Return the output of choice `index` of request `number` from these positions on."""
     choice = state.choices[index]
     request = choice.request
     return Delta(
@@ -118,9 +119,9 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine core can serve.
 
     Attributes:
-        name, tokenizer_dir, trust_remote_code: see `ModelFiles`; there is no folder where only token ids are served.
-        parallel: the spec of its instances.
-        num_kv_blocks: of all instances together.
+        name, tokenizer_dir, trust_remote_code: see `ModelFiles`. `tokenizer_dir` is None if only token ids are served.
+        parallel: the parallel spec of its instances.
+        num_kv_blocks: number of KV blocks of all instances together.
     """
 
     name: str
@@ -140,7 +141,7 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine core ends without having served: by the user's mistake, or a worker that did not start.
 
     Attributes:
-        parameter: the one that the mistake is in, if it is in one; `reason` is the problem with it then.
+        parameter: the wrong parameter, if the mistake is in one. `reason` is the problem with it then.
     """
 
     reason: str
@@ -149,22 +150,22 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The engine core ends although it has served: its workers cannot be replaced."""
+    """The engine core ends after it has served: its lost workers cannot be replaced."""
 
     reason: str
 
 
 class PolicySet(msgspec.Struct, frozen=True, tag=True):
-    """The policy's settings from now on are these."""
+    """The policy has these settings from now on."""
 
     settings: PolicySettings
     id: int | None
 
 
 class ParallelSet(msgspec.Struct, frozen=True, tag=True):
-    """The parallel spec from now on is this one, and the policy was resolved for it.
+    """The instances have this parallel spec from now on, and the policy was resolved for it.
 
-    There is no id when a loss of workers has changed it.
+    The id is None if a loss of workers has changed the spec.
     """
 
     parallel: str
@@ -173,7 +174,7 @@ class ParallelSet(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestLength(msgspec.Struct, frozen=True, tag=True):
-    """The longest request from now on: prompt and output together, in tokens. A change under way counts as made."""
+    """The longest request from now on: prompt and output together, in tokens, as after a change under way."""
 
     max_model_len: int
 
@@ -185,12 +186,12 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A command ends with an error, a request perhaps long after it was accepted; others go on.
+    """A command ends with an error. A request may fail long after it was accepted.
 
     Attributes:
-        param: the field of the request that is the cause; None when its sender is not to blame.
-        is_full: the queue has no room for the request.
-        code: the word that clients know the error by; None for its HTTP status.
+        param: the field of the request that is the cause. None if no field is.
+        is_full: the queue has no capacity for the request.
+        code: the error's code for clients. None for its HTTP status.
     """
 
     id: int | None
@@ -201,12 +202,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 def failed(number: int, kind: ErrorKind, reason: str) -> Failed:
-    """Reports that request `number` ended with an error. Only a grammar is its sender's choice."""
+    """Return the report that request `number` ended with an error. Only a grammar is a field of the request."""
     return Failed(number, reason, kind) if kind == "structured_outputs" else Failed(number, reason, code=kind)
 
 
 class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice has finished: what metrics and traces say of it. Of a stage that it never reached, seconds are None."""
+    """A choice has finished: its figures for metrics and traces. The seconds of a stage are None if not reached."""
 
     id: int
     reason: FinishReason
@@ -224,15 +225,15 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state at a moment, and its counters since it started.
 
     Attributes:
-        num_kv_blocks: of all instances together.
+        num_kv_blocks: number of KV blocks of all instances together.
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
-        num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
+        num_prefix_queries, num_prefix_hits: prompt tokens looked up, and found, in the prefix cache.
         num_external_queries, num_host_hits: tokens whose KV was looked up, and found, in the memory of hosts.
         num_disk_hits: tokens whose KV was found on disks.
-        num_kv_violations: violations that checks of the KV account have found, see `core/kv/check.py`.
+        num_kv_violations: violations that checks of the KV account have detected, see `core/kv/check.py`.
         host_blocks, disk_blocks: KV blocks that hosts and their disks hold, each of `block_bytes`.
-        bytes_sent: between ranks, or copied to and from hosts, since the start.
+        bytes_sent: bytes sent between ranks, or copied to and from hosts, since the start.
     """
 
     num_kv_blocks: int
@@ -255,12 +256,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
-    """The outputs that one engine step has brought.
+    """The outputs of one engine step.
 
     Attributes:
-        ttft_s, num_prompt_tokens: of requests that got their first token, the latter of all together.
-        tbt_s: between each new token and the one before it in its choice.
-        longest_outputs: of each request that has ended, the tokens of its longest choice.
+        ttft_s: times to first token of the requests that got their first token.
+        num_prompt_tokens: sum of the prompt lengths of these requests.
+        tbt_s: seconds between each new token and the previous token of its choice.
+        longest_outputs: tokens of the longest choice of each request that has ended.
     """
 
     deltas: list[Delta] = []
@@ -273,14 +275,14 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Restarting(msgspec.Struct, frozen=True, tag=True):
-    """The workers were lost; nothing is served until `Restarted`. Without a replacement the other instances go on."""
+    """No request is served until `Restarted`, since workers were lost. Without `is_replaced`, other instances go on."""
 
     reason: str
     is_replaced: bool = True
 
 
 class Restarted(msgspec.Struct, frozen=True, tag=True):
-    """New workers have started, and requests go on."""
+    """New workers have started, and requests resume."""
 
 
 Report = (
@@ -299,5 +301,5 @@ Report = (
 
 
 def address(folder: str) -> str:
-    """Returns the address of the socket between the two."""
+    """Return the address of the socket between API server and engine core."""
     return f"ipc://{Path(folder) / 'engine.sock'}"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of `/metrics`, under vLLM's names."""
+"""Prometheus metrics of `/metrics`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TTFT_S = (0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
-"""Bounds of the histograms' buckets: those of vLLM, and longer ones for long prompts."""
+"""Bounds of the histograms' buckets: vLLM's bounds, and larger bounds for long prompts."""
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT_S),
@@ -27,15 +27,15 @@ _HISTOGRAMS = {
     "request_queue_time_seconds": ("From arrival to admission.", _REQUEST_S),
     "request_prefill_time_seconds": ("From admission to the first token.", _REQUEST_S),
     "request_decode_time_seconds": ("From the first token to the last.", _REQUEST_S),
-    "request_time_per_output_token_seconds": ("The mean time between the tokens of an output.", _TOKEN_S),
+    "request_time_per_output_token_seconds": ("Mean time between the tokens of an output.", _TOKEN_S),
     "request_prompt_tokens": ("Length of prompts.", _TOKENS),
     "request_generation_tokens": ("Length of outputs.", _TOKENS),
     "request_max_num_generation_tokens": ("Length of the longest output of a request.", _TOKENS),
-    "iteration_tokens_total": ("Output tokens of a step, and those of prompts that it has ended.", _TOKENS),
+    "iteration_tokens_total": ("Output tokens of a step, and tokens of prompts whose prefill it has ended.", _TOKENS),
 }
-"""Histograms by name: their help and their buckets."""
+"""Help and buckets of the histograms by name."""
 _COUNTERS = (
-    ("num_preemptions", "num_preemptions", "How often a request gave up its KV to others."),
+    ("num_preemptions", "num_preemptions", "Number of preemptions: a request released its KV for another."),
     ("num_prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("num_prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("num_external_queries", "external_prefix_cache_queries", "Tokens looked up in the memory of hosts."),
@@ -44,26 +44,26 @@ _COUNTERS = (
     (
         "num_kv_violations",
         "kv_cache_violations",
-        "Mistakes in the account of KV blocks that a check of the idle engine found: the log has details.",
+        "Violations in the account of KV blocks that a check of the idle engine detected: the log has details.",
     ),
-    ("num_restarts", "worker_restarts", "How often lost workers were replaced."),
+    ("num_restarts", "worker_restarts", "Number of times that lost workers were replaced."),
 )
-"""Counters of an engine core: the field of `Stats`, the metric, its help."""
+"""Counters of an engine core: field of `Stats`, metric name, help."""
 
 _Values = Mapping[Any, float]
 """Values of a family by a tuple of labels."""
 
-# When each series began is of no use to anybody, and these would be further series.
+# The creation times of counters would be further series without use.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # as prometheus_client has it
 
 
 class Metrics(Collector):
-    """Counts what engine steps bring; `text` is the page.
+    """Counts the outputs of engine steps. `text` is the page.
 
     Args:
-        prefix: of all names, with its colon: `longspan:`, or `vllm:` for dashboards made for vLLM.
+        prefix: prefix of all names, with its colon: `longspan:`, or `vllm:` for dashboards made for vLLM.
         model_name: the label of every series.
-        num_kv_blocks: of all instances together.
+        num_kv_blocks: number of KV blocks of all instances together.
     """
 
     def __init__(self, prefix: str, model_name: str, *, num_instances: int, num_kv_blocks: int) -> None:
@@ -91,7 +91,7 @@ class Metrics(Collector):
         registry.register(self)
 
     def take_step(self, outputs: StepOutputs) -> None:
-        """Counts what an engine step has brought."""
+        """Count the outputs of an engine step."""
         num_tokens = sum(len(delta.token_ids) for delta in outputs.deltas)
         self._generation_tokens.inc(num_tokens)
         if outputs.deltas:
@@ -120,7 +120,7 @@ class Metrics(Collector):
                 self._histograms[name].observe(value)
 
     def _take_stats(self, stats: Stats) -> None:
-        """Takes stats of the engine core; what those before it have counted is added."""
+        """Set the stats, with the counters of earlier engine cores added."""
         lost = self._lost
         self._stats = replace(
             stats,
@@ -130,25 +130,26 @@ class Metrics(Collector):
         )
 
     def take_loss(self) -> None:
-        """Resets gauges while there is no engine core; another one counts from 0 again, but counters stay."""
+        """Reset gauges while there is no engine core. Counters keep their values, though a new core counts from 0."""
         self._num_losses += 1
         none = [0] * len(self._stats.used_blocks)
         self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none, host_blocks=0)
 
     def text(self) -> bytes:
-        """Returns the page in Prometheus' exposition format."""
+        """Return the metrics in Prometheus' exposition format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what the latest stats say, one family after the other."""
+        """Yield the metric families of the latest stats."""
         stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", {(): stats.num_running})
-        yield self._gauge("num_requests_waiting", "Requests that wait for room.", {(): stats.num_waiting})
+        yield self._gauge("num_requests_waiting", "Requests that wait for KV.", {(): stats.num_waiting})
         used_share = sum(stats.used_blocks) / stats.num_kv_blocks
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", {(): used_share})
         for field, name, words in _COUNTERS:
             yield self._counter(name, words, {(): getattr(stats, field)})
-        yield self._counter("engine_restarts", "How often a lost engine core was replaced.", {(): self._num_losses})
+        words = "Number of times that a lost engine core was replaced."
+        yield self._counter("engine_restarts", words, {(): self._num_losses})
         words = "Bytes of KV in the memory of hosts."
         yield self._gauge("local_cache_usage", words, {(): stats.host_blocks * stats.block_bytes})
         words = "Bytes of KV on the disks of hosts."
@@ -160,7 +161,7 @@ class Metrics(Collector):
         busy_s = {(str(instance),): value for instance, value in enumerate(stats.busy_s)}
         words = "Seconds in which an instance had a step to run; its rate is the busy share."
         yield self._counter("instance_busy_seconds", words, busy_s, "instance")
-        words = "Bytes sent between ranks, on the same host or from one host to another, or copied to and from it."
+        words = "Bytes sent between ranks of one host or of several hosts, or copied to and from a host."
         yield self._counter("exchanged_bytes", words, stats.bytes_sent, "exchange", "link")
 
     def _gauge(self, name: str, words: str, values: _Values, *labels: str) -> Metric:

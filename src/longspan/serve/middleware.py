@@ -1,6 +1,6 @@
-"""Layers that every request passes before a route sees it: HTTP/1.1, request id, key, sizes.
+"""Checks of every request before its route: HTTP/1.1, request id, key, sizes.
 
-The middlewares are plain ASGI, so that streams stay streams. All scopes are HTTP: the server has no other ones.
+The middlewares are plain ASGI, so that streams stay streams. All scopes are HTTP.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ OPEN_PATHS = frozenset({"/live", "/health", "/version"})
 """The only routes that need no key."""
 
 CONNECTIONS_LOG = "longspan.connections"
-"""The log of what anybody can cause as often as they like, without a request."""
+"""The logger of events that any client can cause at any rate without a request."""
 
 _log, _connections_log = logging.getLogger("longspan.access"), logging.getLogger(CONNECTIONS_LOG)
 LARGE_BODY_BYTES = 128 * 1024
-"""Below this, reading or tokenizing a body takes less than about a tenth of a second."""
+"""Below this size, reading or tokenizing a body takes less than about 0.1 s."""
 _DRAINING_S = 1.0
-"""The seconds that a body may take to come when its request comes while the server drains."""
+"""Timeout of a body, in seconds, if its request arrives while the server drains."""
 _MAX_DIGITS = 20
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def path_of(scope: Scope) -> str:
-    """Returns a request's path, without the prefix that a proxy in front may have left on it."""
+    """Return a request's path without the prefix of a proxy."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 class Intake:
-    """Requests that a server has taken and not answered yet; once it drains, it takes nothing new.
+    """Requests that a server has received and not answered yet. While it drains, it accepts no new requests.
 
     Attributes:
-        open_requests: an element for each, from its head to the last byte of its answer.
-        unread: deadlines of the bodies that are coming.
+        open_requests: an element for each request, from its head to the last byte of its response.
+        unread: deadlines of the bodies that are being read.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Intake:
         self.unread: set[asyncio.Timeout] = set()
 
     def drain(self) -> None:
-        """Takes nothing new, not even the rest of a body: who sends it slowly need not be waited for."""
+        """Accept nothing new, not even the rest of a body: a slow client must not delay the end."""
         self.draining = True
         for deadline in self.unread:
             if not deadline.expired():
@@ -70,10 +70,10 @@ class Intake:
 
 
 class RequestContext:
-    """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line.
+    """Gives each request an id, from its `x-request-id` or a new one, returns it in the response, and logs a line.
 
-    It also says which prefix a proxy in front takes off, as a server would that knows it. HEAD is answered as GET; the
-    protocol, which knows better, sends no body.
+    It also sets the scope's `root_path`, the prefix that a proxy removes. HEAD is answered as GET: the protocol sends
+    no body.
     """
 
     def __init__(self, app: ASGIApp, root_path: str, intake: Intake) -> None:
@@ -85,7 +85,7 @@ class RequestContext:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        begin_s, place = time.monotonic(), object()
+        begin_s, entry = time.monotonic(), object()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,22 +93,22 @@ class RequestContext:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        self._intake.open_requests.add(place)
+        as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        self._intake.open_requests.add(entry)
         try:
-            await self._app(asked, receive, send_with_id)
+            await self._app(as_get, receive, send_with_id)
         finally:
-            self._intake.open_requests.remove(place)
+            self._intake.open_requests.remove(entry)
             spent_s = time.monotonic() - begin_s
-            path = quote(scope["path"])  # so that nobody writes lines of their own into the log
+            path = quote(scope["path"])  # a path with line breaks must not forge lines of the log
             _log.info("%s %s %s %.3f s %s", scope["method"], path, state.get("status", "-"), spent_s, request_id)
 
 
 class Gate:
-    """Looks at the head of a request: answers 431 when it is too large, 401 unless the bearer token is one of the keys,
-    and 400 when it does not tell where its body ends.
+    """Checks the head of a request.
 
-    Without keys, everybody may ask.
+    It answers 431 if the head is too large, and 400 if the end of the body is ambiguous. If there are keys and the
+    bearer token is none of them, it answers 401.
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, keys: Sequence[str]) -> None:
@@ -116,12 +116,12 @@ class Gate:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The protocol bounds a head that comes in pieces, but not one that comes as a whole.
+        # The protocol bounds a head that arrives in pieces, but not a head in one piece.
         size = len(scope["path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in scope["headers"])
         app = self._app
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            # RFC 9112 6.1: whoever is in front of us may have read another body than we would.
+            # RFC 9112 6.1: a proxy may have read another body than this server would.
             app = error_response(400, "content-length and transfer-encoding exclude each other: send one of them")
             app.headers["connection"] = "close"
         elif size > self._max_header_bytes:
@@ -137,7 +137,7 @@ class Gate:
             return True
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(token.strip().encode("latin-1"))  # the bytes that were sent
-        # All are compared, each in constant time: time tells nothing of how near a guess was, nor to which key.
+        # Each key is compared in constant time, so that the time reveals nothing about a guess.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
@@ -147,12 +147,12 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that are too slow; those that
-    have not come when the server drains are answered 503.
+    """Bounds the size of bodies and the time in which they arrive.
 
-    The bodies of all open requests have `max_total_bytes` together; what would be more is answered 503. Those above
-    `LARGE_BODY_BYTES`, or of unknown length, leave an eighth of it to smaller ones: large uploads that do not end turn
-    nobody else away. Only a body that comes when there is no other may take all, so that none is turned away for ever.
+    It answers 413 to bodies of more than `max_bytes` without reading on, and 408 to slow bodies. Bodies that are
+    incomplete when the server drains are answered 503. The bodies of all open requests have at most `max_total_bytes`
+    together, or else 503 is answered. Bodies above `LARGE_BODY_BYTES`, or of unknown length, leave an eighth of this
+    sum to smaller bodies, so that endless uploads do not block other requests. A single body may use all of the sum.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, timeout_s: float, intake: Intake) -> None:
@@ -172,7 +172,7 @@ class BodyLimit:
         try:
             refusal = await self._read(receive, chunks, kept_free)
             if refusal is None:
-                chunks[:] = [b"".join(chunks)]  # it is kept once
+                chunks[:] = [b"".join(chunks)]  # keep one copy
                 whole: list[Message] = [{"type": "http.request", "body": chunks[0], "more_body": False}]
 
                 async def receive_whole() -> Message:
@@ -181,15 +181,15 @@ class BodyLimit:
                 await self._app(scope, receive_whole, send)
             else:
                 await refusal(scope, receive, send)
-        except _GoneError:  # nobody is left who could be answered
+        except _GoneError:  # the client has disconnected
             return
         finally:
             self._total_bytes -= sum(map(len, chunks))
 
     async def _read(self, receive: Receive, chunks: list[bytes], kept_free: int) -> Response | None:
-        """Reads the whole body into `chunks`; returns why it cannot be served, if so.
+        """Read the whole body into `chunks`. Return an error response if it cannot be served.
 
-        Beside other bodies it leaves `kept_free` bytes to them.
+        Unless it is the only body, it leaves `kept_free` bytes to other bodies.
         """
         size, more = 0, True
         deadline = asyncio.timeout(min(self._timeout_s, _DRAINING_S) if self._intake.draining else self._timeout_s)
@@ -205,8 +205,8 @@ class BodyLimit:
                     size += len(chunk)
                     if size > self._max_bytes:
                         return self._too_large()
-                    room = self._max_total_bytes - self._total_bytes - (0 if is_alone else kept_free)
-                    if chunk and len(chunk) > room:
+                    num_free = self._max_total_bytes - self._total_bytes - (0 if is_alone else kept_free)
+                    if chunk and len(chunk) > num_free:
                         words = f"open requests have bodies of {self._max_total_bytes} bytes together"
                         return error_response(503, f"{words} (--max-total-body-bytes)", retry_after_s=1)
                     chunks.append(chunk)
@@ -216,7 +216,7 @@ class BodyLimit:
                 answer = error_response(503, "the server is shutting down", retry_after_s=5)
             else:
                 answer = error_response(408, f"the body did not come within {self._timeout_s:g} s (--body-timeout)")
-            answer.headers["connection"] = "close"  # who is slow need not be listened to any longer
+            answer.headers["connection"] = "close"  # do not read on from a slow client
             return answer
         finally:
             self._intake.unread.discard(deadline)
@@ -227,23 +227,23 @@ class BodyLimit:
 
 
 class _GoneError(Exception):
-    """The client has left before the end of its request."""
+    """The client has disconnected before the end of its request."""
 
 
 _MAX_AHEAD_BYTES = 64 * 1024
 
 
 class HttpProtocol(H11Protocol):
-    """Answers 4xx, with an error body, to what cannot be read as a request, and closes the connection.
+    """Answers 4xx, with an error body, to bytes that are no request, and closes the connection.
 
-    Requests that are sent ahead of an answer wait for it. Reading goes on meanwhile, up to a limit: otherwise nobody
-    would notice that a client has left which has sent as much as a byte too many.
+    Pipelined requests wait for the previous response. Reading goes on up to a limit, since a disconnect is noticed only
+    by reading.
 
-    With uvicorn's `limit_concurrency` N, at most N - 1 connections are open: the next is answered 503 and closed. When
-    more than half of them are, no connection may wait long for its next request.
+    With uvicorn's `limit_concurrency` N, at most N - 1 connections are open: the next is answered 503 and closed. While
+    more than half of them are open, idle connections are closed early.
 
     Attributes:
-        head_timeout_s: within this time a request line and its headers must have come.
+        head_timeout_s: seconds in which a request line and its headers must arrive.
         crowded_timeout_s: the same while many connections are open, also between requests.
     """
 
@@ -254,19 +254,17 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        most = self.limit_concurrency
-        if most is not None and len(self.connections) >= most:
-            self.connections.discard(self)  # uvicorn would refuse requests of those that may stay
-            _connections_log.warning(
-                "%d connections are open, the most there may be: others are answered 503", most - 1
-            )
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE.value, "too many connections are open: come again later")
+        limit = self.limit_concurrency
+        if limit is not None and len(self.connections) >= limit:
+            self.connections.discard(self)  # uvicorn would refuse requests of the open connections
+            _connections_log.warning("%d connections are open, the maximum: more are answered 503", limit - 1)
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE.value, "too many connections are open: try again later")
         else:
             self._watch_head()
 
     def data_received(self, data: bytes) -> None:
         if self._is_kept_alive:
-            self._stop_timer()  # the time of a head begins with its first byte
+            self._stop_timer()  # the timeout of a head begins with its first byte
         super().data_received(data)
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= _MAX_AHEAD_BYTES:
             self.flow.resume_reading()
@@ -281,7 +279,7 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what uvicorn cannot read; it calls this while it handles the error that says why."""
+        """Answer bytes that uvicorn cannot parse. uvicorn calls this while it handles the parser's error."""
         error = sys.exception()
         status, reason = HTTPStatus.BAD_REQUEST.value, msg
         if isinstance(error, h11.RemoteProtocolError):
@@ -292,11 +290,11 @@ class HttpProtocol(H11Protocol):
 
     @property
     def _is_kept_alive(self) -> bool:
-        """Whether a request was answered and nothing has come since; uvicorn bounds that time, too."""
+        """Whether the connection is idle after a response. uvicorn bounds that time, too."""
         return self.timeout_keep_alive_task is not None
 
     def _watch_head(self) -> None:
-        """Bounds how long a request's head may take, from its first byte, or the connection's beginning."""
+        """Start the timeout of a request's head, at its first byte or the connection's beginning."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timer()
         elif self._head_timer is None:
@@ -304,7 +302,7 @@ class HttpProtocol(H11Protocol):
             self._look_after()
 
     def _look_after(self) -> None:
-        """Closes the connection if it has been idle for too long, and otherwise looks again."""
+        """Close the connection if it has been idle for too long, or check again later."""
         spent_s = self.loop.time() - self._idle_since_s
         limit_s = inf if self._is_kept_alive else self.head_timeout_s
         if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency // 2:
@@ -323,7 +321,7 @@ class HttpProtocol(H11Protocol):
             self._head_timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error, unless an answer has begun, and closes the connection."""
+        """Answer with an error, unless a response has begun, and close the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             body = json.dumps(error_body(status, message)).encode()
             headers = [

@@ -1,4 +1,4 @@
-"""Outputs of the engine core for an HTTP request, until they are taken."""
+"""The queue of the engine core's outputs for one HTTP request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from longspan.text.input_processor import EngineRequest
 Output = tuple[int, messages.Delta]
 """The index of an engine request, and new tokens of one of its choices."""
 _MAX_OUTPUTS = 64
-"""Few are handed out at once, because making their chunks holds up the event loop."""
+"""Outputs that `get` returns at once. Making the chunks of more outputs would block the event loop longer."""
 
 
 class OutputQueue:
-    """Holds what came for an HTTP request and was not taken; close it to cancel what has not come.
+    """Outputs of an HTTP request that were received and not taken. Closing it cancels the unfinished choices.
 
-    Who takes from it when the rest cannot come gets the error that says why.
+    `get` and `get_all` raise the error if an engine request cannot be finished.
 
     Attributes:
-        accepted: done when the engine core has queued all engine requests; its exception says why it has not.
+        accepted: done when the engine core has queued all engine requests, or has refused one, with the exception.
         finished: the choices that have finished, each with the index of its engine request.
     """
 
@@ -34,14 +34,14 @@ class OutputQueue:
         self._cancel = cancel
         self._unaccepted = set(range(len(engine_requests)))
         self._num_open = {index: request.params.n for index, request in enumerate(engine_requests)}
-        self._taken: set[int] = set()  # engine requests of which somebody has taken outputs
+        self._taken: set[int] = set()  # engine requests whose outputs `get` has returned
         self._was_repeated = False
         self._outputs: deque[Output] = deque()
         self._error: ServeError | None = None
         self._changed = asyncio.Event()
 
     async def get(self) -> list[Output]:
-        """Takes what has come; waits if there is nothing; returns nothing when all has been taken."""
+        """Remove and return outputs, waiting for the first. Return an empty list if all were taken."""
         while not self._outputs and self._error is None and self._num_open:
             await self._change()
         taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MAX_OUTPUTS))]
@@ -51,7 +51,7 @@ class OutputQueue:
         return taken
 
     async def get_all(self) -> list[Output]:
-        """Waits until everything has come, and returns it; until then nothing counts as taken."""
+        """Wait for all outputs and return them. Until then none counts as taken."""
         while self._num_open and self._error is None:
             await self._change()
         if self._error is not None:
@@ -59,20 +59,20 @@ class OutputQueue:
         return list(self._outputs)
 
     def close(self) -> None:
-        """Cancels what is not finished; its KV is freed on every rank."""
+        """Cancel the unfinished choices. Their KV is freed on every rank."""
         self._num_open.clear()
         self._outputs.clear()
         self._changed.set()
         self._cancel(self)
 
     def accept(self, index: int) -> None:
-        """Notes that the engine core has queued an engine request."""
+        """Record that the engine core has queued an engine request."""
         self._unaccepted.discard(index)
         if not self._unaccepted and not self.accepted.done():
             self.accepted.set_result(None)
 
     def put(self, index: int, delta: messages.Delta) -> bool:
-        """Adds a delta; returns whether it is the last one of its engine request."""
+        """Add a delta. Return True if it is the last delta of its engine request."""
         self._outputs.append((index, delta))
         if delta.finish_reason is not None and index in self._num_open:
             self._num_open[index] -= 1
@@ -82,16 +82,16 @@ class OutputQueue:
         return index not in self._num_open
 
     def fail(self, error: ServeError) -> None:
-        """Raises `error` to whoever takes the rest: nothing more will come."""
+        """Let `get` and `get_all` raise `error` instead of waiting for more outputs."""
         self._error = error
         self._changed.set()
         if not self.accepted.done():
             end_with(self.accepted, error)
 
     def repeat(self) -> bool:
-        """Forgets what is not finished, if it can be computed from its beginning, and returns whether it can.
+        """Discard the outputs of unfinished engine requests, to compute them again. Return False if that is impossible.
 
-        It can be once, and not when something of it has been taken already: the second time, it may differ.
+        It is possible once, and only if none of these outputs was taken, since recomputed outputs may differ.
         """
         if self._was_repeated or self._taken & self._num_open.keys():
             return False
@@ -107,6 +107,6 @@ class OutputQueue:
 
 
 def end_with(future: asyncio.Future[Any], error: Exception) -> None:
-    """Ends a future with an error, which asyncio does not log if the task that waited for it was cancelled before."""
+    """End a future with an error. asyncio does not log the error if the waiting task was cancelled."""
     future.set_exception(error)
     future.exception()

@@ -1,6 +1,6 @@
-"""Bodies of requests, as pydantic models. They are the OpenAPI document, too.
+"""Request bodies, as pydantic models. They are part of the OpenAPI document.
 
-A number is a number here and a string a string: nothing is converted. Null always means that a field was not given.
+Values of other types are not converted. Null always means that a field was not given.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing_extensions import TypeAliasType
 from longspan.core.options import OptionValue, PolicySettings, SettledError, option_text
 from longspan.serve.errors import WireError
 
-MOST = 2**31 - 1
-"""The bound of numbers that count something. Model and memory allow much less."""
+MAX_COUNT = 2**31 - 1
+"""Upper bound of counts. Model and memory allow much less."""
 
-Whole = Annotated[int, Field(ge=0, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 SomeText = Annotated[str, Field(min_length=1)]
 
 # Lists fail at their first wrong item: a body of a million wrong items must not make a million errors.
@@ -30,7 +30,7 @@ StopStrings = TypeAliasType("StopStrings", Annotated[list[SomeText], FailFast()]
 
 
 def _kind_of_prompt(value: object) -> str:
-    """Chooses the alternative of a prompt by its first item, so that only that one is tried."""
+    """Return the tag of a prompt's type by its first item, so that only this type is validated."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "token_lists"
@@ -52,12 +52,12 @@ LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(json_schema_extra={"additionalProperties": False}),
 ]
-"""JSON has no integer keys: token ids are written as strings."""
+"""Biases by token id. JSON has no integer keys, so the ids are strings."""
 
 Schema = dict[str, Any]
 
 
-_CHAT_TOOLS = "only conversations have tools: use /v1/chat/completions"
+_CHAT_TOOLS = "only chats have tools: use /v1/chat/completions"
 _NO_GUIDED = "use structured_outputs or response_format"
 _TEXT_ONLY = "only text is served"
 UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
@@ -65,8 +65,8 @@ UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
     "audio": ((), _TEXT_ONLY),
     "bad_words": (([],), "use logit_bias"),
     "chat_template": ((), "the model's own is used; chat_template_kwargs sets its variables"),
-    "chat_template_kwargs": (({},), "only conversations have a template: use /v1/chat/completions"),
-    "continue_final_message": ((False,), "only conversations have a template: use /v1/chat/completions"),
+    "chat_template_kwargs": (({},), "only chats have a template: use /v1/chat/completions"),
+    "continue_final_message": ((False,), "only chats have a template: use /v1/chat/completions"),
     "custom_logit_processor": ((), "use logit_bias or structured_outputs"),
     "documents": (([],), "put documents into a message"),
     "echo": ((False,), "only /v1/completions repeats a prompt"),
@@ -94,18 +94,18 @@ UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
     "top_logprobs": ((0,), "use logprobs, which is a number here"),
     "truncate_prompt_tokens": ((), "shorten the prompt"),
     "use_beam_search": ((False,), "use n and temperature"),
-    "web_search_options": ((), "put what is to be known into a message"),
+    "web_search_options": ((), "put the results of a search into a message"),
     "whitespace_pattern": ((), "use grammar"),
 }
 """Fields of OpenAI's and vLLM's API that would change the answer and are not served.
 
-Each has its neutral values, beside null, and what to do instead. Other unknown fields are ignored, as they are by
-OpenAI's and vLLM's servers.
+Each has its neutral values, in addition to null, and a remedy. Other unknown fields are ignored, as by OpenAI's and
+vLLM's servers.
 """
 
 
 class WireModel(BaseModel):
-    """Ignores fields that it does not know, but refuses those of `UNSERVED` that are not neutral."""
+    """Ignores unknown fields, except fields of `UNSERVED` with a value that is not neutral."""
 
     model_config = ConfigDict(
         strict=True,
@@ -123,19 +123,19 @@ class WireModel(BaseModel):
             for name, value in data.items():
                 if name in cls.model_fields or name not in UNSERVED or value is None:
                     continue
-                neutral, instead = UNSERVED[name]
+                neutral, remedy = UNSERVED[name]
                 if value not in neutral:
-                    raise WireError(f"it is not supported: {instead}", name)
+                    raise WireError(f"it is not supported: {remedy}", name)
         return data
 
 
 class StreamOptions(WireModel):
-    """Options of what a stream sends beside the text."""
+    """Options of the chunks of a stream."""
 
     include_usage: bool | None = None
-    """End with a chunk that has no choices, but the usage of the whole request."""
+    """End with a chunk that has no choices but the usage of the whole request."""
     continuous_usage_stats: bool | None = None
-    """Every chunk has the usage of its choice so far; needs `include_usage`."""
+    """Every chunk has the usage of its choice so far. Needs `include_usage`."""
 
 
 class TextFormat(WireModel):
@@ -145,14 +145,14 @@ class TextFormat(WireModel):
 
 
 class JsonObjectFormat(WireModel):
-    """The output is any JSON object, or, as in llama.cpp, one that follows a schema."""
+    """The output is any JSON object, or, as in llama.cpp, a JSON object that follows a schema."""
 
     type: Literal["json_object"]
     schema_: Schema | None = Field(default=None, alias="schema")
 
 
 class NamedSchema(WireModel):
-    """A JSON schema; outputs always follow it, `strict` or not."""
+    """A JSON schema that outputs always follow, `strict` or not."""
 
     name: str
     schema_: Schema = Field(alias="schema")
@@ -171,13 +171,13 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 def exactly_one(*names: str) -> Schema:
-    """Returns the JSON schema which says that one of these fields is given; null and false do not count."""
+    """Return the JSON schema that requires exactly one of these fields. Null and false count as not given."""
     given = {"not": {"enum": [None, False]}}
     return {"oneOf": [{"required": [name], "properties": {name: given}} for name in names]}
 
 
 def check_exactly_one(values: Mapping[str, object]) -> None:
-    """Raises a WireError unless one of these fields is given, and no other."""
+    """Raise a WireError unless exactly one of these fields is given."""
     given = [name for name, value in values.items() if value is not None and value is not False]
     if len(given) != 1:
         raise WireError(f"exactly one of {', '.join(values)} must be given, but {' and '.join(given) or 'none'} is")
@@ -187,7 +187,7 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class StructuredOutputs(WireModel):
-    """Constraint that outputs must follow: exactly one of these."""
+    """Constraint that outputs must follow: exactly one of these fields."""
 
     model_config = ConfigDict(json_schema_extra=exactly_one(*_CONSTRAINTS))
 
@@ -209,12 +209,12 @@ class StructuredOutputs(WireModel):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Returns the constraints by their names in JSON."""
+        """The constraints by their names in JSON."""
         return {name: self.json_ if name == "json" else getattr(self, name) for name in _CONSTRAINTS}
 
 
 def has_value(field: str, schema: Schema) -> Schema:
-    """Returns the JSON schema which says that a field is given, with a value that follows another one."""
+    """Return the JSON schema that requires a field with a value that follows `schema`."""
     return {"required": [field], "properties": {field: schema}}
 
 
@@ -226,23 +226,23 @@ ONE_CONSTRAINT: Schema = {
 
 
 class GenerationRequest(WireModel):
-    """Fields that completions and chats have in common; those that are not given have OpenAI's defaults."""
+    """Fields that completions and chats have in common. Fields that are not given have OpenAI's defaults."""
 
     model: str | None = None
-    """One of `/v1/models`; may be left out."""
-    n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    """A name of `/v1/models`. May be omitted."""
+    n: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     """Choices per prompt."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     """0 or -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     logit_bias: LogitBias | None = None
-    """Token id, as a string, to what is added to its logit."""
+    """Values to add to logits, by token id as a string."""
     seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
     """-1 for none."""
     stop: SomeText | StopStrings | None = None
@@ -251,7 +251,7 @@ class GenerationRequest(WireModel):
     """Output tokens before which nothing but `max_tokens` ends an output."""
     ignore_eos: bool | None = None
     prompt_logprobs: Whole | None = None
-    """Report the log-probability of each prompt token, and of so many of the most likely tokens."""
+    """Report the log-probability of each prompt token, and of this number of most likely tokens."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Ignored without `stream`."""
@@ -259,7 +259,7 @@ class GenerationRequest(WireModel):
     structured_outputs: StructuredOutputs | None = None
     """Not together with a `response_format` other than text."""
     add_special_tokens: bool | None = None
-    """The tokenizer adds its special tokens to a text; by default to prompts, but not to conversations."""
+    """The tokenizer adds its special tokens to a text. By default to prompts, but not to conversations."""
     cache_salt: SomeText | None = None
     """Requests share KV only if they have the same salt, or if they have none."""
     return_token_ids: bool | None = None
@@ -268,7 +268,7 @@ class GenerationRequest(WireModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_second_counts(cls, data: object) -> object:
-        """Refuses two more numbers that would change the answer, unless they repeat another one: some clients do so."""
+        """Refuse `best_of` and `max_completion_tokens`, unless they equal `n` and `max_tokens` as some clients send."""
         if isinstance(data, dict):
             for name, other, default in (("best_of", "n", 1), ("max_completion_tokens", "max_tokens", None)):
                 if name not in cls.model_fields and data.get(name) not in (None, data.get(other) or default):
@@ -289,11 +289,11 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     max_tokens: Whole | None = None
-    """16 by default; 0 for none, which is of use with `echo`."""
+    """Default 16. 0 for no tokens, which is useful with `echo`."""
     echo: bool | None = None
-    """Begin the text, and the logprobs, with the prompt's."""
+    """Begin the text and the logprobs with the prompt."""
     logprobs: Whole | None = None
-    """Report the log-probability of each token, and of so many of the most likely tokens."""
+    """Report the log-probability of each token, and of this number of most likely tokens."""
 
 
 class DetokenizeRequest(WireModel):
@@ -305,23 +305,22 @@ class DetokenizeRequest(WireModel):
 
 _MAX_CHARACTERS = 4096
 
-Given = (
-    Annotated[str, Field(max_length=_MAX_CHARACTERS)] | bool | Annotated[int, Field(ge=-MOST, le=MOST)] | float | None
-)
-"""An option's value: a text as the command line has it, a number, true, false, or null to take the option back."""
+GivenText = Annotated[str, Field(max_length=_MAX_CHARACTERS)]
+Given = GivenText | bool | Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | float | None
+"""An option's value: a text as on the command line, a number, true, false, or null to remove the option."""
 
 
 class PolicyUpdate(WireModel):
-    """`POST /admin/policy`: options of the policy, by name, that are to change."""
+    """`POST /admin/policy`: the new values of the policy's options, by name."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Given] = Field(init=False)
 
     def options(self, settings: PolicySettings) -> dict[str, str | None]:
-        """Returns the options as texts, if the policy has all of them and they may change.
+        """Return the options as texts.
 
         Raises:
-            WireError: 400 for no option, or one that the policy lacks, 409 for one that may not change while it serves.
+            WireError: 400 for no option or an unknown option, 409 for an option that cannot change while it serves.
         """
         if not self.__pydantic_extra__:
             names = ", ".join(settings.changeable) or "it has none"
@@ -340,18 +339,18 @@ class PolicyUpdate(WireModel):
 class Parallel(WireModel):
     """`GET` and `POST /admin/parallel`: the parallel spec of the instances that serve."""
 
-    parallel: Annotated[str, Field(max_length=_MAX_CHARACTERS)]
+    parallel: GivenText
 
 
 class PolicyInfo(BaseModel):
-    """`GET /admin/policy`, and what a change answers: the policy with all options as they are in force."""
+    """`GET /admin/policy`, and the response to a change: the policy and all its options in force."""
 
     policy: str
     options: dict[str, OptionValue]
     changeable: list[str]
-    """The options that may change while it serves."""
+    """The options that can change while the policy serves."""
 
     @classmethod
     def of(cls, settings: PolicySettings) -> PolicyInfo:
-        """Makes the body of an answer of a policy's settings."""
+        """Make the response body of a policy's settings."""
         return cls(policy=settings.name, options=dict(settings.options), changeable=list(settings.changeable))

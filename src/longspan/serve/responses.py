@@ -1,6 +1,6 @@
-"""Answers of `/v1/completions` and `/v1/chat/completions`, made of deltas: whole bodies, or the chunks of a stream.
+"""Responses of `/v1/completions` and `/v1/chat/completions`, made of deltas: whole bodies, or the chunks of a stream.
 
-Logprobs are written as OpenAI's two interfaces and vLLM write them.
+Logprobs have the forms of OpenAI's two interfaces and of vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
@@ -23,7 +22,7 @@ from longspan.serve.messages import Delta, delta_of, failed
 from longspan.serve.requests import CompletionRequest
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import Choice
-from longspan.text.tokenizer import Detokenizer, token_bytes, token_text
+from longspan.text.tokenizer import Detokenizer, echo_of, token_bytes, token_text
 from longspan.text.tools import CallDelta, CallReader
 
 if TYPE_CHECKING:
@@ -38,16 +37,15 @@ _BODIES: dict[str, type[TextRequest]] = {
     "/v1/chat/completions": ChatCompletionRequest,
 }
 _NO_PROMPT_FIELDS: Body = {"prompt_logprobs": None, "prompt_token_ids": None}
-"""A whole answer has them even if nobody asked: some clients read them without looking whether they are there."""
-_LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
-_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+"""Fields of every whole answer, because some clients read them unconditionally."""
+_MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have."""
 
 
 def prepared(
     request: TextRequest, served: ServedModel, *, request_id: str, model: str, grammar: str | None = None
 ) -> Assembler:
-    """Makes the engine requests of a request and returns what makes its answer, which calls the model `model`.
+    """Make the engine requests of a request and return the assembler of its answer, in which the model is `model`.
 
     For `grammar` and errors see `completion_requests`.
     """
@@ -61,7 +59,7 @@ def prepared(
 
 
 def engine_requests_of(url: str, body: bytes, served: ServedModel) -> Sequence[EngineRequest]:
-    """Makes the engine requests of a request by its route and its JSON; raises a WireError if it cannot be served."""
+    """Make the engine requests of a request by its route and its JSON. Raise WireError if it cannot be served."""
     request = read_request(_BODIES[url], body, served.limits)
     return prepared(request, served, request_id="", model="").engine_requests
 
@@ -71,18 +69,18 @@ def answer_each(
     model: ServedModel,
     requests: Iterable[tuple[TagT, str, bytes]],
     *,
-    most: int,
-    most_waiting_tokens: int,
+    max_groups: int,
+    max_waiting_tokens: int,
     stepped: Callable[[Sequence[Choice]], object] | None = None,
 ) -> Iterator[tuple[TagT, int, Body]]:
-    """Answers requests without HTTP, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
+    """Answer requests without HTTP, `max_groups` concurrently, and yield each answer as soon as it is done.
 
-    A request is a tag of the caller's, its route and its JSON; an answer is the tag, its HTTP status and its body. A
-    request that cannot be served gets the answer that an HTTP server would have given, and stops nobody. For the other
-    arguments see `LLM.finish_each`.
+    A request is a tag of the caller, a route and JSON. An answer is the tag, an HTTP status and a body. A request that
+    cannot be served gets the answer of an HTTP server and does not affect other requests. `requests` is read lazily.
+    For the other arguments see `LLM.finish_each`.
 
     Raises:
-        WorkerLostError: when a worker dies or raises.
+        WorkerLostError: a worker dies or raises.
     """
 
     def group(tag: TagT, url: str, body: bytes) -> tuple[tuple[TagT, Assembler | ServeError], Sequence[EngineRequest]]:
@@ -90,7 +88,7 @@ def answer_each(
             request = read_request(_BODIES[url], body, model.limits)
             model.check_name(request.model)
             if request.stream:
-                raise WireError("answers in a batch file are not streamed: leave it out", "stream")
+                raise WireError("batch files have no streamed answers: leave it out", "stream")
             assembler = prepared(request, model, request_id=uuid.uuid4().hex, model=model.names[0])
             with as_wire_errors("messages" if isinstance(request, ChatCompletionRequest) else "prompt"):
                 for engine_request in assembler.engine_requests:
@@ -100,10 +98,10 @@ def answer_each(
         return (tag, assembler), assembler.engine_requests
 
     groups = (group(*request) for request in requests)
-    finished = llm.finish_each(groups, most=most, most_waiting_tokens=most_waiting_tokens, stepped=stepped)
-    for (tag, prepared_or_wrong), states in finished:
+    finished = llm.finish_each(groups, max_groups=max_groups, max_waiting_tokens=max_waiting_tokens, stepped=stepped)
+    for (tag, prepared_request), states in finished:
+        answer = prepared_request
         failure = next((state.failure for state in states if state.failure is not None), None)
-        answer = prepared_or_wrong
         if failure is not None:
             report = failed(0, *failure)
             answer = RequestFailedError(report.reason, report.param, report.code)
@@ -122,12 +120,12 @@ class AnswerChoice:
 
     Attributes:
         prompt: the index of its engine request.
-        index: among all choices of the answer.
-        deltas: all of them, unless the answer is streamed.
-        begun: whether a stream has sent anything of it.
-        text_end: where the next token begins in its text, in characters, if offsets are asked for.
-        detokenizer: finds that.
-        reader: finds calls in its text, if it may have some.
+        index: its index among all choices of the answer.
+        deltas: its deltas, empty if the answer is streamed.
+        begun: True once a stream has sent a chunk of it.
+        text_end: position of the next token in its text, in characters, if offsets are requested.
+        detokenizer: determines `text_end`.
+        reader: parses the calls in its text, if it may have calls.
     """
 
     engine_request: EngineRequest
@@ -142,10 +140,10 @@ class AnswerChoice:
 
 
 class Assembler(ABC):
-    """Makes one answer: by `add` and `whole`, or, streaming, by `chunks` and `last_chunks`.
+    """Makes one answer: by `add` and `whole`, or, for a stream, by `chunks` and `last_chunks`.
 
-    Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with what `head` says. `reader`
-    makes what finds calls in an output, if outputs may have some.
+    Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with the fields of `head`.
+    `reader` makes a call reader for each output, if outputs may have calls.
     """
 
     whole_object: str
@@ -176,23 +174,23 @@ class Assembler(ABC):
         self._prompt_logprobs: dict[int, Sequence[LogprobsOfToken | None]] = {}  # by engine request
         self._head = head
         options = request.stream_options
-        self._tells_usage = bool(options and options.include_usage)
-        self._always_tells_usage = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._has_usage = bool(options and options.include_usage)
+        self._chunks_have_usage = bool(options and options.include_usage and options.continuous_usage_stats)
 
     def add(self, prompt: int, delta: Delta) -> None:
-        """Takes in a delta of the engine request with this index."""
-        choice, delta = self._seen(prompt, delta)
+        """Add a delta of the engine request with index `prompt`."""
+        choice, delta = self._record(prompt, delta)
         choice.num_tokens += len(delta.token_ids)
         choice.deltas.append(delta)
 
     def whole(self) -> Body:
-        """Returns the body of the answer; every engine request is finished."""
+        """Return the body of the answer when every engine request is finished."""
         choices = [self.whole_choice(choice, _joined(choice.deltas)) for choice in self.choices]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(*self.choices)}
 
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
-        """Returns what a stream sends for a delta; that may be nothing."""
-        choice, delta = self._seen(prompt, delta)
+        """Return the chunks of a stream for a delta. There may be none."""
+        choice, delta = self._record(prompt, delta)
         chunks = [] if choice.begun else [self._chunk(choice, body) for body in self.opening_choices(choice)]
         choice.num_tokens += len(delta.token_ids)
         chunks += [self._chunk(choice, body) for body in self.chunk_choices(choice, delta)]
@@ -201,56 +199,56 @@ class Assembler(ABC):
 
     def _chunk(self, choice: AnswerChoice, body: Body) -> Body:
         chunk: Body = {**self._head, "object": self.chunk_object, "choices": [body]}
-        if self._tells_usage:  # as OpenAI's: null but in the last chunk
-            chunk["usage"] = self._usage(choice) if self._always_tells_usage else None
+        if self._has_usage:  # as in OpenAI's streams: null except in the last chunk
+            chunk["usage"] = self._usage(choice) if self._chunks_have_usage else None
         return chunk
 
     def last_chunks(self) -> list[Body]:
-        """Returns what a stream sends when every engine request is finished."""
-        if not self._tells_usage:
+        """Return the chunks of a stream after every engine request is finished."""
+        if not self._has_usage:
             return []
         return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(*self.choices)}]
 
     @abstractmethod
     def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
-        """Returns a choice of an answer that is not streamed; `delta` is all of it."""
+        """Return a choice of an answer that is not streamed. `delta` is its whole output."""
 
-    def opening_choices(self, choice: AnswerChoice) -> Sequence[Body]:  # noqa: ARG002 - some kinds have some
-        """Returns the choices of the chunks with which a stream begins a choice, before its first token."""
+    def opening_choices(self, choice: AnswerChoice) -> Sequence[Body]:  # noqa: ARG002 - for chats
+        """Return the choices of the chunks before the first token of a choice."""
         return ()
 
     @abstractmethod
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        """Yields the choices of the chunks that a delta makes."""
+        """Yield the choices of the chunks of a delta. The last chunk of a choice has the finish reason."""
 
     def shown(self, delta: Delta) -> Delta:
-        """Returns what the answer shows of a delta."""
+        """Return the part of a delta that the answer shows."""
         return delta
 
     def prompt_fields(self, choice: AnswerChoice) -> Body:
-        """Returns what is asked for of a choice's prompt; its logprobs come with the first delta."""
+        """Return the requested fields of a choice's prompt. Its logprobs are part of the first delta."""
         body: Body = {}
         if (num_top := self.request.prompt_logprobs) is not None:
-            scores = self._prompt_logprobs[choice.prompt]
-            body["prompt_logprobs"] = [None if one is None else _prompt_logprobs(one, num_top) for one in scores]
+            tokens = self._prompt_logprobs[choice.prompt]
+            body["prompt_logprobs"] = [None if token is None else _prompt_logprobs(token, num_top) for token in tokens]
         if self.request.return_token_ids:
             body["prompt_token_ids"] = choice.engine_request.token_ids
         return body
 
     def output_fields(self, delta: Delta, logprobs: Body | None) -> Body:
-        """Returns what both kinds of answers say of a delta beside its text."""
+        """Return the fields of a delta other than its text that both kinds of answers have."""
         body: Body = {"logprobs": logprobs, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         return body | ({"token_ids": delta.token_ids} if self.request.return_token_ids else {})
 
-    def _seen(self, prompt: int, delta: Delta) -> tuple[AnswerChoice, Delta]:
-        """Notes what a delta says of its prompt; returns its choice and what is shown of it."""
+    def _record(self, prompt: int, delta: Delta) -> tuple[AnswerChoice, Delta]:
+        """Record the delta's facts about its prompt. Return its choice and the part that the answer shows."""
         self._num_cached[prompt] = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
         return self.choices[prompt * self._n + delta.choice], self.shown(delta)
 
     def _usage(self, *choices: AnswerChoice) -> Body:
-        """Returns the usage of some choices; a prompt counts once."""
+        """Return the usage of some choices. Each prompt counts once."""
         prompts = {choice.prompt: len(choice.engine_request.token_ids) for choice in choices}
         num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in choices)
         return {
@@ -262,7 +260,7 @@ class Assembler(ABC):
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Returns one delta with all that successive deltas of a choice bring."""
+    """Return successive deltas of a choice as one delta."""
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     return replace(
         deltas[-1],
@@ -280,11 +278,10 @@ class ChatAssembler(Assembler):
     request: ChatCompletionRequest
 
     def whole(self) -> Body:
-        """Returns the body of the answer, with what is asked for of the prompt."""
         return super().whole() | _NO_PROMPT_FIELDS | self.prompt_fields(self.choices[0])
 
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
-        """Returns the chunks of a delta; the first of a stream has what is asked for of the prompt."""
+        """Return the chunks of a delta. The first chunk of a stream has the requested fields of the prompt."""
         is_first = not any(choice.begun for choice in self.choices)
         chunks = super().chunks(prompt, delta)
         if is_first and chunks:
@@ -299,12 +296,10 @@ class ChatAssembler(Assembler):
         return {"index": choice.index, "message": message, **fields}
 
     def opening_choices(self, choice: AnswerChoice) -> Sequence[Body]:
-        """Returns the role without text."""
         role = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}]
 
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        """Yields nothing where nothing is new; the last chunk of a choice has the reason."""
         text, calls, fields = self._read(choice, delta)
         if text or calls or delta.finish_reason or fields["logprobs"] or self.request.return_token_ids:
             content: Body = {"content": text} if text else {}
@@ -313,7 +308,7 @@ class ChatAssembler(Assembler):
             yield {"index": choice.index, "delta": content, **fields}
 
     def _read(self, choice: AnswerChoice, delta: Delta) -> tuple[str, list[CallDelta], Body]:
-        """Returns the text of a delta, what it brings of calls, and the fields beside these."""
+        """Return the text of a delta, its parts of calls, and its other fields."""
         fields = self.output_fields(delta, self._logprobs(delta))
         if choice.reader is None:
             return delta.text, [], fields
@@ -325,7 +320,7 @@ class ChatAssembler(Assembler):
     def _logprobs(self, delta: Delta) -> Body | None:
         if not self.request.logprobs:
             return None
-        assert delta.logprobs is not None, "they were asked for"
+        assert delta.logprobs is not None, "they were requested"
         content = []
         for token, entries in zip(delta.token_ids, delta.logprobs, strict=True):
             tops = [self._logprob(other, entry) for other, entry in _best(entries, self.request.top_logprobs or 0)]
@@ -338,14 +333,14 @@ class ChatAssembler(Assembler):
 
 
 def _call(call: CallDelta) -> Body:
-    """Returns a call, or the next piece of one, which has neither an id nor a name."""
+    """Return the first piece of a call, or a later piece, which has neither an id nor a name."""
     if call.id is None:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class CompletionAssembler(Assembler):
-    """Makes a completion's answer. With `echo` and `logprobs`, making it takes as long as tokenizing the prompts."""
+    """Makes the answer to a completion. With `echo` and `logprobs`, this takes as long as tokenizing the prompts."""
 
     whole_object = chunk_object = "text_completion"
     request: CompletionRequest
@@ -360,7 +355,7 @@ class CompletionAssembler(Assembler):
         super().__init__(request, engine_requests, tokenizer, head)
         special, with_offsets = request.add_special_tokens is not False, request.logprobs is not None
         self._echoes = [
-            echo_of(engine_request, tokenizer, special, with_offsets=with_offsets)
+            echo_of(engine_request.text, engine_request.token_ids, tokenizer, special, with_offsets=with_offsets)
             for engine_request in engine_requests
             if request.echo
         ]
@@ -370,7 +365,7 @@ class CompletionAssembler(Assembler):
                 choice.detokenizer = Detokenizer(tokenizer, choice.engine_request.token_ids)
 
     def shown(self, delta: Delta) -> Delta:
-        """Leaves out the token that the engine makes even with `max_tokens` 0."""
+        """Return the delta without the token that the engine makes even with `max_tokens` 0."""
         if self.request.max_tokens != 0:
             return delta
         if delta.finish_reason == "stop":
@@ -381,7 +376,6 @@ class CompletionAssembler(Assembler):
         return self._choice(choice, delta) | _NO_PROMPT_FIELDS | self.prompt_fields(choice)
 
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        """Yields nothing where nothing is new; the first chunk of a choice has what is asked for of its prompt."""
         prompt_fields = {} if choice.begun else self.prompt_fields(choice)
         body = self._choice(choice, delta)
         has_logprobs = body["logprobs"] is not None and body["logprobs"]["tokens"]
@@ -389,7 +383,7 @@ class CompletionAssembler(Assembler):
             yield body | prompt_fields
 
     def _choice(self, choice: AnswerChoice, delta: Delta) -> Body:
-        """Returns the body of a choice, or of its next chunk; what comes first begins with the echo of the prompt."""
+        """Return the body of a choice, or of its next chunk. The first chunk begins with the echo of the prompt."""
         text, offsets, tokens = delta.text, list[int](), list[tuple[int, LogprobsOfToken | None]]()
         if self._echoes and not choice.begun:
             echo, echo_offsets = self._echoes[choice.prompt]
@@ -405,14 +399,14 @@ class CompletionAssembler(Assembler):
         return {"index": choice.index, "text": text, **self.output_fields(delta, logprobs)}
 
     def _offsets(self, choice: AnswerChoice, token_ids: Sequence[int]) -> Iterator[int]:
-        """Yields where the next tokens begin; the parts of one character all begin where it begins."""
+        """Yield the positions of the next tokens. Tokens that are parts of a character have its position."""
         for token in token_ids:
             yield choice.text_end
             if choice.detokenizer is not None:
                 choice.text_end += len(choice.detokenizer.add([token]))
 
     def _logprobs(self, tokens: Sequence[tuple[int, LogprobsOfToken | None]], num_top: int) -> Body:
-        """Returns lists of one length; of most likely tokens with one text, the best counts."""
+        """Return lists of the same length. If several likely tokens have the same text, the best counts."""
         texts, logprobs, tops = [], list[float | None](), list[dict[str, float] | None]()
         for token, entries in tokens:
             texts.append(_token_name(self.tokenizer, token, None if entries is None else entries[token]))
@@ -426,7 +420,7 @@ class CompletionAssembler(Assembler):
 
 
 def _prompt_logprobs(entries: LogprobsOfToken, num_top: int) -> dict[str, dict[str, float | int | str | None]]:
-    """Returns the logprobs of a prompt token, as vLLM writes them."""
+    """Return the logprobs of a prompt token in vLLM's form."""
     return {
         str(token): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
         for token, entry in _token_and_best(next(iter(entries)), entries, num_top)
@@ -438,66 +432,16 @@ def _token_and_best(token: int, entries: LogprobsOfToken, num_top: int) -> Itera
 
 
 def _best(entries: LogprobsOfToken, num_top: int) -> list[tuple[int, Logprob]]:
-    """Returns the most likely entries; another part of the answer may have asked for more."""
+    """Return the `num_top` most likely entries. `entries` may have more, for another part of the answer."""
     return sorted(entries.items(), key=lambda item: -item[1].logprob)[:num_top]
 
 
 def _finite(entry: Logprob) -> float:
-    return max(entry.logprob, _LEAST)
+    return max(entry.logprob, _MIN_LOGPROB)
 
 
 def _token_name(tokenizer: PreTrainedTokenizerBase | None, token: int, entry: Logprob | None) -> str:
-    """Returns a token's text, which `entry` may know; without a tokenizer `token_id:` and its id, as in vLLM."""
+    """Return a token's text, by `entry` if it has one. Without a tokenizer it is `token_id:` and the id, as in vLLM."""
     if entry is not None and entry.decoded_token is not None:
         return entry.decoded_token
     return f"token_id:{token}" if tokenizer is None else token_text(tokenizer, token)
-
-
-def echo_of(
-    engine_request: EngineRequest,
-    tokenizer: PreTrainedTokenizerBase | None,
-    add_special_tokens: bool,
-    *,
-    with_offsets: bool,
-) -> tuple[str, list[int]]:
-    """Returns the text of a prompt and, if asked for, where its tokens begin in it, in characters.
-
-    A prompt of token ids shows special tokens by their names. Tokens that are parts of one character all begin where it
-    begins.
-    """
-    text = engine_request.text
-    if tokenizer is None:
-        return "", [0] * len(engine_request.token_ids)
-    if text is not None and not with_offsets:
-        return text, []
-    if text is not None and tokenizer.is_fast:
-        return text, _offsets_in(text, tokenizer, add_special_tokens)
-    pieces = pieces_of(engine_request.token_ids, tokenizer)
-    return "".join(pieces) if text is None else text, list(accumulate(map(len, pieces), initial=0))[: len(pieces)]
-
-
-def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns what each token adds to the text; a character of several tokens comes with the last of them."""
-    texts = {token: token_text(tokenizer, token) for token in set(token_ids)}
-    pieces: list[str] = []
-    for undecoded, run in groupby(token_ids, key=lambda token: _UNDECODED in texts[token]):
-        if undecoded:
-            detokenizer = Detokenizer(tokenizer)
-            part = [detokenizer.add([token]) for token in run]
-            part[-1] += detokenizer.add((), finished=True)
-            pieces += part
-        else:
-            pieces += [texts[token] for token in run]
-    return pieces
-
-
-def _offsets_in(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
-    """Returns where tokens begin. Some tokenizers leave out the space before a word: it belongs to it, too."""
-    spans = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)[
-        "offset_mapping"
-    ]
-    offsets, end = [], 0
-    for start, stop in spans:
-        offsets.append(min(start, end) if stop else end)
-        end = max(end, stop)
-    return offsets

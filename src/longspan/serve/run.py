@@ -1,4 +1,4 @@
-"""Runs a server until a signal: the API server comes up, then the engine core; then it drains, and all goes down."""
+"""Runs a server until a signal: starts the API server, then the engine core, and drains both at the end."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from longspan.text.tokenizer import import_tokenizers, tokenizer_in
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05
 _MAX_MS = 2**31 - 1
-"""Longest timeout of a socket: the system counts milliseconds in 32 bits."""
+"""Longest timeout of a socket, in milliseconds: the system counts them in 32 bits."""
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16
-"""Connections that are taken before any is counted: many would use up open files instead of being refused."""
+"""Connections that are accepted before they are counted. A larger number could exhaust the open files."""
 _MAX_FILES, _OTHER_FILES = 16_384, 128
-"""The open files that the server asks for, and those of them that are not for connections."""
+"""The limit of open files that the server requests, and the part that is not for connections."""
 _CLOSE_TIMEOUT_S = 2
-"""Answers may take so long to reach slow clients."""
+"""Seconds in which the last responses may reach slow clients."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Http(uvicorn.Server):
-    """Leaves signals to us: while it drains, new requests are still answered, with 503."""
+    """Does not handle signals: while the server drains, new requests are still answered, with 503."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -55,22 +55,22 @@ class RareLines(logging.Filter):
 
     def __init__(self, words: str = "") -> None:
         super().__init__()
-        self._words, self._again_s = words, 0.0
+        self._words, self._quiet_until_s = words, 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Says whether a line is logged."""
+        """Return False for a dropped line."""
         if not str(record.msg).startswith(self._words):
             return True
         now_s = time.monotonic()
-        if now_s < self._again_s:
+        if now_s < self._quiet_until_s:
             return False
-        self._again_s = now_s + 60
+        self._quiet_until_s = now_s + 60
         return True
 
 
 @contextlib.contextmanager
 def _quiet_connections() -> Iterator[None]:
-    """Keeps whoever opens many connections from filling the log."""
+    """Bound the log lines that a client causes by opening many connections."""
     filters = {CONNECTIONS_LOG: RareLines(), "asyncio": RareLines("socket.accept() out of system resource")}
     for name, lines in filters.items():
         logging.getLogger(name).addFilter(lines)
@@ -82,7 +82,7 @@ def _quiet_connections() -> Iterator[None]:
 
 
 class _Signals:
-    """SIGINT and SIGTERM: the first asks to drain, the second to stop at once; more change nothing."""
+    """SIGINT and SIGTERM: the first starts draining, the second stops at once. Later signals change nothing."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -98,7 +98,7 @@ class _Signals:
             yield
         finally:
             for number, handler in zip(_SIGNALS, before, strict=True):
-                loop.remove_signal_handler(number)  # which puts Python's own handler in its place
+                loop.remove_signal_handler(number)  # this installs Python's own handler
                 signal.signal(number, handler)
 
     def _take(self, number: int) -> None:
@@ -107,11 +107,11 @@ class _Signals:
 
 
 async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
-    """Serves until SIGINT or SIGTERM; returns the exit code, 0 if all that was under way has been answered.
+    """Serve until SIGINT or SIGTERM. Return the exit code, which is 0 if all open requests were answered.
 
     Raises:
-        ValueError: when the setup is wrong, or the address is not free.
-        EngineLostError: when the engine does not start, or cannot be kept alive.
+        ValueError: the setup is wrong, or the address is not free.
+        EngineLostError: the engine does not start, or cannot be kept alive.
     """
     signals, app = _Signals(), StartingApp(settings.root_path)
     listening = listening_socket(settings.host, settings.port, settings.reader_timeout_s)
@@ -133,9 +133,9 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
 
 
 async def _start(engine: EngineClient, settings: ServerSettings, given: EngineArgs) -> Server:
-    imports = WorkerPool("imports", 1)  # which the end of the process does not wait for
-    beside = () if given.skip_tokenizer_init else (imports.run(import_tokenizers),)
-    started, *_ = await asyncio.gather(engine.start(), *beside)
+    imports = WorkerPool("imports", 1)  # the end of the process does not wait for it
+    concurrent = () if given.skip_tokenizer_init else (imports.run(import_tokenizers),)
+    started, *_ = await asyncio.gather(engine.start(), *concurrent)
     tokenizer = None
     if started.tokenizer_dir is not None:  # tokenizers take long to load
         folder, trust = Path(started.tokenizer_dir), started.trust_remote_code
@@ -149,7 +149,7 @@ async def _start(engine: EngineClient, settings: ServerSettings, given: EngineAr
 async def _answering(
     app: StartingApp, listening: socket.socket, settings: ServerSettings, signals: _Signals
 ) -> AsyncIterator[None]:
-    """Takes connections; closes them at the end, when the last answers have reached them."""
+    """Handle connections in the block. Close them at its end, when the last responses have been sent."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,  # it bounds headers
@@ -168,9 +168,9 @@ async def _answering(
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     with _quiet_connections():
         try:
-            while not http.started and not serving.done():  # noqa: ASYNC110 - sooner it cannot be told to stop
+            while not http.started and not serving.done():  # noqa: ASYNC110 - before that, `should_exit` has no effect
                 await asyncio.sleep(0)
-            listening.listen(_BACKLOG)  # asyncio's backlog is short, see `_ACCEPTED_AT_ONCE`: the system's need not be
+            listening.listen(_BACKLOG)  # longer than asyncio's backlog, see `_ACCEPTED_AT_ONCE`
             yield
         finally:
             http.should_exit = True
@@ -183,10 +183,10 @@ async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
     await _first_of(signals.first.wait(), server.engine.down.wait())
     server.intake.drain()
     timeout_s = 0.0 if server.engine.down.is_set() else server.settings.shutdown_timeout_s
-    _log.info("stopping; requests under way have %g s", timeout_s)
+    _log.info("stopping; open requests have %g s", timeout_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while server.intake.open_requests and not signals.second.is_set():  # noqa: ASYNC110 - one of the two is no event
+            while server.intake.open_requests and not signals.second.is_set():  # noqa: ASYNC110 - `open_requests` is no event
                 await asyncio.sleep(_POLL_S)
     drained = not server.intake.open_requests
     server.engine.fail_all("the server is shutting down")
@@ -196,7 +196,7 @@ async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
 
 
 async def _first_of(*waits: Awaitable[object]) -> object:
-    """Returns the result of whichever is done first, and cancels the others."""
+    """Return the result of the awaitable that is done first, and cancel the rest."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -207,7 +207,7 @@ async def _first_of(*waits: Awaitable[object]) -> object:
 
 
 def raise_file_limit() -> int:
-    """Raises the process' soft limit of open files as far as is of use and allowed, and returns it."""
+    """Raise the soft limit of open files to `_MAX_FILES` or the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < num_files:
@@ -216,18 +216,18 @@ def raise_file_limit() -> int:
 
 
 def max_connections(num_files: int) -> int:
-    """Returns for how many connections there is room beside the other open files."""
+    """Return the number of connections that fit in this number of open files."""
     return num_files - min(_OTHER_FILES, num_files // 2)
 
 
 def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.socket:
-    """Opens the listening socket, so that a port that is taken is noticed before the model is loaded.
+    """Open the listening socket before the model is loaded, so that a port in use is an early error.
 
-    Connections have its options. Without TCP_NODELAY, which asyncio sets only where a socket says that its protocol is
-    TCP, the body of an answer would wait 40 ms for the client to acknowledge the head.
+    Connections inherit its options. Without TCP_NODELAY, the body of a response would wait 40 ms for the client to
+    acknowledge the head. The option is set here because asyncio sets it only for sockets whose protocol is TCP.
 
-    Where the system can (Linux), it hangs up on whoever takes nothing of what was sent for `reader_timeout_s`: closing
-    such a connection would otherwise wait for them to read the rest.
+    On Linux, TCP_USER_TIMEOUT closes a connection whose client reads nothing for `reader_timeout_s`. Otherwise, closing
+    would wait until the client reads the rest.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -243,7 +243,7 @@ def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.so
 
 
 class StartingApp:
-    """An ASGI app in place of `app`: while that is not made yet, `/live` is answered 200, everything else 503."""
+    """An ASGI app in place of `app`. Until `app` is set, `/live` is answered 200, everything else 503."""
 
     def __init__(self, root_path: str) -> None:
         self.app: ASGIApp = RequestContext(_starting, root_path, Intake())

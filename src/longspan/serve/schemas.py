@@ -1,4 +1,4 @@
-"""Bodies of answers, for the OpenAPI document; the answers themselves are made without these models."""
+"""Response bodies, for the OpenAPI document only. Responses are made without these models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Any answer with a status of 400 or more."""
+    """Any response with a status of 400 or more."""
 
     error: ErrorInfo
 
@@ -65,13 +65,13 @@ class DetokenizeResponse(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV was cached."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens of a request; in a stream with `continuous_usage_stats`, of a choice so far."""
+    """Numbers of tokens of a request. In a stream with `continuous_usage_stats`, of a choice so far."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -88,11 +88,11 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Logprobs by token id; null for the first token."""
+"""Logprobs by token id. Null for the first token."""
 
 
 class CompletionLogprobs(BaseModel):
-    """Four lists of one length."""
+    """Four lists of the same length."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -101,7 +101,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text; in a stream, its new part."""
+    """One text, or in a stream its new part."""
 
     index: int
     text: str
@@ -125,7 +125,7 @@ class CompletionResponse(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token, and the bytes that it stands for; null where it has none of its own."""
+    """A token with its bytes. Null if it has no bytes of its own."""
 
     token: str
     logprob: float
@@ -133,7 +133,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """An output token, with the most likely tokens in its place."""
+    """An output token, with the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -148,13 +148,13 @@ class ChatMessage(BaseModel):
     """The message that answers a conversation."""
 
     role: Literal["assistant"]
-    content: str | None = Field(description="null where there are calls and no text")
+    content: str | None = Field(description="null if there are calls and no text")
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
-    """One of the answers to a conversation."""
+    """One answer to a conversation."""
 
     index: int
     message: ChatMessage

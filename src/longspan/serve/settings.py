@@ -15,7 +15,7 @@ from longspan.errors import ParameterError
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 else:
-    Tracer = object  # it belongs to an extra, and flags are made by evaluating the hints
+    Tracer = object  # part of an extra, while flags are made from evaluated type hints
 
 _METRICS_PREFIX = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _ROOT_PATH = re.compile(r"(/[^/?#\s]+)*")
@@ -34,40 +34,40 @@ _BOUNDS = (
     ("stop_token_ids", "maxItems", "max_stop_token_ids"),
     ("logit_bias", "maxProperties", "max_logit_bias"),
 )
-"""A request's field, the keyword of JSON Schema that bounds it, and the limit that says by how much.
+"""A request's field, the keyword of JSON Schema that bounds it, and the limit with the bound's value.
 
 `maxPrompts` is `maxItems` for lists of prompts, but not for a list of token ids, which is one prompt.
 """
 
 
-_limit = partial(Option, group="Limits of what one request may ask for.", configures=True)
+_limit = partial(Option, group="Limits of a request", configures=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of what one request may ask for.
+    """Limits of a single request.
 
     Raises:
-        ParameterError: for a limit that is not a positive whole number.
+        ParameterError: a limit is not a positive whole number.
     """
 
-    max_body_bytes: Annotated[int, _limit("Most bytes of a request's body.")] = 16 * 2**20
+    max_body_bytes: Annotated[int, _limit("Maximum bytes of a request's body.")] = 16 * 2**20
     max_elements: Annotated[
-        int, _limit("Most strings (names of fields too), lists and objects of a request's body; numbers do not count.")
+        int, _limit("Maximum number of strings (with field names), lists and objects in a request's body.")
     ] = 100_000
-    max_nesting: Annotated[int, _limit("How deep lists and objects may lie in one another.")] = 64
+    max_nesting: Annotated[int, _limit("Maximum nesting of lists and objects.")] = 64
     max_tokenize_length: Annotated[
-        int, _limit("Most characters of a text to tokenize, and most token ids to make a text of.")
+        int, _limit("Maximum number of characters to tokenize, or of token ids to detokenize.")
     ] = 5_000_000
-    max_prompts: Annotated[int, _limit("Most prompts of one completion request.")] = 256
-    max_messages: Annotated[int, _limit("Most messages of one conversation.")] = 4096
-    max_n: Annotated[int, _limit("Most choices per prompt.")] = 128
-    max_choices: Annotated[int, _limit("Most choices of one request, of all its prompts together.")] = 1024
-    max_logprobs: Annotated[int, _limit("How many of the most likely tokens may be reported beside a token.")] = 20
-    max_stop_strings: Annotated[int, _limit("Most strings that end an output.")] = 16
-    max_stop_length: Annotated[int, _limit("Most characters of each of them.")] = 256
-    max_stop_token_ids: Annotated[int, _limit("Most tokens that end an output.")] = 128
-    max_logit_bias: Annotated[int, _limit("Most tokens with a bias.")] = 1024
+    max_prompts: Annotated[int, _limit("Maximum number of prompts of a completion request.")] = 256
+    max_messages: Annotated[int, _limit("Maximum number of messages of a conversation.")] = 4096
+    max_n: Annotated[int, _limit("Maximum number of choices per prompt.")] = 128
+    max_choices: Annotated[int, _limit("Maximum number of choices of all prompts of a request together.")] = 1024
+    max_logprobs: Annotated[int, _limit("Maximum number of most likely tokens reported for a token.")] = 20
+    max_stop_strings: Annotated[int, _limit("Maximum number of stop strings.")] = 16
+    max_stop_length: Annotated[int, _limit("Maximum number of characters of a stop string.")] = 256
+    max_stop_token_ids: Annotated[int, _limit("Maximum number of stop tokens.")] = 128
+    max_logit_bias: Annotated[int, _limit("Maximum number of tokens with a bias.")] = 1024
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -77,21 +77,21 @@ class RequestLimits:
                 raise ParameterError(limit.name, problem, value)
 
     def check(self, limit: str, size: int, problem: str, remedy: str) -> None:
-        """Raises a ValueError when a size is above the limit of this name."""
-        most = getattr(self, limit)
-        if size > most:
-            raise ValueError(f"{problem}, but at most {most} are allowed here ({_flag(limit)}): {remedy}")
+        """Raise a ValueError if a size is above the limit of this name."""
+        maximum = getattr(self, limit)
+        if size > maximum:
+            raise ValueError(f"{problem}, but at most {maximum} are allowed here ({_flag(limit)}): {remedy}")
 
     def check_field(self, field: str, value: object) -> None:
-        """Raises a ValueError when the value of a request's field is above a limit."""
+        """Raise a ValueError if the value of a request's field is above a limit."""
         for bounded, keyword, limit in _BOUNDS:
             if bounded == field:
-                what = {"maximum": "is", "maxLength": "has a string of length"}.get(keyword, "has length")
+                relation = {"maximum": "is", "maxLength": "has a string of length"}.get(keyword, "has length")
                 size = _size(value, keyword)
-                self.check(limit, size, f"{field} {what} {size}", "ask for less")
+                self.check(limit, size, f"{field} {relation} {size}", "reduce it")
 
     def narrowed(self, schemas: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of an OpenAPI document, or a JSON schema, that promises no more than these limits allow."""
+        """Return a copy of an OpenAPI document, or a JSON schema, with these limits as bounds."""
         narrow = copy.deepcopy(schemas)
         defined = narrow.get("components", {}).get("schemas", {}) or narrow.get("$defs", {})
         for schema in (narrow, *defined.values()):
@@ -107,7 +107,7 @@ def _flag(limit: str) -> str:
 
 
 def _size(value: object, keyword: str) -> int:
-    """Returns the size that `keyword` bounds; 0 where it bounds nothing of a value."""
+    """Return the size that `keyword` bounds, or 0 if it does not bound such a value."""
     match keyword, value:
         case "maximum", int() if not isinstance(value, bool):
             return value
@@ -123,18 +123,18 @@ def _size(value: object, keyword: str) -> int:
 _TYPES = {"maximum": "integer", "maxItems": "array", "maxProperties": "object", "maxLength": "string"}
 
 
-def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, Any]) -> None:
-    """Writes a bound into all alternatives of a schema that it is a bound of."""
+def _narrow(schema: dict[str, Any], keyword: str, bound: int, defined: dict[str, Any]) -> None:
+    """Write a bound into all alternatives of a schema that it applies to."""
     if "$ref" in schema:
-        _narrow(defined[schema["$ref"].rpartition("/")[2]], keyword, most, defined)
+        _narrow(defined[schema["$ref"].rpartition("/")[2]], keyword, bound, defined)
     for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        _narrow(option, keyword, most, defined)
+        _narrow(option, keyword, bound, defined)
     if keyword == "maxLength" and schema.get("type") == "array":
-        _narrow(schema["items"], keyword, most, defined)
+        _narrow(schema["items"], keyword, bound, defined)
     if keyword == "maxPrompts" and schema.get("type") == "array" and schema["items"].get("type") != "integer":
         keyword = "maxItems"
     if "type" in schema and schema["type"] == _TYPES.get(keyword):
-        schema[keyword] = min(most, schema.get(keyword, most))
+        schema[keyword] = min(bound, schema.get(keyword, bound))
 
 
 _server = partial(Option, group="Server", configures=True)
@@ -144,92 +144,97 @@ _timeout = partial(_server, minimum=0.001)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of the API server, apart from the engine; times are seconds.
+    """Settings of the API server, without the engine's options. Times are seconds.
 
     Attributes:
-        model_names: by which clients may ask; the first is told to them.
-        api_keys: any of them will do; none: everybody may ask.
-        keep_alive_s: for so long the status of a stream is open, too: a failure before it has one of its own.
-        tracer: gets one span per request for text; None for no tracing.
+        model_names: names of the model in requests. Responses have the first name.
+        api_keys: a client needs any of these keys. Without keys, requests need none.
+        keep_alive_s: time before the first keep-alive comment of a stream. A failure before that has its own status.
+        tracer: gets one span per request for text. None for no tracing.
 
     Raises:
-        ParameterError: for a value that cannot work; keys are not repeated in it.
+        ParameterError: a value is invalid. The message does not repeat keys.
     """
 
     host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
-    port: Annotated[int, _server("0 takes a free one.")] = 8000
+    port: Annotated[int, _server("Port to listen on; 0 chooses a free port.")] = 8000
     api_keys: Annotated[
-        tuple[str, ...], _names("Clients need this key; repeatable, any of them will do.", name="api-key", default="")
+        tuple[str, ...], _names("Key that clients need; repeatable, any one suffices.", name="api-key", default="")
     ] = field(default=(), repr=False)
     model_names: Annotated[
         tuple[str, ...],
-        _names("The name clients ask for; repeatable. The model's own if not given.", name="served-model-name"),
+        _names("Name of the model for clients; repeatable. By default the model's own.", name="served-model-name"),
     ] = ()
-    root_path: Annotated[str, _server("The prefix that a proxy in front takes off.")] = ""
+    root_path: Annotated[str, _server("Path prefix that a proxy removes.")] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
         _names(
-            "Origins whose web pages may call the API (CORS), as https://example.org; repeatable, * for all.",
+            "Origin whose web pages may call the API (CORS), as https://example.org; repeatable, * for all.",
             default="",
         ),
     ] = ()
     max_num_queued_reqs: Annotated[
-        int, _server("Requests that may wait for room; more are answered 503.", minimum=1)
+        int, _server("Maximum number of waiting requests; more are answered 503.", minimum=1)
     ] = 1024
     max_num_queued_tokens: Annotated[
-        int, _server("Tokens of all requests that wait; one request may wait whatever its length.", minimum=1)
+        int, _server("Maximum sum of tokens of waiting requests; a single request may be longer.", minimum=1)
     ] = 8_000_000
     engine_timeout_s: Annotated[
         float,
-        _server("Seconds of silence after which the engine core is taken for lost.", name="engine-timeout", minimum=10),
+        _server(
+            "Seconds of silence after which the engine core counts as lost.",
+            name="engine-timeout",
+            minimum=10,
+        ),
     ] = 60.0
     max_worker_restarts: Annotated[
         int | None,
         _server(
-            "How often lost workers are replaced; then the other instances serve without.",
+            "Number of times lost workers are replaced; then only the other instances serve.",
             minimum=0,
-            default="as often as need be",
+            default="no limit",
         ),
     ] = None
     timeout_keep_alive_s: Annotated[
         int,
-        _server("Seconds that a connection may be idle between requests.", name="timeout-keep-alive", minimum=1),
+        _server("Seconds a connection may be idle between requests.", name="timeout-keep-alive", minimum=1),
     ] = 75
     request_timeout_s: Annotated[
         float | None,
-        _timeout("Seconds that a request may take; x-request-timeout can only shorten it.", name="request-timeout"),
+        _timeout("Seconds a request may take; x-request-timeout can only shorten it.", name="request-timeout"),
     ] = None
-    body_timeout_s: Annotated[
-        float, _timeout("Seconds that a request's body may take to come.", name="body-timeout")
-    ] = 60.0
+    body_timeout_s: Annotated[float, _timeout("Seconds a request's body may take to arrive.", name="body-timeout")] = (
+        60.0
+    )
     max_total_body_bytes: Annotated[
-        int, _server("Most bytes of the bodies of all open requests; more are answered 503.", minimum=1)
+        int, _server("Maximum bytes of the bodies of all open requests; more are answered 503.", minimum=1)
     ] = 2**28
     max_header_bytes: Annotated[
-        int, _server("Most bytes of a request's line and headers.", name="h11-max-incomplete-event-size", minimum=1024)
+        int,
+        _server("Maximum bytes of request line and headers.", name="h11-max-incomplete-event-size", minimum=1024),
     ] = 64 * 1024
     keep_alive_s: Annotated[
-        float, _timeout("Seconds that a stream may be silent before a comment is sent.", name="stream-keep-alive")
+        float, _timeout("Seconds without output after which a stream sends a comment.", name="stream-keep-alive")
     ] = 10.0
     reader_timeout_s: Annotated[
         float,
-        _timeout("Seconds after which a client that takes nothing of its answer is let go.", name="reader-timeout"),
+        _timeout("Seconds after which a client that reads nothing is disconnected.", name="reader-timeout"),
     ] = 60.0
     shutdown_timeout_s: Annotated[
         float,
         _server(
-            "Seconds that requests under way have after SIGTERM; a second signal ends at once.",
+            "Seconds for open requests after SIGTERM; a second signal ends the server at once.",
             name="shutdown-timeout",
             minimum=0,
         ),
     ] = 30.0
     metrics_prefix: Annotated[str, _server("Prefix of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
     enable_auto_tool_choice: Annotated[
-        bool, _server("Let the model choose whether it calls tools, when a request does not say.")
+        bool, _server("Let the model choose whether it calls tools if a request does not say.")
     ] = True
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3_json", "mistral"],
-        _server("How the model writes calls of tools; auto finds that in its chat template."),
+        _server("Format of the model's tool calls; auto detects it in the chat template."),
     ] = "auto"
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
@@ -239,7 +244,7 @@ class ServerSettings:
         if not all(self.model_names):
             raise ParameterError("model_names", f"must not be empty, but {list(self.model_names)} given")
         if not all(_KEY.fullmatch(key) for key in self.api_keys):
-            raise ParameterError("api_keys", ": one is empty or has spaces in it: give one that a header can carry")
+            raise ParameterError("api_keys", ": a key is empty or has spaces: give a key that a header can carry")
         if not _ROOT_PATH.fullmatch(self.root_path):
             problem = f"must be empty or like /some/prefix, but {self.root_path!r} given"
             raise ParameterError("root_path", problem, self.root_path)
@@ -248,17 +253,14 @@ class ServerSettings:
             raise ParameterError("metrics_prefix", problem, self.metrics_prefix)
 
     def check_queue(self, num_prompts: int, num_tokens: int) -> None:
-        """Raises a ValueError if the prompts of one request would not fit into an empty queue.
-
-        To come again later would not help.
-        """
+        """Raise a ValueError if the prompts of one request exceed an empty queue, so that a retry would not help."""
         if num_prompts > self.max_num_queued_reqs:
             raise ValueError(
-                f"{num_prompts} prompts never fit into the queue, which has room for {self.max_num_queued_reqs} "
+                f"{num_prompts} prompts never fit into the queue, whose maximum is {self.max_num_queued_reqs} "
                 "(--max-num-queued-reqs): send several requests"
             )
         if num_prompts > 1 and num_tokens > self.max_num_queued_tokens:
             raise ValueError(
-                f"prompts of {num_tokens} tokens never fit into the queue together, which has room for "
+                f"prompts of {num_tokens} tokens never fit into the queue together, whose maximum is "
                 f"{self.max_num_queued_tokens} (--max-num-queued-tokens): send several requests"
             )

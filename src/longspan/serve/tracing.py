@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, one per request for text, with vLLM's names. Importing this needs the extra `otel`."""
+"""OpenTelemetry spans, one per request for text, with vLLM's names. This module needs the extra `otel`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 
 def open_tracer(endpoint: str) -> Tracer:
-    """Returns a tracer that sends spans to an OTLP collector in batches, the last one when the process exits.
+    """Return a tracer that sends spans to an OTLP collector in batches, the last batch when the process exits.
 
     As with vLLM, `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` chooses between `grpc`, the default, and `http/protobuf`.
 
     Raises:
-        ValueError: when the endpoint is no URL, or the protocol is not known.
+        ValueError: the endpoint is no URL, or the protocol is unknown.
     """
     if not urlsplit(endpoint).netloc:
         problem = f"must be a URL such as http://localhost:4317, but {endpoint!r} given"
@@ -48,14 +48,14 @@ def _exporter(endpoint: str) -> SpanExporter:
 
         return OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https:"))
     if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415 - one of two
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415 - one of two exporters
 
         return trace_exporter.OTLPSpanExporter(endpoint=endpoint)
     raise ValueError(f"{_PROTOCOL} must be grpc or http/protobuf, but {protocol!r} given")
 
 
 class Tracing:
-    """Makes the span of a request for text when the last byte of its answer has been sent, or cannot be."""
+    """Makes the span of a request for text when the last byte of its response is sent, or sending fails."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer, model_name: str) -> None:
         self._app, self._tracer, self._model_name = app, tracer, model_name
@@ -71,8 +71,8 @@ class Tracing:
             self._make_span(scope, begin_ns)
 
     def _make_span(self, scope: Scope, begin_ns: int) -> None:
-        """Makes the span of one request; it is a child of the client's `traceparent`, if there is one."""
-        status = scope["state"].get("status", _SERVER_ERROR)  # what was raised is answered so
+        """Make the span of one request, as a child of the client's `traceparent` if there is one."""
+        status = scope["state"].get("status", _SERVER_ERROR)  # an exception is answered with this status
         outputs: OutputQueue | None = scope["state"].get("outputs")
         span = self._tracer.start_span(
             "llm_request",
@@ -100,7 +100,7 @@ def _num_choices(outputs: OutputQueue) -> int:
 
 
 def _attributes(outputs: OutputQueue) -> Iterator[tuple[str, float]]:
-    """Yields what was asked for, and what it took in tokens and seconds; of several choices the longest times."""
+    """Yield the parameters of a request, its tokens and its times. With several choices, the longest times count."""
     params, finished = outputs.engine_requests[0].params, [choice for _, choice in outputs.finished]
     yield "gen_ai.request.n", params.n
     yield "gen_ai.request.temperature", params.temperature
@@ -109,12 +109,12 @@ def _attributes(outputs: OutputQueue) -> Iterator[tuple[str, float]]:
         yield "gen_ai.request.max_tokens", params.max_tokens
     yield "gen_ai.usage.num_sequences", _num_choices(outputs)
     yield "gen_ai.usage.prompt_tokens", sum(len(engine_request.token_ids) for engine_request in outputs.engine_requests)
-    yield "gen_ai.usage.completion_tokens", sum(one.num_output_tokens for one in finished)
-    if firsts := [one.ttft_s for one in finished if one.ttft_s is not None]:
-        yield "gen_ai.latency.time_to_first_token", min(firsts)
-    if queued := [one.queue_s for one in finished if one.queue_s is not None]:
-        yield "gen_ai.latency.time_in_queue", max(queued)
-    if computed := [(one.prefill_s or 0.0, one.decode_s or 0.0) for one in finished if one.ttft_s is not None]:
+    yield "gen_ai.usage.completion_tokens", sum(choice.num_output_tokens for choice in finished)
+    if ttfts_s := [choice.ttft_s for choice in finished if choice.ttft_s is not None]:
+        yield "gen_ai.latency.time_to_first_token", min(ttfts_s)
+    if queues_s := [choice.queue_s for choice in finished if choice.queue_s is not None]:
+        yield "gen_ai.latency.time_in_queue", max(queues_s)
+    if computed := [(c.prefill_s or 0.0, c.decode_s or 0.0) for c in finished if c.ttft_s is not None]:
         yield "gen_ai.latency.time_in_model_prefill", max(prefill_s for prefill_s, _ in computed)
         yield "gen_ai.latency.time_in_model_decode", max(decode_s for _, decode_s in computed)
         yield "gen_ai.latency.time_in_model_inference", max(map(sum, computed))

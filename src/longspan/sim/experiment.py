@@ -1,4 +1,4 @@
-"""An experiment: a simulated cluster with a policy, and the results of its runs. `sim/resolve.py` makes it."""
+"""An experiment: a simulated cluster with a policy, which runs workloads. `sim/resolve.py` creates it."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ from longspan.policy.tetris.rates import RateTable
 from longspan.sim.resolved import Fleet, ResolvedCluster
 from longspan.sim.run import Observers, Result, percentile, simulate
 from longspan.sim.spec import Faults, ServiceLevel
-from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
 MAX_TIMES_LIGHT = 25
-"""A rate is too high when the 99th percentile of TTFT is this many times that of light load (Tetris §7.2)."""
+"""A rate is too high if P99 of TTFT is at least this multiple of its value under light load (Tetris §7.2)."""
 
 ATTAINMENT = 0.9
-"""A rate is too high when a smaller part of all requests keeps within a given service level (DistServe §6)."""
+"""A rate is too high if a smaller fraction of requests meets the service level (DistServe §6)."""
 
 IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
-"""These are tried for each request rate: 0.05 to 0.75."""
+"""The improvement rates to try for each request rate: 0.05 to 0.75."""
 _GRID_PER_S = 0.5
 _FAR_APART_S = 1e6
 _MAX_DOUBLINGS = 24
 _PRECISION = 1.02
 
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Shows a title and a total; is then told how many are done."""
+"""Shows a title and a total. Its callback gets the number of finished requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A simulated cluster, its policy, and its faults; any workload can be run on it.
+    """A simulated cluster, its policy, and its faults. It can run any workload.
 
     Attributes:
-        cost: seconds of its steps.
-        facts: what policies know of it; also the clusters that take turns, if there are several.
+        cost: gives the seconds of its steps.
+        facts: the policies' knowledge of it, including the clusters of alternating phases, if there are several.
         fleet: the devices.
-        progress: is told how many requests of a run are done.
+        progress: shows the number of finished requests of a run.
     """
 
     cluster: Cluster
@@ -62,25 +61,25 @@ class Experiment:
     progress: ProgressBar = lambda _title, _total: nullcontext(lambda _done: None)
 
     def with_options(self, options: Mapping[str, str]) -> Experiment:
-        """Returns an experiment with some options of the policy set or replaced."""
+        """Return a copy with these policy options set or replaced."""
         options = {**(self.scheduling.policy_options or {}), **options}
         return replace(self, scheduling=replace(self.scheduling, policy_options=options))
 
     @property
     def block_bytes(self) -> float:
-        """Counts the bytes of a KV block with all layers and heads."""
+        """Bytes of a KV block with all layers and heads."""
         shape = self.facts.shape
-        assert shape is not None, "the model of a simulation is known"
+        assert shape is not None, "a simulation has the model's shape"
         return shape.block_bytes(self.scheduling.block_size)
 
     @property
     def resolved(self) -> ResolvedCluster:
-        """The cluster with all that was derived, for people."""
-        clusters = self.facts.turns or (self.cluster,)
+        """The cluster with all derived sizes, for output."""
+        clusters = self.facts.phases or (self.cluster,)
         return ResolvedCluster(fleet=self.fleet, clusters=tuple(clusters), block_size=self.scheduling.block_size)
 
     def policy(self) -> Policy:
-        """Makes the policy as it is before the first request."""
+        """Create the policy in its initial state."""
         return make_policy(
             self.scheduling.policy,
             num_instances=self.cluster.num_instances,
@@ -88,18 +87,18 @@ class Experiment:
             facts=self.facts,
         )
 
-    def run(self, workload: Workload, timeline: Timeline | None = None, *, title: str = "requests") -> Result:
-        """Serves all requests of a workload.
+    def run(self, workload: Workload, observers: Observers | None = None, *, title: str = "requests") -> Result:
+        """Serve all requests of a workload.
 
         Raises:
-            ValueError: for a policy or options that cannot be.
+            ValueError: for an invalid policy or invalid options.
         """
         policy, scheduling = self.policy(), self.scheduling
         if not (workload.shares or self.cluster.host_blocks):
-            scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
-        config = EngineConfig.of(scheduling, self.cluster, policy, turns=self.facts.turns, swap=self._swap)
+            scheduling = replace(scheduling, enable_prefix_caching=False)  # no prompts share a prefix
+        config = EngineConfig.of(scheduling, self.cluster, policy, phases=self.facts.phases, swap=self._swap)
         with self.progress(title, len(workload.arrivals)) as finished:
-            watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
+            watch = replace(observers or Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
     def _swap(self, cluster: Cluster) -> SwapPrice:
@@ -107,84 +106,82 @@ class Experiment:
         return SwapPrice.of(cost, cluster, self.faults.common_factor(cluster.num_instances))
 
     def at_light_load(self, workload: Workload) -> Result:
-        """Serves the requests such that none meets another."""
+        """Serve the requests far apart, so that they do not overlap."""
         return self.run(workload.one_by_one(_FAR_APART_S), title="light load")
 
     def light_ttft_p99_s(self, workload: Workload) -> float | None:
-        """Returns P99 of TTFT when no request meets another; None when none is served."""
+        """Return P99 of TTFT at light load. None if no request is served."""
         return percentile(self.at_light_load(workload).ttfts_s, 99)
 
     def max_rate(
         self, workload: Workload, keeps_up: Callable[[Result], bool], *, start: float, precision: float = _PRECISION
     ) -> float | None:
-        """Finds, as `find_max_rate` does, the highest rate at which the result keeps up, see `near_light_load` and
-        `within`.
-        """
+        """Find the highest rate whose result passes `keeps_up`, see `find_max_rate`, `near_light_load` and `within`."""
 
-        def tried(rate: float) -> bool:
+        def passes(rate: float) -> bool:
             return keeps_up(self.run(workload.at_rate(rate), title=f"rate {rate:.3g}"))
 
-        return find_max_rate(tried, start=start, precision=precision)
+        return find_max_rate(passes, start=start, precision=precision)
 
     def improvement_rates(
         self, workload: Workload, highest: float
     ) -> tuple[RateTable, Mapping[float, Mapping[float, float]]]:
-        """Finds which improvement rate of the policy `tetris` is best at request rates up to `highest`.
+        """Find the best improvement rate of the policy `tetris` for request rates up to `highest`.
 
-        Where others decode, answers count for nothing: they are one token long then, which takes less time to simulate.
+        With separate decode instances, answers do not affect TTFT. They are cut to one token to simulate faster.
 
         Returns:
             The table for `-o improvement_rates=`, and mean TTFTs by request rate and improvement rate.
 
         Raises:
-            ValueError: for another policy, options that say the rates, or when no request is served.
+            ValueError: for another policy, options that set the rates, or if no request is served.
         """
         if self.scheduling.policy != "tetris":
             problem = f"must be tetris, which has improvement rates, but {self.scheduling.policy} given"
             raise ParameterError("policy", problem, self.scheduling.policy)
         for option in ("improvement_rate", "improvement_rates"):
             if option in self.scheduling.all_policy_options():
-                raise ValueError(f"what -o {option} says is to be found: leave that out")
+                raise ValueError(f"-o {option} sets a rate that this search determines: leave it out")
         if self.cluster.has_roles:
-            workload = replace(workload, arrivals=[replace(one, output_len=1) for one in workload.arrivals])
+            workload = replace(workload, arrivals=[replace(arrival, output_len=1) for arrival in workload.arrivals])
         best: dict[float, float] = {}
         means_s: dict[float, Mapping[float, float]] = {}
         rates = request_rates(highest)
         with self.progress("request rates", len(rates)) as finished:
             for number, rate in enumerate(rates, start=1):
                 at_rate = workload.at_rate(rate)
-                means_s[rate] = {one: self._mean_ttft_s(at_rate, one) for one in IMPROVEMENT_RATES}
+                means_s[rate] = {option: self._mean_ttft_s(at_rate, option) for option in IMPROVEMENT_RATES}
                 best[rate] = min(IMPROVEMENT_RATES, key=means_s[rate].__getitem__)  # the lowest of equals
                 finished(number)
         return RateTable(entries=tuple(best.items())), means_s
 
     def _mean_ttft_s(self, workload: Workload, improvement_rate: float) -> float:
-        tried = self.with_options({"improvement_rate": str(improvement_rate)})
-        found = tried.run(workload, title=f"improvement rate {improvement_rate:g}").ttfts_s
-        if not len(found):
+        experiment = self.with_options({"improvement_rate": str(improvement_rate)})
+        ttfts_s = experiment.run(workload, title=f"improvement rate {improvement_rate:g}").ttfts_s
+        if not len(ttfts_s):
             raise ValueError("no request was served, so no improvement rate is best")
-        return float(np.mean(found))
+        return float(np.mean(ttfts_s))
 
 
 def near_light_load(light_s: float) -> Callable[[Result], bool]:
-    """Returns the test of a result whose P99 of TTFT stays below `MAX_TIMES_LIGHT` times that of light load."""
+    """Return a test that P99 of TTFT is below `MAX_TIMES_LIGHT * light_s`."""
 
     def test(result: Result) -> bool:
-        found = percentile(result.ttfts_s, 99)
-        return found is not None and found < MAX_TIMES_LIGHT * light_s
+        p99_s = percentile(result.ttfts_s, 99)
+        return p99_s is not None and p99_s < MAX_TIMES_LIGHT * light_s
 
     return test
 
 
 def within(level: ServiceLevel) -> Callable[[Result], bool]:
-    """Returns the test of a result with enough requests that keep within a service level, see `ATTAINMENT`."""
+    """Return a test that enough requests meet a service level, see `ATTAINMENT`."""
     return lambda result: result.attainment(level) >= ATTAINMENT
 
 
 def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision: float = _PRECISION) -> float | None:
-    """Finds the highest rate, to a `precision` of 2 %, at which `keeps_up` holds, by doubling and halving `start`.
+    """Find the highest rate that passes `keeps_up`, to a `precision` of 2 %, by doubling and halving `start`.
 
-    None when all requests at once are not too many either: it takes more of them to find a rate.
+    Returns None if all requests at once pass. Finding a rate then needs more requests.
     """
     if keeps_up(math.inf):
         return None
@@ -194,7 +191,7 @@ def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision:
             break
         low /= 2
     else:
-        raise ValueError(f"not even {low:g} requests per second are few enough")
+        raise ValueError(f"even {low:g} requests per second are too many: check the workload and the service level")
     high = 2 * low
     while low >= start and keeps_up(high):
         low, high = high, 2 * high
@@ -205,9 +202,9 @@ def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision:
 
 
 def request_rates(highest: float) -> tuple[float, ...]:
-    """Lists the rates of the grid, up to the first that is not below `highest`."""
+    """List the rates of the grid, up to the first rate that is at least `highest`."""
     if not 0 < highest <= 1000:
-        raise ValueError(f"request rates to profile are above 0 and at most 1000 per second, but {highest:g} given")
+        raise ValueError(f"request rates to profile must be above 0 and at most 1000 per second, {highest:g} given")
     rates = [_GRID_PER_S]
     while rates[-1] < highest:
         rates.append(_GRID_PER_S * (len(rates) + 1))

@@ -1,4 +1,4 @@
-"""KV under way between simulated instances, as their ranks send it (`runtime/moves.py`)."""
+"""KV transfers between simulated instances, in the order in which ranks send them (`runtime/moves.py`)."""
 
 from __future__ import annotations
 
@@ -14,69 +14,68 @@ Pair = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True)
 class _Queued:
-    """A flow of a move, of which `left` bytes have not left. It begins at `ready_s` or later, and is not there before
-    `least_s`.
-    """
+    """A flow of a move with `unsent` bytes. It begins at `ready_s` or later, and arrives at `earliest_s` or later."""
 
     number: int
     flow: Flow
-    left: float
+    unsent: float
     ready_s: float
-    least_s: float
+    earliest_s: float
 
 
 class Links:
-    """Carries flows from each instance to each other first in, first out; all pairs at the same time, in both
-    directions. Those that pass the same end of a link share it.
+    """Simulates flows between instances: first in, first out per pair and direction, all pairs concurrently.
+
+    Flows through the same end of a link share its bandwidth.
 
     Attributes:
-        next_s: when something happens next: call `advance` no later.
+        next_s: the time of the next event. Call `advance` at this time or earlier.
     """
 
     def __init__(self) -> None:
         self.next_s = math.inf
         self._queues: defaultdict[Pair, deque[_Queued]] = defaultdict(deque)
         self._beginning: list[tuple[float, Pair]] = []
-        self._under_way: dict[Pair, _Queued] = {}
+        self._active: dict[Pair, _Queued] = {}
         self._rates: dict[Pair, float] = {}
         self._ends_s: dict[Pair, float] = {}
         self._since_s = 0.0
 
-    def send(self, number: int, flow: Flow, *, ready_s: float, least_s: float) -> None:
-        """Queues a flow of a move."""
+    def send(self, number: int, flow: Flow, *, ready_s: float, earliest_s: float) -> None:
+        """Queue a flow of a move, see `_Queued`."""
         pair = flow.source, flow.target
         queue = self._queues[pair]
-        queue.append(_Queued(number=number, flow=flow, left=flow.num_bytes, ready_s=ready_s, least_s=least_s))
+        queue.append(_Queued(number=number, flow=flow, unsent=flow.num_bytes, ready_s=ready_s, earliest_s=earliest_s))
         if len(queue) == 1:
             self._begin_at(ready_s, pair)
 
     def advance(self, now_s: float) -> list[tuple[int, float]]:
-        """Moves on; returns the flows of which the last byte has left, by number, and when each of them is there."""
+        """Advance to `now_s`. Return the move number and arrival time of each flow that was sent completely."""
         if now_s < self.next_s:
             return []
-        for pair, queued in self._under_way.items():
-            queued.left = max(0.0, queued.left - self._rates[pair] * (now_s - self._since_s))
+        for pair, queued in self._active.items():
+            queued.unsent = max(0.0, queued.unsent - self._rates[pair] * (now_s - self._since_s))
         self._since_s = now_s
-        found = []
+        arrivals = []
         for pair in [pair for pair, end_s in self._ends_s.items() if end_s <= now_s]:
-            queued, queue = self._under_way.pop(pair), self._queues[pair]
+            queued, queue = self._active.pop(pair), self._queues[pair]
             queue.popleft()
-            found.append((queued.number, max(now_s + queued.flow.latency_s, queued.least_s)))
+            arrivals.append((queued.number, max(now_s + queued.flow.latency_s, queued.earliest_s)))
             if queue:
-                self._begin_at(max(now_s, queued.least_s, queue[0].ready_s), pair)
+                self._begin_at(max(now_s, queued.earliest_s, queue[0].ready_s), pair)
         while self._beginning and self._beginning[0][0] <= now_s:
             _, pair = heapq.heappop(self._beginning)
-            self._under_way[pair] = self._queues[pair][0]
+            self._active[pair] = self._queues[pair][0]
         self._share()
-        return found
+        return arrivals
 
     def _begin_at(self, at_s: float, pair: Pair) -> None:
         heapq.heappush(self._beginning, (at_s, pair))
         self.next_s = min(self.next_s, at_s)
 
     def _share(self) -> None:
-        """Shares links anew among what is under way."""
-        flows = [queued.flow for queued in self._under_way.values()]
-        self._rates = dict(zip(self._under_way, shared_rates(flows), strict=True))
-        self._ends_s = {pair: self._since_s + one.left / self._rates[pair] for pair, one in self._under_way.items()}
+        """Recompute the rates of the active flows."""
+        flows = [queued.flow for queued in self._active.values()]
+        self._rates = dict(zip(self._active, shared_rates(flows), strict=True))
+        self._ends_s = {pair: self._since_s + q.unsent / self._rates[pair] for pair, q in self._active.items()}
         self.next_s = min([*self._ends_s.values(), *(at_s for at_s, _ in self._beginning[:1])], default=math.inf)

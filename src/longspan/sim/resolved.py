@@ -1,4 +1,4 @@
-"""The cluster that a simulation or an estimate is of, with all that was derived: devices, links, instances, KV."""
+"""The resolved cluster of a simulation or an estimate, for output: devices, links, instances, KV."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
+from longspan.core.splits import ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.topology import Devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Devices on hosts, and the precision in which they compute.
+    """Devices on hosts, and their precision.
 
     Attributes:
-        hardware: the name of a device, or of the machine that was measured.
-        gpus_per_host: devices of each host; the last host may have fewer instances on them.
-        inside, between: the links in a host and between hosts; None where a profile has measured them, or there is one
+        hardware: the name of a device, or of the measured machine.
+        gpus_per_host: devices of each host. The last host may have unused devices.
+        inside, between: the links in a host and between hosts. None for measured profiles. `between` is None for one
             host.
-        details: further words for people.
+        details: additional text for output.
     """
 
     hardware: str
@@ -35,17 +36,17 @@ class Fleet:
 
     @classmethod
     def of(cls, devices: Devices, *, dtype: str, ffn_dtype: str | None) -> Fleet:
-        """Describes devices by their data sheets; the precision auto is 16 bits."""
+        """Describe devices by their data sheets. The precision `auto` is 16 bits."""
         speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
-        slowest, is_one = f"{devices.slowest_link}{speed}", devices.hosts == 1
+        slowest, is_single = f"{devices.slowest_link}{speed}", devices.hosts == 1
         return cls(
             hardware=devices.hardware,
             hosts=devices.hosts,
             gpus_per_host=devices.gpus_per_host,
             dtype="bfloat16" if dtype == "auto" else dtype,
             ffn_dtype=ffn_dtype,
-            inside=slowest if is_one else catalog.device(devices.hardware).link,
-            between=None if is_one else slowest,
+            inside=slowest if is_single else catalog.device(devices.hardware).link,
+            between=None if is_single else slowest,
         )
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class ResolvedCluster:
     """A fleet with its instances.
 
     Attributes:
-        clusters: the instances; several where clusters take turns on the same devices.
+        clusters: the instances. Several clusters if phases alternate on the same devices.
         block_size: tokens of a KV block.
     """
 
@@ -84,42 +85,42 @@ class ResolvedCluster:
         }
 
     def __str__(self) -> str:
-        """Describes the instances in a few words."""
-        found = []
+        """Describe the instances in one line."""
+        texts = []
         for kind in self._instances():
             size = "1 device" if kind["parallel"] == "1" else kind["parallel"]
             role = "" if kind["role"] == "all" else f" to {kind['role']}"
             where = "" if kind["num_hosts"] == 1 else f" on {kind['num_hosts']} hosts"
-            found.append(f"{kind['number']} of {size}{where}{role}, {kind['kv_tokens']:,} KV tokens each")
-        return "; ".join(found)
+            texts.append(f"{kind['number']} of {size}{where}{role}, {kind['kv_tokens']:,} KV tokens each")
+        return "; ".join(texts)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Texts of all warnings, for options that are probably not meant so."""
-        return tuple(one for one in (self.unused, self.across) if one is not None)
+        """Warnings about options that are probably not intended."""
+        return tuple(warning for warning in (self.unused, self.across) if warning is not None)
 
     @property
     def unused(self) -> str | None:
-        """A warning, if there are devices that no instance takes."""
+        """A warning, if no instance uses some devices."""
         fleet, num_gpus = self.fleet, self._num_gpus
-        for one in self.clusters:
-            if (num_taken := _num_taken(one)) < num_gpus:
-                there = f"hosts({fleet.hosts}) * gpus_per_host({fleet.gpus_per_host}) = {num_gpus} devices"
-                return f"{num_gpus - num_taken} of {there} stay unused, since {one} takes {num_taken}"
+        for cluster in self.clusters:
+            if (num_taken := _num_taken(cluster)) < num_gpus:
+                total = f"hosts({fleet.hosts}) * gpus_per_host({fleet.gpus_per_host}) = {num_gpus} devices"
+                return f"{num_gpus - num_taken} of {total} stay unused, since {cluster} takes {num_taken}"
         return None
 
     @property
     def across(self) -> str | None:
-        """A warning, if the ranks of a stage, which add up their results in every layer, lie on several hosts."""
-        for one in self.clusters:
-            for instance in one.instances:
-                stages = [one.stage_ranks(instance, stage) for stage in range(one.pp(instance))]
-                num_hosts = max(len({one.hosts[rank] for rank in ranks}) for ranks in stages)
+        """A warning, if the ranks of a stage, which all-reduce in every layer, are on several hosts."""
+        for cluster in self.clusters:
+            for instance in cluster.instances:
+                stages = [cluster.stage_ranks(instance, stage) for stage in range(cluster.pp(instance))]
+                num_hosts = max(len({cluster.hosts[rank] for rank in ranks}) for ranks in stages)
                 if num_hosts > 1:
-                    tp, link = one.tp(instance), self.fleet.between or "the link between them"
-                    lies = f"instance {instance} of {one} has its tp({tp}) on {num_hosts} hosts"
+                    tp, link = cluster.tp(instance), self.fleet.between or "the link between them"
+                    problem = f"instance {instance} of {cluster} has its tp({tp}) on {num_hosts} hosts"
                     remedy = "give --hosts and --gpus-per-host such that hosts have whole instances, or a smaller tp"
-                    return f"{lies}, so every layer waits for sums over {link}: {remedy}"
+                    return f"{problem}, so every layer waits for sums over {link}: {remedy}"
         return None
 
     @property
@@ -127,17 +128,17 @@ class ResolvedCluster:
         return self.fleet.hosts * self.fleet.gpus_per_host
 
     def _instances(self) -> Iterator[dict[str, Any]]:
-        """Yields each kind of instance: by its role and how it is split."""
+        """Yield each kind of instance: its role, split, hosts and KV tokens."""
         roles = ("prefill", "decode") if len(self.clusters) > 1 else ()
-        for turn, one in enumerate(self.clusters):
+        for phase, cluster in enumerate(self.clusters):
             kinds: Counter[tuple[str, str, int, int]] = Counter()
-            for instance in one.instances:
-                role = roles[turn] if roles else "all"
-                if one.has_roles:
-                    role = "decode" if instance in one.decode else "prefill"
-                split = str(ParallelSpec(tp=one.tp(instance), pp=one.pp(instance)))
-                num_hosts = len({one.hosts[rank] for rank in one.ranks(instance)})
-                kinds[role, split, num_hosts, one.num_blocks[instance] * self.block_size] += 1
+            for instance in cluster.instances:
+                role = roles[phase] if roles else "all"
+                if cluster.has_roles:
+                    role = "decode" if instance in cluster.decode else "prefill"
+                split = str(ParallelSpec(tp=cluster.tp(instance), pp=cluster.pp(instance)))
+                num_hosts = len({cluster.hosts[rank] for rank in cluster.ranks(instance)})
+                kinds[role, split, num_hosts, cluster.num_blocks[instance] * self.block_size] += 1
             for (role, split, num_hosts, tokens), count in kinds.items():
                 yield {"role": role, "parallel": split, "number": count, "num_hosts": num_hosts, "kv_tokens": tokens}
 

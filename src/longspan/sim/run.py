@@ -1,4 +1,4 @@
-"""A simulation: the engine and a policy as they serve, on a virtual clock; what can go wrong in it, and its result."""
+"""A simulation: the real engine and policy on a virtual clock, with faults, and its result."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from longspan.workload.arrivals import Arrival, TokenText
 _VOCAB_SIZE = 2**15
 _LOSS, _ARRIVAL = 0, 1
 _MANY = 1000
-"""Arrivals from which on searching them for garbage takes a notable part of a simulation."""
+"""Number of arrivals from which garbage collection of these objects slows a simulation noticeably."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Callbacks about a simulation's progress.
+    """Callbacks of a running simulation.
 
     Attributes:
-        ran: of each step, when its times are settled.
-        moved: of each transfer, when it has ended.
-        moment: of the engine, whenever it has planned and something has completed.
-        admitted: of a request's id in the engine, and its index among the arrivals.
-        lost: of the time, when a worker is.
-        finished: how many requests are, after each.
+        ran: gets each step when its times are settled.
+        moved: gets each transfer when it has ended.
+        moment: gets the time and the engine after each engine step.
+        admitted: gets a request's id in the engine, and its index among the arrivals.
+        lost: gets the time when a worker is lost.
+        finished: gets the number of finished requests, after each.
     """
 
     ran: Callable[[StepTiming], None] | None = None
@@ -54,12 +54,12 @@ class Observers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A request that was served, in seconds of the virtual clock; `index` counts arrivals.
+    """A served request, with times in seconds of the virtual clock. `index` is its position among the arrivals.
 
     Attributes:
         ttft_s: from its arrival to its first token.
         tbt_s: between its tokens, `[num_output_tokens - 1]`.
-        num_missing_tokens: of its answer, for which a request has no room; 0 for what was asked for.
+        num_missing_tokens: requested output tokens that were not generated. 0 unless the maximum length was reached.
     """
 
     index: int
@@ -78,23 +78,24 @@ class Served:
 
     @property
     def mean_tbt_s(self) -> float:
-        """The mean time between its tokens, 0 for a single one; vLLM's TPOT."""
+        """The mean time between its tokens (vLLM's TPOT). 0 for a single token."""
         return sum(self.tbt_s) / len(self.tbt_s) if self.tbt_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A simulation that has ended, with all that was served or refused.
+    """The result of a simulation, with all served and refused requests.
 
     Attributes:
-        served: by arrival index.
+        served: ordered by arrival index.
         refused: reasons, by arrival index.
         makespan_s: from the start to the last token.
         busy_s: seconds per instance in which it had a step to run.
-        max_queue: most requests that waited at once after what could be started had been.
-        num_host_hits, num_disk_hits: tokens whose KV came back from the memory of hosts, and from their disks.
-        num_swapped_blocks: KV blocks that were copied from devices to hosts and back.
-        transitions: changes of clusters that take turns; `phase_s` has the seconds of each phase, see `phase_seconds`.
+        max_queue: maximum number of waiting requests after planning.
+        num_host_hits, num_disk_hits: tokens whose KV was loaded from host memory, and from disk.
+        num_swapped_blocks: KV blocks copied between devices and hosts, in both directions.
+        transitions: changes between the clusters of alternating phases.
+        phase_s: seconds of each phase, see `phase_seconds`.
     """
 
     served: tuple[Served, ...]
@@ -111,65 +112,65 @@ class Result:
 
     @property
     def ttfts_s(self) -> NDArray[np.float64]:
-        """Times to first token, by arrival."""
-        return np.array([one.ttft_s for one in self.served])
+        """Times to first token, by arrival index."""
+        return np.array([request.ttft_s for request in self.served])
 
     @property
     def tbts_s(self) -> NDArray[np.float64]:
         """Times between tokens, of all requests together."""
-        return np.concatenate([np.frombuffer(one.tbt_s) for one in self.served if one.tbt_s] or [np.empty(0)])
+        return np.concatenate([np.frombuffer(r.tbt_s) for r in self.served if r.tbt_s] or [np.empty(0)])
 
     @property
     def num_tokens(self) -> int:
-        return sum(one.num_prompt_tokens + one.num_output_tokens for one in self.served)
+        return sum(request.num_prompt_tokens + request.num_output_tokens for request in self.served)
 
     @property
     def truncated(self) -> tuple[Served, ...]:
-        """The requests with a shorter answer than was asked for."""
-        return tuple(one for one in self.served if one.num_missing_tokens)
+        """The requests with fewer output tokens than requested."""
+        return tuple(request for request in self.served if request.num_missing_tokens)
 
     def num_good(self, level: ServiceLevel) -> int:
-        """Counts the requests that kept within a service level."""
-        return sum(level.met_by(ttft_s=one.ttft_s, mean_tbt_s=one.mean_tbt_s) for one in self.served)
+        """Count the requests that met a service level."""
+        return sum(level.met_by(ttft_s=request.ttft_s, mean_tbt_s=request.mean_tbt_s) for request in self.served)
 
     def attainment(self, level: ServiceLevel) -> float:
-        """Returns the part of all requests, refused ones included, that kept within a service level."""
+        """Return the fraction of all requests, including refused requests, that met a service level."""
         return self.num_good(level) / max(1, len(self.served) + len(self.refused))
 
     def summary(self, level: ServiceLevel | None = None) -> dict[str, float | int | None]:
-        """Returns the numbers that `longspan simulate --json` prints; a number is None where there is nothing to count.
+        """Return the metrics that `longspan simulate --json` prints. A metric without data is None.
 
-        Throughput counts the tokens of prompts and answers. Utilisation is the part of the makespan in which an
-        instance had a step to run, over all instances. With a service level, goodput counts requests that kept within
-        it, per second of the makespan.
+        Throughput counts the tokens of prompts and answers. Utilisation is the fraction of the makespan in which an
+        instance had a step to run, averaged over all instances. With a service level, goodput counts the requests that
+        met it, per second of the makespan.
         """
-        made_s, ttft, tbt = self.makespan_s, self.ttfts_s, self.tbts_s
+        makespan_s, ttft, tbt = self.makespan_s, self.ttfts_s, self.tbts_s
         good: dict[str, float | int | None] = {}
         if level is not None and level.is_given:
-            good["goodput_requests_per_s"] = self.num_good(level) / made_s if made_s else None
+            good["goodput_requests_per_s"] = self.num_good(level) / makespan_s if makespan_s else None
             good["slo_attainment"] = self.attainment(level)
         return good | {
             "ttft_p50_s": percentile(ttft, 50),
             "ttft_p99_s": percentile(ttft, 99),
             "tbt_p50_s": percentile(tbt, 50),
             "tbt_p99_s": percentile(tbt, 99),
-            "e2e_p50_s": percentile(np.array([one.e2e_s for one in self.served]), 50),
-            "throughput_tokens_per_s": self.num_tokens / made_s if made_s else None,
+            "e2e_p50_s": percentile(np.array([request.e2e_s for request in self.served]), 50),
+            "throughput_tokens_per_s": self.num_tokens / makespan_s if makespan_s else None,
             "max_queue": self.max_queue,
-            "utilisation": sum(self.busy_s) / len(self.busy_s) / made_s if made_s else None,
+            "utilisation": sum(self.busy_s) / len(self.busy_s) / makespan_s if makespan_s else None,
             "num_completed": len(self.served),
-            "makespan_s": made_s,
+            "makespan_s": makespan_s,
             "num_refused": len(self.refused),
             "num_truncated": len(self.truncated),
             "num_preemptions": self.num_preemptions,
-            "num_prompt_tokens": sum(one.num_prompt_tokens for one in self.served),
-            "num_output_tokens": sum(one.num_output_tokens for one in self.served),
-            "num_cached_tokens": sum(one.num_cached_tokens for one in self.served),
+            "num_prompt_tokens": sum(request.num_prompt_tokens for request in self.served),
+            "num_output_tokens": sum(request.num_output_tokens for request in self.served),
+            "num_cached_tokens": sum(request.num_cached_tokens for request in self.served),
         }
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
-    """Interpolates as numpy does; None for no values."""
+    """Return numpy's interpolated percentile. None without values."""
     return float(np.percentile(values, percent)) if len(values) else None
 
 
@@ -182,25 +183,25 @@ def simulate(
     faults: Faults | None = None,
     watch: Observers | None = None,
 ) -> Result:
-    """Serves all arrivals, and returns what became of them.
+    """Serve all arrivals, and return the results.
 
     Raises:
-        ValueError: when the longest request does not fit the KV pools, or a fault names no instance.
+        ValueError: if the longest request does not fit the KV pools, or a fault names an unknown instance.
     """
     faults = faults or Faults()
     faults.check(config.cluster.num_instances)
     simulation = _Simulation(arrivals, config, policy, cost, faults, watch or Observers())
-    with _garbage_left_alone(arrivals):
+    with _frozen_objects(arrivals):
         return simulation.run()
 
 
 @contextmanager
-def _garbage_left_alone(arrivals: Sequence[Arrival]) -> Iterator[None]:
-    """Keeps the garbage collector from searching existing objects again and again, if there are many arrivals."""
+def _frozen_objects(arrivals: Sequence[Arrival]) -> Iterator[None]:
+    """Keep existing objects out of garbage collection, if there are many arrivals."""
     if len(arrivals) < _MANY:
         yield
         return
-    gc.collect()  # an earlier engine, say, which is in a cycle
+    gc.collect()  # for example an earlier engine, which is in a cycle
     gc.freeze()
     try:
         yield
@@ -224,21 +225,21 @@ class _Simulation:
         self._served: list[Served] = []
         self._refused: dict[int, str] = {}
         self._indices: dict[int, int] = {}
-        self._num_to_come = len(arrivals)
-        self._said: dict[int, tuple[Sequence[int], ...]] = {}  # before a further turn
-        self._further: dict[int, list[int]] = defaultdict(list)
+        self._num_pending = len(arrivals)
+        self._histories: dict[int, tuple[Sequence[int], ...]] = {}  # by later turn: the previous prompt and answer
+        self._next_turns: dict[int, list[int]] = defaultdict(list)
         self._events: list[tuple[float, int, int]] = [(at_s, _LOSS, 0) for at_s in faults.lost_at_s]
-        """When, what, and for an arrival its index."""
+        """Time, kind, and the index of an arrival."""
         for index, arrival in enumerate(arrivals):
             if arrival.follows is None:
                 self._events.append((arrival.due_s, _ARRIVAL, index))
             else:
-                self._further[arrival.follows].append(index)
+                self._next_turns[arrival.follows].append(index)
         heapq.heapify(self._events)
 
     def _executor(self, ready_s: float) -> SimExecutor:
         cost = self._cost
-        if ready_s and self._engine.config.turns:
+        if ready_s and self._engine.config.phases:
             cost = cost.resharded(self._engine.config.cluster)
         return SimExecutor(
             clock=self._clock,
@@ -251,9 +252,9 @@ class _Simulation:
         )
 
     def run(self) -> Result:
-        """Steps the engine until all is served."""
+        """Step the engine until all requests are finished."""
         engine, clock, watch, max_queue = self._engine, self._clock, self._watch, 0
-        while engine.has_unfinished or self._num_to_come:
+        while engine.has_unfinished or self._num_pending:
             if not engine.has_unfinished:
                 clock.advance_to(max(clock.now(), self._events[0][0]))
             if not engine.has_ready:
@@ -265,9 +266,9 @@ class _Simulation:
             max_queue = max(max_queue, engine.num_waiting)
             if watch.moment is not None:
                 watch.moment(clock.now(), engine)
-        makespan_s = max((one.finished_s for one in self._served), default=0.0)
+        makespan_s = max((request.finished_s for request in self._served), default=0.0)
         return Result(
-            served=tuple(sorted(self._served, key=lambda one: one.index)),
+            served=tuple(sorted(self._served, key=lambda request: request.index)),
             refused=self._refused,
             makespan_s=makespan_s,
             busy_s=tuple(engine.load().busy_s),
@@ -277,11 +278,11 @@ class _Simulation:
             num_disk_hits=engine.kv.counts.num_disk_hits,
             num_swapped_blocks=engine.kv.counts.num_swapped_blocks,
             transitions=tuple(engine.transitions),
-            phase_s=phase_seconds(engine.transitions, engine.config.turns, 0.0, makespan_s),
+            phase_s=phase_seconds(engine.transitions, engine.config.phases, 0.0, makespan_s),
         )
 
     def _deliver(self) -> None:
-        """Gives the engine all that is due by now."""
+        """Deliver due arrivals and worker losses to the engine."""
         now_s = self._clock.now()
         while self._events and self._events[0][0] <= now_s:
             _, kind, index = heapq.heappop(self._events)
@@ -293,24 +294,24 @@ class _Simulation:
             self._engine.restart(self._executor(now_s + self._faults.seconds_to_restart))
 
     def _add(self, index: int) -> None:
-        arrival, said = self._arrivals[index], self._said.pop(index, None)
-        prompt = arrival.prompt if said is None else TokenText([*said, arrival.prompt])
+        arrival, history = self._arrivals[index], self._histories.pop(index, ())
+        prompt = TokenText([*history, arrival.prompt]) if history else arrival.prompt
         try:
             request = self._engine.add(prompt, _params(arrival.output_len), cache_salt=arrival.cache_salt)
         except ValueError as error:
             self._refuse(index, str(error))
             return
-        self._num_to_come -= 1
+        self._num_pending -= 1
         self._indices[request.id] = index
         if self._watch.admitted is not None:
             self._watch.admitted(request.id, index)
 
     def _refuse(self, index: int, reason: str) -> None:
-        """Refuses a request, and with it the further turns of its conversation."""
+        """Refuse a request, and all later turns of its conversation."""
         self._refused[index] = reason
-        self._num_to_come -= 1
-        for further in self._further.pop(index, ()):
-            self._refuse(further, reason)
+        self._num_pending -= 1
+        for next_turn in self._next_turns.pop(index, ()):
+            self._refuse(next_turn, reason)
 
     def _finish(self, request: Request) -> None:
         index, metrics = self._indices.pop(request.id), request.metrics
@@ -327,9 +328,9 @@ class _Simulation:
             num_missing_tokens=self._arrivals[index].output_len - len(request.output),
         )
         self._served.append(served)
-        for further in self._further.pop(index, ()):
-            self._said[further] = (request.prompt, tuple(request.output))
-            heapq.heappush(self._events, (served.finished_s + self._arrivals[further].due_s, _ARRIVAL, further))
+        for turn in self._next_turns.pop(index, ()):
+            self._histories[turn] = (request.prompt, tuple(request.output))
+            heapq.heappush(self._events, (served.finished_s + self._arrivals[turn].due_s, _ARRIVAL, turn))
         if self._watch.finished is not None:
             self._watch.finished(len(self._served) + len(self._refused))
 

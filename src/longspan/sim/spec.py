@@ -1,6 +1,6 @@
-"""Descriptions of a simulated experiment: a cluster, and the faults that happen on it.
+"""Descriptions of a simulated experiment: a cluster, its faults, and a service level.
 
-Importing these descriptions loads no numpy, so that the command line can make its flags from them.
+This module imports no numpy, because the command line builds its flags from these classes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longspan.core.cluster import Cluster, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster
+from longspan.core.locations import locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
+from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
-from longspan.policy.registry import turns_of
+from longspan.policy.registry import phases_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ _level = partial(Option, group="Results", metavar="S")
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareSpec:
-    """Refines data sheets, for times that are computed from them.
+    """Options that refine data sheets, for computed times.
 
     Attributes:
         link_gbytes_per_s: the nominal speed of the link, one way, in 10^9 bytes per second.
@@ -83,7 +85,7 @@ class HardwareSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSpec(ParallelArgs):
-    """Counts the devices, and the instances on them."""
+    """The number of devices, and the instances on them."""
 
     parallel: Annotated[
         str | None,
@@ -111,7 +113,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
     """Describes a cluster by the data sheets of its devices, or by the profile of a machine.
 
     Raises:
-        ParameterError: for a value that is not possible, or options that exclude each other.
+        ParameterError: for an invalid value, or options that exclude each other.
     """
 
     def __post_init__(self) -> None:
@@ -122,37 +124,37 @@ class ClusterSpec(HardwareSpec, FleetSpec):
             self._check_measured()
 
     def _check_measured(self) -> None:
-        """Refuses options of data sheets beside a profile."""
+        """Raise ParameterError for options of data sheets together with a profile."""
         for name in ("link", "link_gbytes_per_s", "dtype", "ffn_dtype", "attention"):
             if (value := getattr(self, name)) not in (None, "auto"):
-                problem = f"{value} refines data sheets: with a profile all is as it was measured; leave it out"
+                problem = f"{value} refines data sheets, but a profile has measured times: leave it out"
                 raise ParameterError(name, problem, value)
 
     def clusters(self, policy: str) -> tuple[Cluster, ...]:
-        """Returns the instances, on all devices; with a policy that has several clusters take turns there, all of them.
+        """Return the cluster on all devices, or the clusters of the policy's alternating phases.
 
-        By data sheets, hosts are filled one after the other.
+        With data sheets, hosts are filled in order.
 
         Raises:
             ParameterError: for instances that do not take all devices, or leave a host empty.
         """
-        found = self._instances
-        turns = turns_of(policy, found)
-        self._check_devices(found, turns)
+        cluster = self._instances
+        phases = phases_of(policy, cluster)
+        self._check_devices(cluster, phases)
+        clusters = phases or (cluster,)
         if self.profile is not None:
-            return tuple(
-                replace(one, locations=locations_of_ranks(one.num_ranks, str(self.hosts))) for one in turns or (found,)
-            )
-        return tuple(one.on_hosts(self.devices_per_host(one)) for one in turns or (found,))
+            hosts = str(self.hosts)
+            return tuple(replace(c, locations=locations_of_ranks(c.num_ranks, hosts)) for c in clusters)
+        return tuple(c.on_hosts(self.devices_per_host(c)) for c in clusters)
 
-    def _check_devices(self, found: Cluster, turns: tuple[Cluster, ...]) -> None:
-        num_ranks = turns[0].num_ranks if turns else found.num_ranks
-        per_host = self.devices_per_host(turns[0] if turns else found)
-        if self.gpus_per_host is not None and num_ranks != (there := self.hosts * per_host):
-            specs = [found.spec] if found.decode_spec is None else [found.spec, found.decode_spec]
-            sums = [f"instances({one.instances}) * tp({one.tp})" + f" * pp({one.pp})" * (one.pp > 1) for one in specs]
-            taken = f"the larger of {' and '.join(sums)}" if turns else " + ".join(sums)
-            problem = f"({per_host}) * hosts({self.hosts}) = {there} devices, but {taken} = {num_ranks} given"
+    def _check_devices(self, cluster: Cluster, phases: tuple[Cluster, ...]) -> None:
+        num_ranks = phases[0].num_ranks if phases else cluster.num_ranks
+        per_host = self.devices_per_host(phases[0] if phases else cluster)
+        if self.gpus_per_host is not None and num_ranks != (total := self.hosts * per_host):
+            specs = [cluster.spec] if cluster.decode_spec is None else [cluster.spec, cluster.decode_spec]
+            sums = [f"instances({s.instances}) * tp({s.tp})" + f" * pp({s.pp})" * (s.pp > 1) for s in specs]
+            taken = f"the larger of {' and '.join(sums)}" if phases else " + ".join(sums)
+            problem = f"({per_host}) * hosts({self.hosts}) = {total} devices, but {taken} = {num_ranks} given"
             raise ParameterError("gpus_per_host", problem, per_host)
         if self.profile is None and (taken_hosts := math.ceil(num_ranks / per_host)) < self.hosts:
             problem = f"({self.hosts}) are more than the {taken_hosts} that {num_ranks} devices, {per_host} each, take"
@@ -165,7 +167,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
         return parse_parallel(*specs, transfer_backends=self.transfer_backends, instances=alike)
 
     def devices_per_host(self, cluster: Cluster) -> int:
-        """Counts the devices of the first host; hosts are filled one after the other, so the last may have fewer."""
+        """Return the number of devices of the first host. Hosts are filled in order, so the last may have fewer."""
         return self.gpus_per_host or math.ceil(cluster.num_ranks / self.hosts)
 
 
@@ -188,9 +190,9 @@ class Faults:
     """Slow instances and lost workers.
 
     Attributes:
-        slow: by which factor an instance takes longer than its cost, for each that is slow.
-        lost_at_s: when a worker is lost. As in a real engine all its fellows are then stopped, and new ones started.
-        restart_s: how long those take until they can work; 10 if None.
+        slow: slowdown factors, by slow instance.
+        lost_at_s: the times when a worker is lost. As in a real engine, all workers are then restarted.
+        restart_s: seconds of a restart. 10 if None.
 
     Raises:
         ParameterError: for a factor or a time out of range.
@@ -236,27 +238,27 @@ class Faults:
         return _RESTART_S if self.restart_s is None else self.restart_s
 
     def common_factor(self, num_instances: int) -> float:
-        """Returns the factor by which all of the instances are slow, or fast if it is below 1; 1 if any is neither.
+        """Return the slowdown that all instances have in common: above 1 slow, below 1 fast, 1 if neither.
 
-        A profile measured on such instances has times of this factor, so policies know it.
+        A profile measured on such instances would contain this factor, so policies use it.
         """
         factors = [self.slow.get(instance, 1.0) for instance in range(num_instances)]
         return max(1.0, min(factors)) if max(factors) > 1 else max(factors)
 
     def check(self, num_instances: int) -> None:
-        """Raises ParameterError when an instance is slow that is not there."""
+        """Raise ParameterError if a slow instance does not exist."""
         for instance in self.slow:
             if instance >= num_instances:
-                problem = f": instance {instance} is to be slow, but there are {num_instances}, counted from 0"
+                problem = f": instance {instance} does not exist, there are {num_instances}, counted from 0"
                 raise ParameterError("slow", problem, instance)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLevel:
-    """The latencies that requests are to keep within, such that policies are compared by the same bounds.
+    """Latency bounds of requests, by which policies are compared.
 
     Raises:
-        ParameterError: for a bound that is no time.
+        ParameterError: for a bound that is not positive and finite.
     """
 
     slo_ttft: Annotated[float | None, _level("Count the requests whose first token comes within so many seconds.")] = (
@@ -276,6 +278,6 @@ class ServiceLevel:
         return self.slo_ttft is not None or self.slo_tbt is not None
 
     def met_by(self, *, ttft_s: float, mean_tbt_s: float) -> bool:
-        """Tells whether a request kept within all bounds that are given."""
+        """Return True if a request met all given bounds."""
         bounds = ((ttft_s, self.slo_ttft), (mean_tbt_s, self.slo_tbt))
         return all(bound is None or value <= bound for value, bound in bounds)

@@ -1,7 +1,7 @@
-"""A trial of grammars in a process of its own, which a hostile one may bring down.
+"""Trial compilation of grammars in a child process, which a hostile grammar may crash.
 
-llguidance bounds most of what it does by itself (see `LIMITS`), but not all: references that form a long chain overflow
-the stack, and many patterns that must hold together take exponential time.
+llguidance bounds most of its own work (see `LIMITS`). Two cases remain: a long chain of references overflows the
+stack, and an intersection of many patterns takes exponential time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from llguidance import LLMatcher, LLParserLimits
 
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""The limit of every matcher, here and on ranks. A state of the lexer takes 1 to 2 kB."""
+"""Limits of every matcher, here and on ranks. A lexer state takes 1 to 2 kB."""
 
 _MAX_CPU_S = 3
 _MAX_WALL_S = 60.0
@@ -26,10 +26,10 @@ _STACK_BYTES = 2 << 20
 
 
 def check(grammar: str) -> None:
-    """Tries to make a parser of a grammar in llguidance's serialised form, once as long as the outcome is remembered.
+    """Compile a grammar in llguidance's serialised form. Results are cached.
 
     Raises:
-        ValueError: when that fails or takes too much time, memory or stack; one line that says why.
+        ValueError: compilation fails, or takes too much time, memory or stack. The message is one line.
     """
     if reason := _fault(grammar):
         raise ValueError(reason)
@@ -37,10 +37,10 @@ def check(grammar: str) -> None:
 
 @lru_cache(maxsize=256)
 def _fault(grammar: str) -> str:
-    """Returns why the grammar cannot be used; empty if it can.
+    """Return why the grammar cannot be used, or an empty text.
 
     Raises:
-        ValueError: when the trial got too little of the CPU to tell, which is not remembered.
+        ValueError: the trial got too little CPU time to decide. This result is not cached.
     """
     try:
         tried = subprocess.run(
@@ -52,18 +52,18 @@ def _fault(grammar: str) -> str:
         )
     except subprocess.TimeoutExpired:
         raise ValueError(_TOO_MUCH) from None
-    said = tried.stdout.decode(errors="replace")
-    return _TOO_MUCH if tried.returncode else first_line(said) or said
+    reason = tried.stdout.decode(errors="replace")
+    return _TOO_MUCH if tried.returncode else first_line(reason) or reason
 
 
 def first_line(reason: str) -> str:
-    """Returns the beginning of llguidance's message, without the line breaks of its pictures."""
+    """Return the beginning of llguidance's message on one line."""
     words = " ".join(reason.replace("<non-verbose/>", "").split())[:300]
     return "no text has this form: change it" if words in {"NoExtension", "NoExtensionBias"} else words
 
 
 def main() -> None:
-    """Reads a grammar from stdin and writes why it cannot be used, if so, to stdout; dies of one that is too much."""
+    """Read a grammar from stdin and write to stdout why it cannot be used. A too large grammar ends the process."""
     grammar = sys.stdin.buffer.read().decode(errors="replace")
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))

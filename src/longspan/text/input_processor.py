@@ -1,4 +1,4 @@
-"""The input processor: from texts and conversations to engine requests of token ids, with every check on the way."""
+"""The input processor: validates texts and conversations and converts them to engine requests of token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """A text with options of its prompt; names are vLLM's.
+    """A text prompt with options. Names are vLLM's.
 
     Keys:
         cache_salt: KV is shared only between prompts with the same salt, or between prompts without one.
@@ -34,7 +34,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """Token ids with options of their prompt, see `TextPrompt`; `prompt` is the text that they stand for."""
+    """A prompt of token ids with options, see `TextPrompt`. `prompt` is the text of the token ids."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -42,24 +42,25 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-"""A text, or its token ids; either may be in a dict."""
+"""A text or its token ids, alone or in a dict."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Message = Mapping[str, object]
-"""`role` and `content`, and whatever else the model's template knows."""
+"""`role` and `content`, and any further fields of the model's template."""
 TEMPLATE_ERRORS = (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""Errors of a template, which is a program, that did not expect a conversation."""
+"""Errors that a template, which is a program, raises for a conversation that it does not expect."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class TemplateOptions(TypedDict, total=False):
-    """Options of rendering messages; names and defaults are vLLM's.
+    """Options of rendering a conversation. Names and defaults are vLLM's.
 
     Keys:
-        tools: functions that the template describes, each as OpenAI's API has it; their calls come as text.
+        tools: functions that the template describes, each in the form of OpenAI's API. Calls are returned as text.
         chat_template: a Jinja template instead of the model's own.
-        add_generation_prompt: end with the beginning of an answer; by default True.
-        continue_final_message: leave the last message open, so that it is continued; needs no generation prompt.
-        chat_template_kwargs: further names that the template knows.
+        add_generation_prompt: end with the beginning of an answer. True by default.
+        continue_final_message: leave the last message open, so that the model continues it. Excludes a generation
+            prompt.
+        chat_template_kwargs: further variables of the template.
     """
 
     tools: Sequence[Mapping[str, object]] | None
@@ -71,13 +72,13 @@ class TemplateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """A prompt that was checked, with its parameters.
+    """A validated prompt with its parameters.
 
     Attributes:
-        text: None when token ids were given.
-        grammar: what the output must follow, see `Sampling`.
-        shown_token_ids: special tokens that the text shows.
-        cache_salt: only requests with the same one share KV; empty for the requests without.
+        text: None if token ids were given.
+        grammar: the grammar of the output, see `Sampling`.
+        shown_token_ids: special tokens that are part of the output text.
+        cache_salt: only requests with the same salt share KV. Empty without a salt.
     """
 
     text: str | None
@@ -90,7 +91,7 @@ class EngineRequest:
 
 @dataclass(kw_only=True, eq=False)
 class InputProcessor:
-    """Makes engine requests for one model; without a tokenizer from token ids only.
+    """Makes engine requests for one model. Without a tokenizer, it accepts token ids only.
 
     Attributes:
         max_model_len: the longest request, prompt and output together, in tokens. Its owner sets it when the fleet
@@ -102,16 +103,16 @@ class InputProcessor:
     max_model_len: int
 
     def process(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
-        """Makes the engine request of a prompt.
+        """Make the engine request of a prompt.
 
         Raises:
-            ValueError: when it is empty, too long, or not of a known form, or the parameters do not fit the model.
+            ValueError: the prompt is empty, too long, or of no known form, or the parameters do not fit the model.
         """
         text, given, salt = _unwrapped(prompt)
         if given is None:
             assert text is not None, "a prompt has a text or token ids"
             if len(text) > self.max_model_len:
-                self.check_chars(len(text))  # tokens of a long text take a hundred times its memory
+                self.check_chars(len(text))  # tokenizing a long text takes 100 times its memory
             return self.checked(text, self.tokenize(text) if text else (), params, cache_salt=salt)
         try:
             token_ids = [operator.index(token) for token in given]  # of any integer type
@@ -122,7 +123,7 @@ class InputProcessor:
     def process_chat(
         self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions
     ) -> EngineRequest:
-        """Makes the engine request of a conversation."""
+        """Make the engine request of a conversation."""
         text = self.render_chat(messages, **template)
         return self.checked(text, self.tokenize(text, add_special_tokens=False), params)
 
@@ -135,10 +136,8 @@ class InputProcessor:
         *,
         cache_salt: str = "",
     ) -> EngineRequest:
-        """Makes the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it
-        is known.
-        """
-        check_length(len(token_ids), self.max_model_len)  # first: looking at every token of too many takes long
+        """Validate the token ids of `text` and make their engine request. `grammar` is that of `params`, if known."""
+        check_length(len(token_ids), self.max_model_len)  # first, since the checks of each token take long
         wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}")
@@ -152,9 +151,9 @@ class InputProcessor:
 
     @property
     def max_prompt_chars(self) -> int:
-        """The most characters of a text that may fit: no token has more than the longest name in the vocabulary.
+        """Upper bound of the characters of a prompt: `max_model_len` times the longest name in the vocabulary.
 
-        That tokenizers may drop blanks, or take an unknown word for one token, is left out of account.
+        The bound ignores that tokenizers may drop blanks, or turn an unknown word into one token.
         """
         return self.max_model_len * self._max_token_chars
 
@@ -163,16 +162,15 @@ class InputProcessor:
         return max(map(len, self._need_tokenizer().get_vocab()))
 
     def check_chars(self, num_chars: int) -> None:
-        """Raises ValueError for a text that is too long whatever its tokens are, or when there is no tokenizer."""
+        """Raise ValueError if a text is too long for any tokenization, or if there is no tokenizer."""
         if num_chars > self.max_prompt_chars:
             raise too_long(f"{num_chars} characters, so more than {self.max_model_len} tokens", self.max_model_len)
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """Returns the text that stands for a conversation; tokenize it without adding special tokens.
+        """Return a conversation as text, to be tokenized without adding special tokens.
 
         Raises:
-            ValueError: when a message is not of a known form, or there is no template, or it refuses the messages, or
-                knows no tools.
+            ValueError: a message has no known form, or the template is missing, refuses the messages or has no tools.
         """
         tokenizer = self._need_tokenizer()
         if template.get("chat_template") is None and not tokenizer.chat_template:
@@ -186,9 +184,9 @@ class InputProcessor:
         return self._rendered(plain, template)
 
     def _check_roles(self, messages: Sequence[Message], template: TemplateOptions) -> None:
-        """Raises ValueError for a message of an uncommon role that the template leaves out.
+        """Raise ValueError for a message of an uncommon role that the template omits.
 
-        These messages are rendered with random digits, which no template escapes, instead of their contents.
+        The check renders such messages with random digits, which no template escapes, instead of their contents.
         """
         uncommon = [index for index, message in enumerate(messages) if message["role"] not in _ROLES]
         if not uncommon:
@@ -196,9 +194,9 @@ class InputProcessor:
         mark, marked = f"{secrets.randbelow(10**16):016d}", list(messages)
         for index in uncommon:
             marked[index] = {**messages[index], "content": f"{mark}{index:09d}"}
-        found = set(map(int, re.findall(f"{mark}([0-9]{{9}})", self._rendered(marked, template))))
+        rendered = set(map(int, re.findall(f"{mark}([0-9]{{9}})", self._rendered(marked, template))))
         for index in uncommon:
-            if index not in found:
+            if index not in rendered:
                 role = messages[index]["role"]
                 problem = f"messages[{index}] has the role {role!r:.60}, which the chat template leaves out"
                 raise ValueError(f"{problem}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
@@ -219,23 +217,23 @@ class InputProcessor:
         return cast("str", rendered)
 
     def check_knows_tools(self, chat_template: str | None = None) -> None:
-        """Raises ParameterError when the template describes no tools."""
-        found = self._need_tokenizer().get_chat_template(chat_template, tools=[{}])
-        if not re.search(r"\btools\b", found):
-            problem = "cannot be used: the model's chat template knows no tools: describe them in a message"
+        """Raise ParameterError if the template describes no tools."""
+        source = self._need_tokenizer().get_chat_template(chat_template, tools=[{}])
+        if not re.search(r"\btools\b", source):
+            problem = "cannot be used: the model's chat template describes no tools: describe them in a message"
             raise ParameterError("tools", problem)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenizes a text, with the special tokens that the tokenizer adds at its ends."""
-        encode = partial(self._need_tokenizer(), verbose=False)  # how long a prompt may be is for us to say
+        """Return the token ids of a text, by default with the special tokens that the tokenizer adds at its ends."""
+        encode = partial(self._need_tokenizer(), verbose=False)  # `check_length` bounds prompts, not the tokenizer
         ids: list[int] = encode(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def grammar(self, form: StructuredOutputsParams) -> str:
-        """Returns the grammar that outputs of that form follow, see `Sampling`.
+        """Return the grammar of structured outputs, see `Sampling`.
 
         Raises:
-            ValueError: when it cannot be followed, or there is no tokenizer.
+            ValueError: the grammar cannot be followed, or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ParameterError("structured_outputs", "need a tokenizer, but there is none (skip_tokenizer_init)")
@@ -245,7 +243,7 @@ class InputProcessor:
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Ids, by their text, of the tokens that have no bytes in a grammar, and so none in its texts."""
+        """Ids by text of the tokens that have no bytes in a grammar."""
         vocabulary, added = self._vocabulary, self._need_tokenizer().added_tokens_decoder
         ends = vocabulary.eos_tokens
         return {str(token): id_ for id_, token in added.items() if vocabulary.is_special_token(id_) and id_ not in ends}
@@ -261,7 +259,7 @@ class InputProcessor:
 
 
 def _unwrapped(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
-    """Returns the text, the token ids and the cache salt of a prompt; the text or the ids may be None, but not both."""
+    """Return the text, the token ids and the cache salt of a prompt. Either the text or the ids may be None."""
     if isinstance(prompt, str):
         return prompt, None, ""
     if not isinstance(prompt, Mapping):
@@ -285,14 +283,14 @@ def _unwrapped(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """Returns one conversation, or a list of them, as a list."""
+    """Return one conversation, or a list of them, as a list."""
     if messages and isinstance(messages[0], Mapping):
         return [cast("Sequence[Message]", messages)]
     return list(cast("Sequence[Sequence[Message]]", messages))
 
 
 def _checked_message(where: str, message: object) -> dict[str, object]:
-    """Returns the message with its content as one text; parts of a content are those of OpenAI's API."""
+    """Return the message with its content as one text. A list of content parts has the form of OpenAI's API."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must have a role and a content, but {message!r:.60} given")
     role, content = message.get("role"), message.get("content")

@@ -1,15 +1,14 @@
-"""Prompts in progress: the engine's tokens become text, its logprobs dictionaries, its requests outputs."""
+"""State of requests in progress: converts the engine's tokens to text, its logprobs to dictionaries and to outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longspan.core.engine import Engine
 from longspan.core.request import ErrorKind, FinishReason, Request
 from longspan.core.steps import TokenLogprobs
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _FAILURES: dict[ErrorKind, str] = {
     "structured_outputs": "an output could not be completed in the form that structured_outputs, response_format or "
-    "tools ask for",
+    "tools require",
     "non_finite": "an output ended with an error",
     "capacity": "an output ended after the loss of a worker",
 }
@@ -30,7 +29,7 @@ _FAILURES: dict[ErrorKind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Size of a choice's output at one moment. Tokens and text only grow, so another thread can read them up to it."""
+    """Size of a choice's output at one moment. Tokens and text only grow, so other threads can read up to this size."""
 
     num_tokens: int
     num_characters: int
@@ -40,10 +39,10 @@ class Snapshot:
 
 
 class RequestState:
-    """An engine request with its `n` choices, once it is started.
+    """An engine request with its `n` choices, which it has once it is started.
 
     Args:
-        request_id: the id of its outputs; by default the engine's own number.
+        request_id: the id of its outputs. By default the engine's own number.
     """
 
     def __init__(
@@ -59,36 +58,24 @@ class RequestState:
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
 
-    def start(self, engine: Engine) -> None:
-        """Adds its requests to the engine; all but the first share the first one's prompt."""
-        ids, params = self.engine_request.token_ids, self.engine_request.params
-        salt = self.engine_request.cache_salt
-        leader = engine.add(ids, params, grammar=self.engine_request.grammar, cache_salt=salt)
-        others = [
-            engine.add(ids, params, choice=index, leader=leader, grammar=self.engine_request.grammar)
-            for index in range(1, params.n)
-        ]
+    def attach(self, requests: Sequence[Request]) -> None:
+        """Take the engine's requests for the `n` choices."""
         shown = self.engine_request.shown_token_ids
-        try:
-            self.choices = tuple(Choice(request, self._tokenizer, shown) for request in (leader, *others))
-        except Exception:  # of a tokenizer
-            for request in (leader, *others):
-                engine.finish(request, "abort")
-            raise
+        self.choices = tuple(Choice(request, self._tokenizer, shown) for request in requests)
 
     @property
     def finished(self) -> bool:
-        """Whether all its choices have ended, once it is started."""
+        """Whether the request was started and all its choices have ended."""
         return bool(self.choices) and all(choice.finished for choice in self.choices)
 
     @property
     def num_taken(self) -> int:
-        """Tokens of all choices so far."""
+        """Number of tokens of all choices so far."""
         return sum(choice.num_taken for choice in self.choices)
 
     @property
     def failure(self) -> tuple[ErrorKind, str] | None:
-        """The kind of error that the first failed choice ended with, and a sentence about it; None without one."""
+        """The kind of error of the first failed choice, and a sentence about it. None without an error."""
         for request in (choice.request for choice in self.choices):
             if request.finish_reason == "error":
                 assert request.error is not None, "an error has a kind"
@@ -96,11 +83,11 @@ class RequestState:
         return None
 
     def snapshot(self) -> tuple[Snapshot, ...]:
-        """Returns the size of each choice's output now."""
+        """Return the present size of each choice's output."""
         return tuple([choice.snapshot() for choice in self.choices])
 
     def output(self, snapshot: Sequence[Snapshot] = ()) -> RequestOutput:
-        """Returns the output up to now, or up to an earlier snapshot."""
+        """Return the output up to now, or up to an earlier snapshot."""
         leader, ends = self.choices[0].request, snapshot or self.snapshot()
         return RequestOutput(
             request_id=leader.id if self._request_id is None else self._request_id,
@@ -115,7 +102,7 @@ class RequestState:
         )
 
     def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
-        """Returns logprobs of the prompt once the first token is out; None before, or if not asked for."""
+        """Return logprobs of the prompt. None before the first output token, or if they are not requested."""
         leader = self.choices[0].request
         if self.engine_request.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
             text_of = _texts_by(self._tokenizer)
@@ -127,7 +114,7 @@ class RequestState:
 
 
 class Choice:
-    """One of a prompt's outputs: a request of the engine with its text."""
+    """One output of a prompt: a request of the engine with its text."""
 
     def __init__(
         self, request: Request, tokenizer: PreTrainedTokenizerBase | None, shown_token_ids: Sequence[int] = ()
@@ -146,43 +133,36 @@ class Choice:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether the output has ended."""
         return self.request.finish_reason is not None
 
     @property
     def text(self) -> str:
-        """The text so far, without what may still turn out to belong to a stop string."""
+        """The text so far, without an end that may be the beginning of a stop string."""
         return "" if self._detokenizer is None else self._detokenizer.text
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token that ended it, or what went wrong."""
+        """The stop string or token that ended the output, or the message of an error."""
         stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
         return self.request.stop_reason if stopped_by is None else stopped_by
 
-    def take_new_tokens(self, engine: Engine) -> None:
-        """Turns new tokens into text and ends the request at a stop string."""
+    def take_new_tokens(self) -> bool:
+        """Turn new tokens into text. Return True if a stop string ends the output, so that the request must end."""
         request, start = self.request, self.num_taken
         self.num_taken = len(request.output)
         for token, report in zip(request.output[start:], request.logprobs[start:], strict=False):
             self.logprobs.append(by_token(token, report, self._text_of))
             self._cumulative += report.logprob
         if self._detokenizer is None:
-            return
-        # Before this sees stop strings, "stop" means that the last token is a stop token, which has no text.
+            return False
+        # Until stop strings are looked for, "stop" means that the last token is a stop token, which has no text.
         stop = self.num_taken - (request.finish_reason == "stop" and self.num_taken > start)
         self._detokenizer.add(request.output[start:stop], finished=self.finished)
-        if self._detokenizer.stopped_by is not None:
-            engine.finish(request, "stop")
-
-    def abort(self, engine: Engine) -> None:
-        """Ends the request now, if it still runs, and releases all of its text."""
-        if not self.finished:
-            engine.finish(self.request, "abort")
-            self.take_new_tokens(engine)
+        return self._detokenizer.stopped_by is not None
 
     def snapshot(self) -> Snapshot:
-        """Returns the size of its output now."""
+        """Return the present size of the output."""
         return Snapshot(
             num_tokens=self.num_taken,
             num_characters=len(self.text),
@@ -207,78 +187,13 @@ class Choice:
         )
 
 
-class _Owner(Protocol):
-    @property
-    def state(self) -> RequestState: ...
-
-
-OwnerT = TypeVar("OwnerT", bound=_Owner)
-
-
-class OutputProcessor(Generic[OwnerT]):
-    """The requests of an engine that a call or a client waits for: their owners learn what each step brings.
-
-    Attributes:
-        choices: by request id, the owner of each choice until it is forgotten, and the choice's index.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.choices: dict[int, tuple[OwnerT, int]] = {}
-
-    def start(self, owner: OwnerT) -> None:
-        """Adds an owner's requests to the engine; raises ValueError if it refuses them."""
-        owner.state.start(self._engine)
-        for index, choice in enumerate(owner.state.choices):
-            self.choices[choice.request.id] = owner, index
-
-    def step(self, timeout_s: float | None = None) -> dict[OwnerT, Exception | None]:
-        """Runs one engine step, see `Engine.step`, and returns the owners of requests that got a token.
-
-        If tokens of an owner cannot become text, the error is its value. Other owners are not affected.
-        """
-        touched: dict[OwnerT, Exception | None] = {}
-        for request in self._engine.step(timeout_s):
-            if request.id not in self.choices:
-                continue
-            owner, index = self.choices[request.id]
-            try:
-                owner.state.choices[index].take_new_tokens(self._engine)
-                touched.setdefault(owner, None)
-            except Exception as error:  # noqa: BLE001 - a tokenizer is foreign code, and may be the model's own
-                touched[owner] = error
-        return touched
-
-    def finished(self) -> list[OwnerT]:
-        """Returns the owners whose requests have all ended and that are not forgotten yet."""
-        return [owner for owner, index in self.choices.values() if index == 0 and owner.state.finished]
-
-    def owners(self) -> list[OwnerT]:
-        return [owner for owner, index in self.choices.values() if index == 0]
-
-    def abort(self, owner: OwnerT) -> Exception | None:
-        """Ends the requests of an owner that still run, and forgets it; returns an error as `step` does."""
-        failure = None
-        for choice in owner.state.choices:
-            try:
-                choice.abort(self._engine)
-            except Exception as error:  # noqa: BLE001 - see `step`
-                failure = error
-        self.forget(owner)
-        return failure
-
-    def forget(self, owner: OwnerT) -> None:
-        for choice in owner.state.choices:
-            self.choices.pop(choice.request.id, None)
-
-
 def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None]) -> LogprobsOfToken:
-    """Maps token ids to logprobs: `token` itself, then the most likely ones, best first; `text` names each."""
-    found = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=text(token))}
+    """Map token ids to logprobs: first `token`, then the most likely tokens, best first. `text` decodes each token."""
+    logprobs = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=text(token))}
     for rank, (other, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), start=1):
         if other != token:
-            found[other] = Logprob(logprob=logprob, rank=rank, decoded_token=text(other))
-    return found
+            logprobs[other] = Logprob(logprob=logprob, rank=rank, decoded_token=text(other))
+    return logprobs
 
 
 def _texts_by(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str | None]:

@@ -1,4 +1,4 @@
-"""Structured outputs: the form of an output as a grammar that ranks understand, with every check on the way."""
+"""Structured outputs: validate the parameters of a request and compile them to a grammar for ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from longspan.errors import ParameterError
 from longspan.text import grammar_check
 
 MAX_CHARS = 65_536
-"""The longest schema, regular expression, sum of all choices, or grammar."""
+"""Longest schema, regular expression, grammar, or sum of all choices, in characters."""
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between the tokens of JSON. Bounded, or a small model may go on with blanks for ever; ample to indent a line."""
+"""Whitespace between JSON tokens. Unbounded, a small model may emit blanks for ever. 64 suffice to indent a line."""
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
-    """Returns the grammar in llguidance's serialised form.
+    """Return the grammar in llguidance's serialised form.
 
     Raises:
-        ValueError: when it is too large, not valid, asks for something that is not supported, or allows no output.
+        ValueError: the grammar is too large, invalid or not supported, or it allows no output.
     """
     texts = (params.json, params.regex, *(params.choice or ()), params.grammar)
     length = sum(len(text) for text in texts if isinstance(text, str))
@@ -33,7 +33,7 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) ->
         if length > MAX_CHARS:
             raise ValueError(f"it has {length} characters, but at most {MAX_CHARS} are allowed: shorten it")
         grammar = _serialised(params)
-        if params.choice is None and not params.json_object:  # of these, length is all that can be wrong
+        if params.choice is None and not params.json_object:  # only the length of these can be wrong
             grammar_check.check(grammar)
         _check_start(grammar, vocabulary)
         return grammar
@@ -43,7 +43,7 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) ->
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
-    """Returns the rule in Lark of a JSON value that follows a schema."""
+    """Return the Lark rule of a JSON value that follows a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, ensure_ascii=False)
 
 
@@ -51,8 +51,8 @@ def _serialised(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
-        # One terminal, so that thousands of choices are one automaton instead of as many parser items. Lark quotes
-        # strings by the rules of JSON.
+        # One terminal, so that thousands of choices are one automaton instead of thousands of parser items.
+        # Lark quotes strings by the rules of JSON.
         quoted = (json.dumps(text, ensure_ascii=False) for text in params.choice)
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
     if params.grammar is not None:
@@ -75,7 +75,7 @@ def _checked_schema(text: str) -> str:
 
 
 def _check_start(grammar: str, vocabulary: LLTokenizer) -> None:
-    """Finds mistakes that show only when the first token is asked for."""
+    """Raise ValueError for mistakes that show only when the first token is requested."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=grammar_check.LIMITS)
     allowed = allocate_token_bitmask(1, vocabulary.vocab_size)
     fill_next_token_bitmask(matcher, allowed)

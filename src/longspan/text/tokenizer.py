@@ -1,4 +1,4 @@
-"""Tokens to text, one piece at a time."""
+"""Loading tokenizers, and incremental conversion of tokens to text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
-from itertools import product
+from itertools import accumulate, groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,22 +21,22 @@ from longspan.model.folder import tokenizer_files
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-# Stands for a space in SentencePiece's vocabularies.
+# A space in SentencePiece's vocabularies.
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
-# How a decoder writes bytes that are no character (yet).
+# Output of a decoder for bytes that are not a complete character.
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
-"""The form in which SentencePiece's vocabularies write bytes."""
+"""A byte in SentencePiece's vocabularies."""
 _LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError)
 _MAX_UNFINISHED = 3  # bytes, so tokens, of an unfinished character
 
-# A window grows to the second length and is then cut to the first; it exceeds the third for lasting garbage only.
+# Tokens. A window grows to `_FULL` and is then cut to `_MIN`. Only undecodable bytes let it grow to `_MAX`.
 _MIN_WINDOW, _FULL_WINDOW, _MAX_WINDOW = 12, 32, 256
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a prepared model; ModelError when it has no tokenizer files, or other ones by now."""
+    """Load the tokenizer of a prepared model. Raise ModelError if its files are missing or have changed."""
     if files.tokenizer_dir is None:
         raise ModelError(
             f"model {files.name!r} has no tokenizer files: add them, or use skip_tokenizer_init and token ids"
@@ -47,7 +47,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer in a folder, that of the model `name`; ModelError when that fails."""
+    """Load the tokenizer of the model `name` from a folder. Raise ModelError if that fails."""
     import_tokenizers()
     from transformers import AutoTokenizer  # noqa: PLC0415 - see `import_tokenizers`
 
@@ -62,16 +62,16 @@ def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrai
 
 
 def import_tokenizers() -> None:
-    """Imports transformers' tokenizers, which takes a second or two, so that they load quickly later."""
+    """Import transformers' tokenizers, which takes 1 to 2 s, so that they load quickly later."""
     with uncollected():
         import_module("transformers.models.auto.tokenization_auto")
 
 
 def _plain_config(folder: Path) -> PreTrainedConfig | None:
-    """Reads the model's configuration without its class, which imports transformers' models and takes a second.
+    """Read the model's configuration without its class, whose import of transformers' models takes 1 s.
 
-    It is enough for transformers to choose the class of a tokenizer whose files name one. None when they do not, or
-    when code comes with the model.
+    The result suffices for transformers to choose the tokenizer class that the files name. None if they name no class,
+    or if the model has code of its own.
     """
     from transformers import PreTrainedConfig  # noqa: PLC0415 - see `import_tokenizers`
 
@@ -85,17 +85,15 @@ def _plain_config(folder: Path) -> PreTrainedConfig | None:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """Returns the text of one token seen by itself: special tokens by their name, parts of a character by its
-    replacement.
-    """
+    """Return the text of a single token: special tokens by name, parts of a character as a replacement character."""
     text: str = tokenizer.decode([token_id], skip_special_tokens=False)
-    # A decoder of SentencePiece drops the space that begins a text.
+    # A decoder of SentencePiece drops a leading space.
     begins_word = str(tokenizer.convert_ids_to_tokens(token_id)).startswith(_WORD_MARK)
     return f" {text}" if begins_word and not text.startswith(" ") else text
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str) -> list[int] | None:
-    """Returns the bytes of a token, even if it is only a part of a character; None if they are not known."""
+    """Return the bytes of a token, which may be a part of a character. None if they are not known."""
     if tokenizer is None:
         return None
     piece = str(tokenizer.convert_ids_to_tokens(token))
@@ -103,29 +101,28 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str
         return [int(byte[1], 16)]
     if _UNDECODED not in text:
         return list(text.encode())
-    stand_ins = _stand_ins()
-    return [stand_ins[letter] for letter in piece] if stand_ins.keys() >= set(piece) else None
+    byte_of = _bytes_by_letter()
+    return [byte_of[letter] for letter in piece] if byte_of.keys() >= set(piece) else None
 
 
 @lru_cache(maxsize=1)
-def _stand_ins() -> dict[str, int]:
-    """Returns the letters that byte-level vocabularies write for bytes."""
+def _bytes_by_letter() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary represents."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415 - see `import_tokenizers`
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 class Detokenizer:
-    """The text of one sequence of output tokens, released in pieces that never change afterwards.
+    """Decodes one sequence of output tokens and releases its text in pieces that never change.
 
-    The pieces together are `tokenizer.decode(ids, skip_special_tokens=True)`, as the continuation of the prompt's
-    text (a space between prompt and output is kept), but special tokens of `shown_token_ids` are not skipped. Held
-    back until more is known: an unfinished UTF-8 character, and text that may be the beginning of a stop string. Text
-    from the first stop string on is never released.
-    Stop strings that end within the first `min_tokens` tokens do not count.
+    The pieces together are `tokenizer.decode(ids, skip_special_tokens=True)` as the continuation of the prompt's text.
+    A space between prompt and output is kept, and special tokens of `shown_token_ids` are not skipped.
+    Two endings are held back: an unfinished UTF-8 character, and a possible beginning of a stop string. Text from the
+    first stop string on is never released. Stop strings that end within the first `min_tokens` tokens are ignored.
 
-    (A byte-fallback tokenizer that emits bytes which are no UTF-8 may differ by replacement characters there: one
-    bad byte changes how it decodes its good neighbours, however far back.)
+    A byte-fallback tokenizer that emits invalid UTF-8 may differ by replacement characters: one invalid byte changes
+    how the tokenizer decodes valid bytes before it.
     """
 
     def __init__(
@@ -138,31 +135,31 @@ class Detokenizer:
         shown_token_ids: Sequence[int] = (),
     ) -> None:
         self.text = ""
-        """All text released so far."""
+        """The text released so far."""
         self.stopped_by: str | None = None
         """The stop string that ended the text, if one did."""
         self._stream = _TextStream(tokenizer, prompt_token_ids, shown_token_ids)
         self._stop = tuple(filter(None, stop))
         self._num_unchecked = min_tokens
         self._pending = ""  # decoded, not released
-        self._start = 0  # where in _pending a stop string may begin
+        self._start = 0  # first position in _pending where a stop string may begin
 
     def add(self, token_ids: Sequence[int], finished: bool = False) -> str:
-        """Takes the next output tokens and returns the text that they release; `finished` releases the rest."""
+        """Add the next output tokens and return the text that they release. `finished` releases the rest."""
         if self.stopped_by is not None:
             return ""
         self._pending += self._stream.add(token_ids, finished)
         if self._num_unchecked > 0:
             self._num_unchecked -= len(token_ids)
             self._start = len(self._pending)
-        if found := self._first_stop():
-            at, self.stopped_by = found
+        if first := self._first_stop():
+            at, self.stopped_by = first
             return self._release(at)
         return self._release(len(self._pending) - (0 if finished else self._num_held()))
 
     def _first_stop(self) -> tuple[int, str] | None:
-        found = [(at, stop) for stop in self._stop if (at := self._pending.find(stop, self._start)) >= 0]
-        return min(found, key=lambda hit: hit[0], default=None)
+        hits = [(at, stop) for stop in self._stop if (at := self._pending.find(stop, self._start)) >= 0]
+        return min(hits, key=lambda hit: hit[0], default=None)
 
     def _num_held(self) -> int:
         longest = min(max(map(len, self._stop), default=0) - 1, len(self._pending) - self._start)
@@ -177,10 +174,10 @@ class Detokenizer:
 
 
 class _TextStream:
-    """Decodes a growing token sequence through a window of its last tokens, so that each is decoded a few times.
+    """Decodes a growing token sequence through a window of its last tokens, so that each token is decoded a few times.
 
-    Replacement characters at the end are held, as they may be the beginning of a character. (All of them: a
-    byte-fallback decoder shows every byte of a run, also of finished characters, as undecoded while one of them is.)
+    All replacement characters at the end are held back, since they may be the beginning of a character. A byte-fallback
+    decoder shows every byte of a run as undecoded while one of its characters is unfinished.
     """
 
     def __init__(
@@ -193,7 +190,7 @@ class _TextStream:
         self._window, self._num_taken = self._begin(self._plain(prompt_token_ids[-2 * _FULL_WINDOW :])[-_FULL_WINDOW:])
 
     def add(self, token_ids: Sequence[int], finished: bool) -> str:
-        """Returns the text decided by these tokens; all that is left when finished."""
+        """Return the text that these tokens decide, or all remaining text if finished."""
         self._window += self._plain(token_ids)
         text = self._decode(self._window)
         num_decided = len(text) if finished else self._num_decided(text)
@@ -208,7 +205,10 @@ class _TextStream:
         return len(text) - (num_held if len(self._window) <= _MAX_WINDOW else min(num_held, _MAX_UNFINISHED))
 
     def _shorten(self, text: str) -> None:
-        """Cuts the window where a character begins, which is one of any four places; anywhere if it is too long."""
+        """Cut the window at the beginning of a character, which is at one of any four tokens.
+
+        A window beyond `_MAX_WINDOW` is cut at any token.
+        """
         num_held = len(text) - self._num_taken
         for length in range(_MIN_WINDOW, _MIN_WINDOW + _MAX_UNFINISHED + 1):
             tail = self._decode(self._window[-length:])
@@ -218,9 +218,9 @@ class _TextStream:
                 return
 
     def _begin(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Returns the first window, which begins with a whole character, and the length of the prompt's text in it.
+        """Return the first window, which begins with a whole character, and the length of the prompt's text in it.
 
-        A character that the prompt leaves unfinished is not the prompt's: it comes when the output finishes it.
+        A character that the prompt leaves unfinished belongs to the output, which finishes it.
         """
         few = range(_MAX_UNFINISHED + 1)
         for num_unfinished, skip in product(few, few if len(prompt) == _FULL_WINDOW else (0,)):
@@ -230,7 +230,7 @@ class _TextStream:
         return prompt, len(self._decode(prompt))
 
     def _plain(self, token_ids: Sequence[int]) -> list[int]:
-        # Special and unknown tokens have no text; left in, a window could hold nothing else.
+        # Special and unknown tokens have no text. A window could consist of nothing else.
         return [id_ for id_ in token_ids if id_ < self._num_known and id_ not in self._special]
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -238,15 +238,62 @@ class _TextStream:
         return text
 
 
+def echo_of(
+    text: str | None,
+    token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    add_special_tokens: bool,
+    *,
+    with_offsets: bool,
+) -> tuple[str, list[int]]:
+    """Return the text of a prompt and, with `with_offsets`, the positions of its tokens in it, in characters.
+
+    A prompt without `text` shows special tokens by name. Tokens that are parts of a character have its position.
+    """
+    if tokenizer is None:
+        return "", [0] * len(token_ids)
+    if text is not None and not with_offsets:
+        return text, []
+    if text is not None and tokenizer.is_fast:
+        return text, _offsets_in(text, tokenizer, add_special_tokens)
+    pieces = pieces_of(token_ids, tokenizer)
+    return "".join(pieces) if text is None else text, list(accumulate(map(len, pieces), initial=0))[: len(pieces)]
+
+
+def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the text that each token adds. A character of several tokens belongs to the last of them."""
+    texts = {token: token_text(tokenizer, token) for token in set(token_ids)}
+    pieces: list[str] = []
+    for undecoded, run in groupby(token_ids, key=lambda token: _UNDECODED in texts[token]):
+        if undecoded:
+            detokenizer = Detokenizer(tokenizer)
+            part = [detokenizer.add([token]) for token in run]
+            part[-1] += detokenizer.add((), finished=True)
+            pieces += part
+        else:
+            pieces += [texts[token] for token in run]
+    return pieces
+
+
+def _offsets_in(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
+    """Return the positions of tokens. A space before a word, which some tokenizers omit, belongs to the word."""
+    options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True, "verbose": False}
+    offsets, end = [], 0
+    for start, stop in tokenizer(text, **options)["offset_mapping"]:
+        offsets.append(min(start, end) if stop else end)
+        end = max(end, stop)
+    return offsets
+
+
 def grammar_vocabulary(
     tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, eos_token_ids: Sequence[int] = ()
 ) -> LLTokenizer:
-    """Returns the vocabulary of a tokenizer for a model with `vocab_size` logits; takes up to a second.
+    """Return the vocabulary of a tokenizer for a model with `vocab_size` logits. This takes up to 1 s.
 
-    `eos_token_ids` are the model's; if there are none, the tokenizer's own counts.
+    `eos_token_ids` are the model's. By default, the tokenizer's own end-of-sequence token is used.
 
     Raises:
-        ModelError: when the tokenizer is of a kind whose bytes cannot be told, or nothing can end an output.
+        ModelError: the bytes of the tokenizer's tokens cannot be determined, or no token ends an output.
     """
     from llguidance.hf import from_tokenizer  # noqa: PLC0415 - imports transformers
 

@@ -1,4 +1,4 @@
-"""Tool calls: the forms in which families of models write them, the grammars of these, and readers of their text."""
+"""Tool calls: the formats of model families, their grammars, and the parser of outputs with calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from longspan.text.structured import lark_json
 
 Schema = Mapping[str, Any]
 _MORE_PROPERTIES = frozenset(("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"))
-"""Keywords by which a schema describes properties elsewhere."""
+"""Keywords of schemas that describe properties outside `properties`."""
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Function(NamedTuple):
-    """A function that a model may call; `where` is the place of its parameters in the request, for errors."""
+    """A function that a model may call. `where` is the path of its parameters in the request, for errors."""
 
     name: str
     parameters: Schema
@@ -33,15 +33,15 @@ class Function(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """The form of an output with calls: a text, the first marker, `opening`, calls with `between` between, `closing`.
+    """The format of an output with calls: a text, the first marker, `opening`, calls with `between` between, `closing`.
 
-    A call is `{"name": NAME, KEY: ARGUMENTS}`. The three parts around calls are written in Lark.
+    A call is `{"name": NAME, KEY: ARGUMENTS}`. `opening`, `between` and `closing` are written in Lark.
 
     Attributes:
-        markers: what no text has in it; vocabularies may have them as tokens. Where there are none, an output that
-            begins with a brace is a call.
+        markers: strings that no text contains. Vocabularies may have them as tokens. In a format without markers, an
+            output that begins with a brace is a call.
         key: the name of the arguments.
-        between: empty where an output has one call at most.
+        between: empty if an output has at most one call.
     """
 
     markers: tuple[str, ...] = ()
@@ -52,17 +52,17 @@ class ToolFormat:
 
     @property
     def begin(self) -> str:
-        """The marker with which calls begin; empty without one."""
+        """The marker with which calls begin, or an empty text."""
         return self.markers[0] if self.markers else ""
 
     @cached_property
     def first_head(self) -> re.Pattern[str]:
-        """Matches the first marker and what follows up to the arguments of the first call; the group is the name."""
+        """Matches from the first marker to the arguments of the first call. The group is the name."""
         return re.compile("".join([*self._opened, *self._object[0], "(", *self._object[1], ")", *self._object[2]]))
 
     @cached_property
     def first_head_begun(self) -> re.Pattern[str]:
-        """Matches an end of a text that may be the beginning of what `first_head` matches."""
+        """Matches an end of a text that may be the beginning of a match of `first_head`."""
         parts, begun = [*self._opened, *chain(*self._object)], ""
         for part in reversed(parts[1:]):
             begun = f"(?:{part}{begun})?"
@@ -75,12 +75,12 @@ class ToolFormat:
 
     @property
     def _opened(self) -> list[str]:
-        """Regular expressions of the text before the first call, in parts: an output may be cut off after each."""
+        """Regular expressions of the text before the first call, in parts. An output may be cut off after each part."""
         return [*map(re.escape, self.begin), r"[\s\[]*" if self.begin else r"\s*"]
 
     @property
     def _object(self) -> tuple[list[str], list[str], list[str]]:
-        """Returns the same for a call up to its arguments: the parts before its name, of its name, and after it."""
+        """Regular expressions of a call up to its arguments: the parts before its name, of its name, and after it."""
         blanks, key = r"\s*", map(re.escape, f'"{self.key}"')
         before = [r"\{", blanks, *'"name"', blanks, ":", blanks]
         name = ['"', r'(?:[^"\\]|\\.)*+', r"\\?", '"']  # a backslash may be the last letter of a cut name
@@ -100,19 +100,19 @@ FORMATS: Mapping[str, ToolFormat] = {
         markers=("[TOOL_CALLS]",), opening='" "? "["', key="arguments", between='", "', closing='"]"'
     ),
 }
-"""The forms by the names of vLLM's parsers. Llama 3's templates take back one call per message, so there is but one."""
+"""Formats by the names of vLLM's parsers. Llama 3's templates accept one call per message, so its format has one."""
 
 
-def found_format(input_processor: InputProcessor) -> ToolFormat | None:
-    """Returns the form in which the model's chat template writes a call; None if that is none of `FORMATS`."""
+def detect_format(input_processor: InputProcessor) -> ToolFormat | None:
+    """Return the format in which the model's chat template writes a call. None if it is not in `FORMATS`."""
     name, arguments = "probe", {"where": "here"}
-    asked: Any = [{"role": "user", "content": "Go."}]
+    question: Any = [{"role": "user", "content": "Go."}]
     call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": name, "arguments": arguments}}
     described = {"name": name, "description": name, "parameters": NO_PARAMETERS}
     tools = [{"type": "function", "function": described}]
     try:
-        before = input_processor.render_chat(asked, tools=tools)
-        called = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = input_processor.render_chat(question, tools=tools)
+        called = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
         text = input_processor.render_chat(called, tools=tools, add_generation_prompt=False)
     except (ValueError, *TEMPLATE_ERRORS):
         return None
@@ -126,7 +126,7 @@ def found_format(input_processor: InputProcessor) -> ToolFormat | None:
 
 
 def _object_at(text: str, start: int) -> dict[str, Any]:
-    """Returns the JSON object that begins there, an empty one if there is none."""
+    """Return the JSON object that begins at `start`, or an empty object."""
     try:
         return dict(json.JSONDecoder().raw_decode(text, start)[0])
     except ValueError:
@@ -142,16 +142,16 @@ def calls_grammar(
     parallel: bool,
     content: Schema | None = None,
 ) -> str:
-    """Returns the grammar of outputs that may call these functions, in llguidance's serialised form.
+    """Return the grammar of outputs that may call these functions, in llguidance's serialised form.
 
     Args:
         required: there is at least one call, and no text before it.
-        parallel: there may be several calls, if the form can write them.
-        content: the schema of an output without calls; None for any text.
+        parallel: there may be several calls, if the format supports them.
+        content: the schema of an output without calls. None for any text.
 
     Raises:
-        ParameterError: for parameters whose schema cannot be followed, under their place in the request; for
-            `content` where it cannot be told from a call.
+        ParameterError: the schema of a function's parameters cannot be followed. The parameter is their path in the
+            request. Or the output cannot be `content`, which begins like a call.
     """
     special = input_processor.special_tokens
     parts = [f'"{form.begin}"', form.opening, form.between, form.closing]
@@ -188,40 +188,40 @@ def calls_grammar(
 
 
 def _closed(parameters: Schema) -> Schema:
-    """Returns the schema of arguments, without those that no property describes unless it says more of them."""
+    """Return the schema of arguments. It allows no undescribed properties, unless the schema has `_MORE_PROPERTIES`."""
     is_plain = "properties" in parameters and not _MORE_PROPERTIES & parameters.keys()
     return {"type": "object", **({"additionalProperties": False} if is_plain else {}), **parameters}
 
 
-def _free_text(form: ToolFormat, begin: str, others: str) -> list[str]:
-    """Returns rules of an output that is a text, a call, or a text and then calls; `others` are tokens without bytes.
+def _free_text(form: ToolFormat, begin: str, special: str) -> list[str]:
+    """Return rules of an output that is a text, a call, or a text and then calls.
 
-    These are allowed anywhere in a text: the beginning of a thought may be one.
+    `special` are tokens without bytes. They are allowed anywhere in a text, such as at the beginning of a thought.
     """
     if not form.begin:
         text = r"TEXT: /([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"
-        return [f"start: {f'<[{others}]>*' if others else ''} (calls | TEXT)", text]
-    rules = [f"start: {'piece*' if others else ''} (trigger calls | TEXT)", r"TEXT: /(.|\n)*/"]
-    rules += [f"piece: TEXT <[{others}]>"] if others else []
+        return [f"start: {f'<[{special}]>*' if special else ''} (calls | TEXT)", text]
+    rules = [f"start: {'piece*' if special else ''} (trigger calls | TEXT)", r"TEXT: /(.|\n)*/"]
+    rules += [f"piece: TEXT <[{special}]>"] if special else []
     is_token = begin.startswith("<[")
     return [*rules, f"trigger: TEXT {begin}" if is_token else f"trigger[lazy]: TEXT {begin}"]
 
 
 def _at_function(error: ParameterError, functions: Sequence[Function], first_line: int) -> ParameterError:
-    """Returns the error of a grammar as one of the function in whose line it is."""
-    found = re.search(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \||$)", error.problem)
-    index = int(found[1]) - first_line if found else -1
-    if found and 0 <= index < len(functions):
-        return ParameterError(functions[index].where, f": this schema cannot be used: {found[2]}")
+    """Return an error of the grammar as an error of the function in whose line it occurs."""
+    place = re.search(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \||$)", error.problem)
+    index = int(place[1]) - first_line if place else -1
+    if place and 0 <= index < len(functions):
+        return ParameterError(functions[index].where, f": this schema cannot be used: {place[2]}")
     return ParameterError("tools", error.problem.replace(": grammar", ": their grammar", 1))
 
 
 @dataclass(kw_only=True)
 class CallDelta:
-    """A piece of a call: what a piece of text has brought of it. The first one has an id and a name.
+    """The part of a call that a piece of text contains. The first part has an id and a name.
 
     Attributes:
-        index: of the call in its answer.
+        index: position of the call in its answer.
         arguments: the next piece of their JSON.
     """
 
@@ -232,14 +232,14 @@ class CallDelta:
 
 
 class CallReader:
-    """Reads one output of a form as it comes; what cannot be the beginning of a call is text.
+    """Parses one streamed output. Everything that cannot be the beginning of a call is text.
 
     Args:
         at_start: calls are at the beginning of the output or nowhere.
         marker_is_token: the first marker is a token of the vocabulary, so that no output ends inside it.
 
     Attributes:
-        num_calls: how many calls have begun.
+        num_calls: number of calls that have begun.
     """
 
     def __init__(self, form: ToolFormat, *, at_start: bool = False, marker_is_token: bool = False) -> None:
@@ -248,20 +248,20 @@ class CallReader:
         self._at_start = at_start or not form.begin
         self._pending = ""
         self._state: Literal["text", "plain text", "arguments", "after"] = "text"
-        self._depth = 0  # of the arguments
+        self._depth = 0  # nesting of the arguments
         self._in_string = self._escaped = False
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls, and all of them are whole."""
+        """Whether the output has calls and all of them are complete."""
         return self._state == "after"
 
     def add(
         self, text: str, *, finish_reason: FinishReason | None = None, stop_reason: int | str | None = None
     ) -> tuple[str, list[CallDelta]]:
-        """Takes the next piece of the output; returns its text, and the new parts of each call.
+        """Add the next piece of the output. Return its text and the new parts of each call.
 
-        The last piece comes with the reasons of the output's end. When it was cut off in a call, what there is of that
+        The last piece has the reasons of the output's end. If the output was cut off in a call, the part of the call
         before its arguments is neither text nor a call.
         """
         self._pending += text
@@ -284,7 +284,7 @@ class CallReader:
         return content, list(calls.values())
 
     def _next_head(self) -> re.Match[str] | None:
-        """Matches the pending text up to the arguments of a call."""
+        """Return the match of the pending text up to the arguments of a call."""
         match self._state:
             case "text":
                 return self._form.first_head.match(self._pending)
@@ -293,23 +293,22 @@ class CallReader:
         return None
 
     def _take_text(self) -> str:
-        """Takes what is text for sure; the rest may be the beginning of a call."""
+        """Remove and return the pending text that cannot be the beginning of a call."""
         form, pending = self._form, self._pending
         end = len(pending)
         if self._state == "text":
             patterns = form.first_head, form.first_head_begun
-            found = (one.match(pending) if self._at_start else one.search(pending) for one in patterns)
-            end = next((match.start() for match in found if match), end)
+            matches = (p.match(pending) if self._at_start else p.search(pending) for p in patterns)
+            end = next((match.start() for match in matches if match), end)
             if end and self._at_start:
                 self._state = "plain text"
         self._pending = pending[end:]
         return pending[:end]
 
     def _is_cut_call(self, finish_reason: FinishReason, stop_reason: int | str | None) -> bool:
-        """Returns whether the pending text at the end of an output is the beginning of a call.
+        """Return True if the pending text at the end of an output is the beginning of a call.
 
-        An output that the model has ended by itself holds no part of a call. Of a marker that a stop string has cut,
-        nothing says that it is one.
+        An output that the model has ended itself has no incomplete call. A marker that a stop string has cut is text.
         """
         begun = self._pending.startswith(self._form.begin) if self._form.begin else bool(self._pending.strip())
         if begun:
@@ -317,7 +316,7 @@ class CallReader:
         return finish_reason != "stop" and not self._marker_is_token
 
     def _take_arguments(self) -> str:
-        """Takes what is pending of the arguments, up to their end."""
+        """Remove and return the pending part of the arguments, up to their end."""
         end = len(self._pending)
         for at, letter in enumerate(self._pending):
             if self._in_string:

@@ -1,1 +1,1 @@
-"""Requests before anybody serves them: their lengths, their times, and traces of real services."""
+"""Workloads: request lengths, arrival times, and traces of real services."""

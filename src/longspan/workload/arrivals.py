@@ -1,4 +1,4 @@
-"""Requests as they come: their times, their prompts, and the conversations that they are turns of."""
+"""The requests of a workload: arrival times, prompts, and the conversations that they belong to."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from longspan.errors import ParameterError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A request that comes at a time, or as the next turn of a conversation.
+    """A request that arrives at a time, or as the next turn of a conversation.
 
     Attributes:
-        due_s: when it comes, after the start; a further turn of a conversation: after the end of the turn before.
-        prompt: token ids; of a further turn what is new, behind all that was said before.
-        output_len: how many tokens it puts out.
-        follows: the index of the turn before among all arrivals, which is earlier; None for a first turn.
-        cache_salt: only requests with the same one share KV.
+        due_s: its arrival, in seconds after the start. For a later turn, in seconds after the end of the previous turn.
+        prompt: token ids. For a later turn, the tokens after the previous prompt and answer.
+        output_len: number of output tokens.
+        follows: the lower index of the previous turn among all arrivals. None for a first turn.
+        cache_salt: only requests with the same salt share KV.
     """
 
     due_s: float
@@ -35,46 +35,44 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests, in the order in which they come.
+    """Requests in order of arrival.
 
     Attributes:
-        shares: whether prompts can begin alike, so that it pays to remember what was computed.
+        shares: whether prompts may have common prefixes, so that prefix caching is useful.
     """
 
     arrivals: Sequence[Arrival]
     shares: bool
 
     def at_rate(self, rate: float) -> Workload:
-        """Scales the times of first turns so that all turns together come at this rate."""
-        last_s = max(one.due_s for one in self.arrivals if one.follows is None)
+        """Scale the times of first turns so that all turns together arrive at this rate."""
+        last_s = max(arrival.due_s for arrival in self.arrivals if arrival.follows is None)
         factor = len(self.arrivals) / rate / last_s if last_s else 0.0
-        return self._first_turns_at([one.due_s * factor for one in self.arrivals])
+        return self._first_turns_at([arrival.due_s * factor for arrival in self.arrivals])
 
     def one_by_one(self, gap_s: float) -> Workload:
-        """Puts `gap_s` seconds between the conversations, so that none meets another."""
+        """Put `gap_s` seconds between the conversations, so that they do not overlap."""
         return self._first_turns_at([index * gap_s for index in range(len(self.arrivals))])
 
     def _first_turns_at(self, times_s: Sequence[float]) -> Workload:
-        moved = zip(self.arrivals, times_s, strict=True)
-        return replace(self, arrivals=[one if one.follows is not None else replace(one, due_s=s) for one, s in moved])
+        pairs = zip(self.arrivals, times_s, strict=True)
+        return replace(self, arrivals=[replace(a, due_s=at_s) if a.follows is None else a for a, at_s in pairs])
 
 
 def as_conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:
-    """Makes every `turns` neighbours one conversation: the first comes when it is due, each other one `think_s` seconds
-    after the answer before.
-    """
+    """Group every `turns` consecutive requests into a conversation. Later turns follow `think_s` after an answer."""
     return [
-        one if index % turns == 0 else replace(one, due_s=think_s, follows=index - 1)
-        for index, one in enumerate(arrivals)
+        arrival if index % turns == 0 else replace(arrival, due_s=think_s, follows=index - 1)
+        for index, arrival in enumerate(arrivals)
     ]
 
 
 def arrival_times(num: int, *, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """Draws `num` times in seconds from the start, ascending; all 0 for an infinite rate.
+    """Draw `num` ascending times in seconds from the start. All are 0 for an infinite rate.
 
-    Gaps are gamma distributed with shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, less comes in
-    bursts, more is steadier, infinity is regular. As in vLLM, times are stretched so that the last one is at `num /
-    rate` whatever the seed, or throughputs of different seeds would differ by chance.
+    Gaps are gamma distributed with shape `burstiness` and mean `1 / rate`. Shape 1 is a Poisson process. Smaller shapes
+    are burstier, larger shapes are steadier, and infinity is regular. As in vLLM, times are scaled so that the last
+    time is `num / rate`. Otherwise throughputs would depend on the seed.
     """
     if math.isinf(rate):
         return [0.0] * num
@@ -89,35 +87,34 @@ def arrival_times(num: int, *, rate: float, burstiness: float, rng: np.random.Ge
 def prompt_of(
     name: int, num_tokens: int, *, shared: int = 0, shared_len: int = 0, blocks: Sequence[int] = (), block_len: int = 1
 ) -> Sequence[int]:
-    """Returns token ids: text `shared`, then `blocks`, then a text of its own, cut at `num_tokens`.
+    """Return token ids: the text `shared`, then `blocks`, then the text `name`, truncated to `num_tokens`.
 
-    Equal numbers give equal tokens: `shared` among those that share a beginning, `blocks` of `block_len` tokens each
-    among themselves, and `name` among prompts.
+    Equal numbers give equal tokens, separately for `shared` texts, `blocks` of `block_len` tokens, and `name` texts.
     """
-    beginning: list[Sequence[int]] = [text(3 * shared, min(shared_len, num_tokens))]
-    left = num_tokens - len(beginning[0])
+    prefix: list[Sequence[int]] = [text(3 * shared, min(shared_len, num_tokens))]
+    num_left = num_tokens - len(prefix[0])
     for block in blocks:
-        beginning.append(text(3 * block + 1, min(block_len, left)))
-        left -= len(beginning[-1])
-    own = text(3 * name + 2, left)
-    return TokenText([*beginning, own]) if left < num_tokens else own
+        prefix.append(text(3 * block + 1, min(block_len, num_left)))
+        num_left -= len(prefix[-1])
+    own = text(3 * name + 2, num_left)
+    return TokenText([*prefix, own]) if num_left < num_tokens else own
 
 
 _SPACE = 2**40
-"""Ids of one text lie this far from those of the next."""
+"""Distance between the first token ids of consecutive texts, and so a text's maximum length."""
 
 
 def text(name: int, num_tokens: int) -> range:
-    """Returns the tokens of a text: equal names, equal tokens; of different names, none is the same."""
-    assert 0 <= num_tokens <= _SPACE, "a text fits into its space"
+    """Return the token ids of a text. Equal names give equal tokens, and different names give disjoint tokens."""
+    assert 0 <= num_tokens <= _SPACE, "texts do not overlap"
     return range(name * _SPACE, name * _SPACE + num_tokens)
 
 
 class TokenText(Sequence[int]):
-    """Texts one after the other, as one sequence of token ids. A slice is one, too, or the slice of one text."""
+    """Concatenated texts as one sequence of token ids. A slice is a `TokenText`, or a slice of one text."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        flat = (part for one in texts for part in (one.parts if isinstance(one, TokenText) else (one,)))
+        flat = (part for text in texts for part in (text.parts if isinstance(text, TokenText) else (text,)))
         self.parts: list[Sequence[int]] = [part for part in flat if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
 
@@ -139,17 +136,17 @@ class TokenText(Sequence[int]):
             assert step == 1, "prompts are read forwards"
             return self._between(start, max(start, stop))
         position = range(len(self))[index]
-        place = bisect_right(self._ends, position)
-        return self.parts[place][position - self._start(place)]
+        part = bisect_right(self._ends, position)
+        return self.parts[part][position - self._start(part)]
 
-    def _start(self, place: int) -> int:
-        return self._ends[place] - len(self.parts[place])
+    def _start(self, part: int) -> int:
+        return self._ends[part] - len(self.parts[part])
 
     def _between(self, start: int, stop: int) -> Sequence[int]:
-        found: list[Sequence[int]] = []
-        for place in range(bisect_right(self._ends, start), len(self.parts)):
-            first = self._start(place)
+        parts: list[Sequence[int]] = []
+        for part in range(bisect_right(self._ends, start), len(self.parts)):
+            first = self._start(part)
             if first >= stop:
                 break
-            found.append(self.parts[place][max(0, start - first) : stop - first])
-        return found[0] if len(found) == 1 else TokenText(found)
+            parts.append(self.parts[part][max(0, start - first) : stop - first])
+        return parts[0] if len(parts) == 1 else TokenText(parts)

@@ -1,4 +1,4 @@
-"""The requests of a workload, drawn at random or read from a file, as its description says."""
+"""Create the requests of a workload: draw them at random, or read them from a file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import BLOCK_LEN, MAX_SPAN_S, RequestSpec, read_trace
 
 Lengths = Callable[[float], float]
-"""A distribution is its quantile function: the length below which a part of all lengths lies, from 0 to 1."""
+"""A length distribution, given as its quantile function: maps a fraction from 0 to 1 to a length."""
 
 _NUM_REQUESTS = 1000
 _THINK_S = 10.0
-_TIMES, _INPUTS, _OUTPUTS, _PREFIXES = 1, 11, 12, 13  # streams of random numbers that do not depend on each other
+_TIMES, _INPUTS, _OUTPUTS, _PREFIXES = 1, 11, 12, 13  # independent streams of random numbers
 
 
 def make_workload(spec: WorkloadSpec) -> Workload:
-    """Draws the requests, or reads them from the file that `spec` names.
+    """Draw the requests, or read them from the file that `spec` names.
 
     Raises:
-        ValueError: for no rate where times are needed, or a file that cannot be read.
+        ValueError: for a missing rate, or a file that cannot be read.
     """
     requests = _timed(_requests(spec), spec)
     rng = np.random.default_rng([spec.seed, _PREFIXES])
@@ -54,7 +54,7 @@ def make_workload(spec: WorkloadSpec) -> Workload:
 
 
 def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
-    """Returns requests without times but those of a trace."""
+    """Return the requests of a workload. Only requests of a trace may have times."""
     if spec.workload in _NAMED:
         return _drawn(named_lengths(spec.workload), _bounded(4, 256, 32), spec)
     path = Path(spec.workload)
@@ -68,16 +68,16 @@ def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
 
 def _quantiles(path: Path) -> tuple[Lengths, Lengths]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        points = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ParameterError("workload", f"{str(path)!r} cannot be read: {error}") from None
-    if not isinstance(found, dict) or set(found) != {"input_len", "output_len"}:
+    if not isinstance(points, dict) or set(points) != {"input_len", "output_len"}:
         problem = (
             f"{str(path)!r} must be an object with input_len and output_len, each an object of quantiles such as "
             '{"0": 100, "0.5": 800, "1": 9000}'
         )
         raise ParameterError("workload", problem)
-    return quantiles("input_len", found["input_len"]), quantiles("output_len", found["output_len"])
+    return quantiles("input_len", points["input_len"]), quantiles("output_len", points["output_len"])
 
 
 def _drawn(inputs: Lengths, outputs: Lengths, spec: WorkloadSpec) -> list[RequestSpec]:
@@ -85,28 +85,28 @@ def _drawn(inputs: Lengths, outputs: Lengths, spec: WorkloadSpec) -> list[Reques
     input_lens = draw_lengths(inputs, num, np.random.default_rng([spec.seed, _INPUTS]))
     output_lens = draw_lengths(outputs, num, np.random.default_rng([spec.seed, _OUTPUTS]))
     return [
-        RequestSpec(input_len=one, output_len=spec.output_len or other)
-        for one, other in zip(input_lens, output_lens, strict=True)
+        RequestSpec(input_len=input_len, output_len=spec.output_len or output_len)
+        for input_len, output_len in zip(input_lens, output_lens, strict=True)
     ]
 
 
 def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]:
-    """Gives every request a time: drawn, or that of the trace, stretched to the rate if there is one."""
+    """Set the time of every request: drawn, or from the trace, scaled to the rate if there is one."""
     rate = spec.requests_per_s
     if rate is not None and len(requests) / rate > MAX_SPAN_S:
-        least = len(requests) / MAX_SPAN_S
-        problem = f"{rate:g} has {len(requests)} requests come in more than {MAX_SPAN_S:g} s: give {least:g} or more"
-        raise ParameterError("rate", problem, rate)
+        min_rate = len(requests) / MAX_SPAN_S
+        problem = f"{rate:g} spreads {len(requests)} requests over more than {MAX_SPAN_S:g} s"
+        raise ParameterError("rate", f"{problem}: give {min_rate:g} or more", rate)
     due = [request.due_s for request in requests if request.due_s is not None]
     if not due:
         if rate is None:
-            raise ParameterError("workload", f"{spec.workload} has no times of its own: give rate")
+            raise ParameterError("workload", f"{spec.workload} has no arrival times: give rate")
         burstiness = 1.0 if spec.burstiness is None else spec.burstiness
         rng = np.random.default_rng([spec.seed, _TIMES])
         times = arrival_times(len(requests), rate=rate, burstiness=burstiness, rng=rng)
         return [replace(request, due_s=time) for request, time in zip(requests, times, strict=True)]
     if spec.burstiness is not None:
-        raise ParameterError("burstiness", f"{spec.burstiness} contradicts a trace that brings its own times")
+        raise ParameterError("burstiness", f"{spec.burstiness} contradicts a trace with arrival times")
     if rate is None or not due[-1]:
         return requests
     factor = 0.0 if math.isinf(rate) else len(requests) / rate / due[-1]
@@ -116,13 +116,13 @@ def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]
 # ---------------------------------------------------------------- lengths
 
 _NAMED = {"short": (4_000, 95_000, 23_600), "medium": (8_000, 142_000, 32_800), "long": (16_000, 190_000, 50_100)}
-"""Ranges and means of the prompts in the traces of Tetris (§7.1), whose 4k is 4,000 here. It does not say how long
-answers are: ours are of the same kind, from 4 to 256."""
+"""Ranges and means of prompt lengths in the traces of Tetris (§7.1). Its 4k is 4,000 here. The paper has no answer
+lengths: ours have the same kind of distribution, from 4 to 256."""
 _NORMAL = NormalDist()
 _SIGMAS_OF_RANGE = 6
-_FURTHEST = 4  # sigmas from the range to where the mean of the uncut logarithm is looked for
+_SEARCH_SIGMAS = 4  # the mean of the unbounded logarithm is searched up to this many sigmas outside the range
 _HALVINGS = 60
-_MOST = 2.0**40
+_MAX_LENGTH = 2.0**40
 
 
 def draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> list[int]:
@@ -134,10 +134,10 @@ def named_lengths(workload: str) -> Lengths:
 
 
 def quantiles(name: str, points: object) -> Lengths:
-    """Makes a distribution of a mapping from parts, as text, to lengths; between two the logarithm is linear.
+    """Return the distribution of a mapping from fractions, as text, to lengths. The logarithm is interpolated.
 
     Raises:
-        ValueError: for anything else, or parts and lengths that do not ascend from part 0 to part 1.
+        ValueError: for another type, or fractions and lengths that do not ascend from fraction 0 to fraction 1.
     """
     try:
         pairs = sorted((float(part), float(length)) for part, length in points.items())  # type: ignore[attr-defined]
@@ -147,24 +147,24 @@ def quantiles(name: str, points: object) -> Lengths:
         ) from None
     parts, lengths = [part for part, _ in pairs], [length for _, length in pairs]
     if len(parts) < 2 or parts[0] != 0 or parts[-1] != 1 or sorted(set(parts)) != parts:
-        raise ValueError(f"quantiles ascend from 0 to 1, but there are those of {parts}: give at least 0 and 1")
-    if sorted(lengths) != lengths or not 1 <= lengths[0] <= lengths[-1] <= _MOST:
-        raise ValueError(f"lengths at ascending quantiles ascend, from 1 to {_MOST:.0f} at most, but {lengths} given")
+        raise ValueError(f"quantiles ascend from 0 to 1, but {parts} given: give at least 0 and 1")
+    if sorted(lengths) != lengths or not 1 <= lengths[0] <= lengths[-1] <= _MAX_LENGTH:
+        raise ValueError(f"lengths at ascending quantiles ascend from 1 to at most {_MAX_LENGTH:.0f}: {lengths} given")
     logarithms = np.log(lengths)
     return lambda part: math.exp(float(np.interp(part, parts, logarithms)))
 
 
 def _bounded(low: float, high: float, mean: float) -> Lengths:
-    """Makes a log-normal distribution cut off at `low` and `high`, with this `mean`.
+    """Return a log-normal distribution truncated to `low` and `high`, with this `mean`.
 
-    Range and mean leave one number open: the standard deviation of the logarithm is a sixth of the range's, so that
-    without the cut nearly all lengths would lie inside it.
+    Range and mean do not determine the standard deviation of the logarithm. A sixth of the logarithm's range is used,
+    so that nearly all lengths lie in the range without truncation.
     """
     sigma = math.log(high / low) / _SIGMAS_OF_RANGE
-    least, most = math.log(low) - _FURTHEST * sigma, math.log(high) + _FURTHEST * sigma
+    low_mu, high_mu = math.log(low) - _SEARCH_SIGMAS * sigma, math.log(high) + _SEARCH_SIGMAS * sigma
     for _ in range(_HALVINGS):
-        mu = (least + most) / 2
-        least, most = (mu, most) if _mean_of_cut(low, high, mu, sigma) < mean else (least, mu)
+        mu = (low_mu + high_mu) / 2
+        low_mu, high_mu = (mu, high_mu) if _mean_of_cut(low, high, mu, sigma) < mean else (low_mu, mu)
     first, last = (_NORMAL.cdf((math.log(end) - mu) / sigma) for end in (low, high))
 
     def at(part: float) -> float:

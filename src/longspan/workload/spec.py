@@ -11,17 +11,17 @@ from longspan.core.options import Option
 from longspan.errors import ParameterError
 
 _LONGEST_S = 1e5
-"""A day and a little: much longer ones would reach into the next of conversations that are to be far apart."""
+"""Maximum think time, about a day. Longer conversations would overlap in runs that place them far apart."""
 _LONGEST_OUTPUT = 2**20
 _workload = partial(Option, group="Requests")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSpec:
-    """Describes what is asked for and when; the same description gives the same requests.
+    """Describes the requests and their times. Equal descriptions give equal requests.
 
     Raises:
-        ParameterError: for a value that is not possible, or options that exclude each other.
+        ParameterError: for an invalid value, or options that exclude each other.
     """
 
     workload: Annotated[
@@ -59,24 +59,24 @@ class WorkloadSpec:
     seed: Annotated[int, _workload("Seed of times and lengths.")] = 0
 
     def __post_init__(self) -> None:
-        least_of = {"num_requests": 1, "output_len": 1, "prefix_len": 0, "num_prefixes": 1, "turns": 1, "seed": 0}
-        for name, least in least_of.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ParameterError(name, f"must be at least {least}, but {value} given", value)
+        minima = {"num_requests": 1, "output_len": 1, "prefix_len": 0, "num_prefixes": 1, "turns": 1, "seed": 0}
+        for name, minimum in minima.items():
+            if (value := getattr(self, name)) is not None and value < minimum:
+                raise ParameterError(name, f"must be at least {minimum}, but {value} given", value)
         if self.output_len is not None and self.output_len > _LONGEST_OUTPUT:
             problem = f"must be at most {_LONGEST_OUTPUT:,}, but {self.output_len:,} given"
             raise ParameterError("output_len", problem, self.output_len)
         if self.num_prefixes is not None and not self.prefix_len:
-            problem = f"{self.num_prefixes} is of starts that prompts share: give prefix_len"
+            problem = f"{self.num_prefixes} counts shared prefixes, but prefix_len is 0: give prefix_len"
             raise ParameterError("num_prefixes", problem, self.num_prefixes)
         if self.think_time is not None and self.turns == 1:
-            problem = f"{self.think_time:g} is between turns of a conversation: give turns"
+            problem = f"{self.think_time:g} is the time between turns, but there is one turn: give turns"
             raise ParameterError("think_time", problem, self.think_time)
         if self.think_time is not None and not 0 <= self.think_time <= _LONGEST_S:
             problem = f"must be from 0 to {_LONGEST_S:g} seconds, but {self.think_time} given"
             raise ParameterError("think_time", problem, self.think_time)
         if self.offline and self.rate is not None:
-            problem = f"{self.rate:g} is of requests that come one by one, but offline has all at once: leave one out"
+            problem = f"{self.rate:g} excludes offline, where all requests arrive at the start: leave one of them out"
             raise ParameterError("rate", problem, self.rate)
         for name in ("rate", "burstiness"):
             if (value := getattr(self, name)) is not None and not value > 0:
@@ -84,5 +84,5 @@ class WorkloadSpec:
 
     @property
     def requests_per_s(self) -> float | None:
-        """The rate; infinite when all come at once."""
+        """The rate, infinite if all requests arrive at the start."""
         return math.inf if self.offline else self.rate

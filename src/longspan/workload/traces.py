@@ -1,4 +1,4 @@
-"""Traces of real services: CSV or JSONL, maybe compressed by gzip, told apart by the names of their columns."""
+"""Traces of real services: CSV or JSONL, optionally gzipped. The column names determine the format."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import IO, Any
 
 _log = logging.getLogger("longspan")
 MAX_SPAN_S = 1e8
-"""Three years. Much later, the clock could no longer tell a step from the next."""
+"""Maximum seconds between arrivals, about three years. Float times lose the precision for steps much later."""
 BLOCK_LEN = 512
-"""Tokens of a prompt that one of Mooncake's hash ids stands for."""
+"""Prompt tokens per hash id in Mooncake's traces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSpec:
-    """One request's size in tokens, and its time after the start if it is known.
+    """The size of a request in tokens, and its arrival in seconds after the start, if known.
 
     Attributes:
-        block_ids: names of the blocks of `BLOCK_LEN` tokens, if a trace has them. Equal names are equal tokens.
+        block_ids: ids of the prompt's blocks of `BLOCK_LEN` tokens, if the trace has them. Equal ids are equal tokens.
     """
 
     due_s: float | None = None
@@ -38,7 +38,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class _Format:
-    """The columns of a known format. `seconds` makes seconds of what is in the column `arrival`."""
+    """The columns of a known format. `seconds` converts a value of the column `arrival` to seconds."""
 
     name: str
     input_len: str
@@ -54,7 +54,7 @@ class _Format:
 
 
 def _of_date(value: str) -> float:
-    """Reads a date; one without a zone is taken for UTC."""
+    """Parse a date as a timestamp. Dates without a zone are UTC."""
     date = datetime.fromisoformat(value)
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
@@ -83,17 +83,17 @@ _FORMATS = (
     _VIDUR,
     _Format(name="BurstGPT", arrival="Timestamp", input_len="Request tokens", output_len="Response tokens"),
 )
-"""The first whose columns are all there counts."""
+"""The first format whose columns all exist is used."""
 
 
 def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
-    """Returns the first `num` requests of a trace (all if None), in the order of arrival, the first one due at 0.
+    """Return the first `num` requests of a trace (all if None), in order of arrival. The first arrives at 0.
 
-    Requests of a trace without times have none. Lines without an input or an output (requests that failed) are left
-    out, and how many is logged.
+    Without arrival times in the trace, `due_s` is None. Lines without input or output (failed requests) are left out,
+    and their number is logged.
 
     Raises:
-        ValueError: when the file cannot be read, is in no known format, or holds fewer requests.
+        ValueError: if the file cannot be read, has an unknown format, or contains fewer requests.
     """
     opened = gzip.open if path.suffix == ".gz" else Path.open
     try:
@@ -103,28 +103,28 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"trace {str(path)!r} cannot be read: {reason}") from None
     if not requests or len(requests) < (num or 0):
-        wanted = "at least 1" if num is None else str(num)
-        raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {wanted} needed")
+        needed = "at least 1" if num is None else str(num)
+        raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {needed} needed")
     times = [request.due_s for request in requests if request.due_s is not None]
     if not times:
         return requests
     start = min(times)
-    moved = [replace(request, due_s=time - start) for request, time in zip(requests, times, strict=True)]
-    return sorted(moved, key=lambda request: request.due_s or 0.0)
+    shifted = [replace(request, due_s=time - start) for request, time in zip(requests, times, strict=True)]
+    return sorted(shifted, key=lambda request: request.due_s or 0.0)
 
 
 def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
-    found: _Format | None = None
+    form: _Format | None = None
     num_empty, first_s = 0, None
     for number, row in _rows(path, file):
-        found = found or _format(path, row)
+        form = form or _format(path, row)
         try:
-            request = _request(found, row)
+            request = _request(form, row)
             first_s = request.due_s if first_s is None else first_s
             _check_time(request.due_s, first_s)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"line {number} of trace {str(path)!r} is not of the format {found.name!r}: "
+                f"line {number} of trace {str(path)!r} is not of the format {form.name!r}: "
                 f"{type(error).__name__}: {error}"
             ) from None
         if request.input_len < 1 or request.output_len < 1:
@@ -157,13 +157,12 @@ def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _format(path: Path, row: Mapping[str, Any]) -> _Format:
-    for known in _FORMATS:
-        if known.columns <= row.keys():
-            return known
-    forms = "; ".join(", ".join(sorted(known.columns)) for known in _FORMATS)
-    raise ValueError(
-        f"trace {str(path)!r} has the columns {', '.join(map(str, row))}, which is no known format: {forms}"
-    )
+    for form in _FORMATS:
+        if form.columns <= row.keys():
+            return form
+    forms = "; ".join(", ".join(sorted(form.columns)) for form in _FORMATS)
+    columns = ", ".join(map(str, row))
+    raise ValueError(f"trace {str(path)!r} has the columns {columns}, which is no known format: {forms}")
 
 
 def _request(form: _Format, row: Mapping[str, Any]) -> RequestSpec:
@@ -171,7 +170,7 @@ def _request(form: _Format, row: Mapping[str, Any]) -> RequestSpec:
         due_s=None if form.arrival is None else form.seconds(row[form.arrival]),
         input_len=_whole(row[form.input_len]),
         output_len=_whole(row[form.output_len]),
-        block_ids=() if form.block_ids is None else tuple(_whole(one) for one in row[form.block_ids]),
+        block_ids=() if form.block_ids is None else tuple(map(_whole, row[form.block_ids])),
     )
 
 
@@ -180,7 +179,7 @@ def _check_time(due_s: float | None, first_s: float | None) -> None:
         return
     if not abs(due_s - first_s) <= MAX_SPAN_S:  # neither is NaN
         raise ValueError(
-            f"comes at {due_s:g} s, and the first at {first_s:g} s: give finite times, at most {MAX_SPAN_S:g} s apart"
+            f"arrives at {due_s:g} s, the first at {first_s:g} s: give finite times, at most {MAX_SPAN_S:g} s apart"
         )
 
 

@@ -1,4 +1,4 @@
-"""Attention by the kernels of `longspan.native`, which are several times as fast as PyTorch's in bfloat16 on CPUs."""
+"""Attention by the kernels of `longspan.native`, which in bfloat16 on CPUs are several times faster than PyTorch's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from longspan.native.chain import Chain, PagedArgs, StoreArgs
 
 _FAR = 1 << 40
 _MAX_DIM, _MULTIPLE = 256, 32
-"""A head has so many numbers at most, and a multiple of the other."""
-_MOST_TOKENS_ALONE = 64
-"""One thread stores so few before the others have awoken."""
-_FEWEST_QUERIES = 17
-"""Packing the keys for fewer costs more than the products gain."""
+"""The largest head dimension of the kernels, and the number that it must be a multiple of."""
+_MAX_SINGLE_THREAD_TOKENS = 64
+"""One thread stores up to this number of tokens before further threads have woken up."""
+_MIN_QUERIES = 17
+"""Minimum queries. With fewer, packing the keys costs more than the faster products save."""
 
 
 class _Flash(ctypes.Structure):
@@ -71,25 +71,24 @@ class _Merge(ctypes.Structure):
 
 
 class NativeCpu(TorchCpu):
-    """Our own kernels, which must be loaded, and PyTorch's wherever they do not apply."""
+    """Our own kernels, which must be loaded, and PyTorch's for all other cases."""
 
     @staticmethod
     def knows(spec: AttnSpec) -> bool:
-        """Tells whether the kernels compute attention of bfloat16 numbers as `spec` says."""
+        """Return True if the kernels support this attention in bfloat16."""
         return spec.softcap is None and spec.head_dim % _MULTIPLE == 0 and spec.head_dim <= _MAX_DIM
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec):
+        if q.shape[1] < _MIN_QUERIES or not _applies(q, spec):
             return super().attend(q, k, v, relation, spec, dense=dense)
-        is_full = relation.kind == "full"  # maybe of several runs of keys, of which the relation is that of the last
+        is_full = relation.kind == "full"  # its bounds may be those of the last of several runs
         band = (-_FAR, _FAR) if is_full else (relation.lower, relation.upper)
         return _attended(q, k, v, spec, band=band, dense=dense)
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
-        """Packs the kept keys from where they are."""
-        if q.shape[1] < _FEWEST_QUERIES or not indices.shape[1] or not _applies(q, spec):
+        if q.shape[1] < _MIN_QUERIES or not indices.shape[1] or not _applies(q, spec):
             return super().attend_kept(q, k, v, indices, spec)
         return _attended(q, k, v, spec, kept=indices)
 
@@ -103,10 +102,9 @@ class NativeCpu(TorchCpu):
             *(tensor.data_ptr() for tensor in (k, v, kv.keys, kv.values, blocks, offsets)),
             *(num_tokens, num_heads, dim, kv.block_size, *k.stride()[:2], *v.stride()[:2]),
         )
-        Chain(problem).run(num_threads=1 if num_tokens <= _MOST_TOKENS_ALONE else None)
+        Chain(problem).run(num_threads=1 if num_tokens <= _MAX_SINGLE_THREAD_TOKENS else None)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Uses our own kernel for a dense pool, and PyTorch's otherwise."""
         if not (_applies(q, spec) and kv.keys.is_contiguous()):
             return super().attend_paged(q, kv, plan, spec)
         assert q.shape[1] == plan.num_queries, "the plan is for these queries"
@@ -123,23 +121,22 @@ class NativeCpu(TorchCpu):
         return out, lse
 
     def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
-        if not _is_bf16(out, *(one for one, _ in partials)):
+        if not _is_bf16(out, *(partial for partial, _ in partials)):
             return super().merge_into(out, partials, order)
         lse = torch.empty(out.shape[:2], dtype=torch.float32)
         each = (_Partial * len(partials))(
             *(
-                _Partial(one.data_ptr(), found.data_ptr(), one.shape[1], *one.stride()[:2], found.stride(0))
-                for one, found in partials
+                _Partial(some.data_ptr(), some_lse.data_ptr(), some.shape[1], *some.stride()[:2], some_lse.stride(0))
+                for some, some_lse in partials
             )
         )
         if order is not None:
             numbers = torch.arange(order.shape[1], dtype=torch.int32).expand_as(order)
             places = torch.empty(order.shape, dtype=torch.int32).scatter_(1, order.long(), numbers)
-            for one in each[1:]:
-                one.places, one.kv_heads = places.data_ptr(), len(places)
+            for partial in each[1:]:
+                partial.places, partial.kv_heads = places.data_ptr(), len(places)
         problem = _Merge(
-            *(ctypes.addressof(each), out.data_ptr(), lse.data_ptr()),
-            *(len(partials), *out.shape, *out.stride()[:2]),
+            *(ctypes.addressof(each), out.data_ptr(), lse.data_ptr()), *(len(partials), *out.shape, *out.stride()[:2])
         )
         native.loaded().longspan_merge_bf16(ctypes.byref(problem), torch.get_num_threads())
         return lse
@@ -170,11 +167,13 @@ def _attended(
     dense: bool = False,
     kept: Tensor | None = None,
 ) -> Partial:
-    """Calls the kernel for queries that see a band of the keys, or of those that are kept for each KV head."""
+    """Call the kernel for queries that see a band of the keys, or all keys that are kept for their KV head."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     kept = None if kept is None else kept.to(torch.int32).contiguous()
     num_heads, num_queries, dim = q.shape
-    out = torch.empty(num_queries, num_heads, dim, dtype=q.dtype).transpose(0, 1)  # as the next layer reads it
+    out = torch.empty(num_queries, num_heads, dim, dtype=q.dtype).transpose(
+        0, 1
+    )  # the layout that the next layer reads
     lse = torch.empty(num_heads, num_queries, dtype=torch.float32)
     problem = _Flash(
         *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
@@ -191,8 +190,8 @@ def _attended(
 
 
 def _is_bf16(*tensors: Tensor) -> bool:
-    """Tells whether all are bfloat16 on a CPU, with dense rows."""
-    return all(one.device.type == "cpu" and one.dtype == torch.bfloat16 and one.stride(-1) == 1 for one in tensors)
+    """Return True if all tensors are bfloat16 on a CPU, with dense rows."""
+    return all(t.device.type == "cpu" and t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
 
 
 def _applies(q: Tensor, spec: AttnSpec) -> bool:

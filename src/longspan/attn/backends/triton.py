@@ -1,9 +1,7 @@
-"""Triton kernels for prompts on CUDA: windows, and sparse attention: selection of kept tokens, attention to them,
-combination, rating.
+"""Triton kernels for prompts on CUDA: sliding windows, and sparse attention (select, attend, combine, rate).
 
-A kernel addresses elements of the last dimension as neighbours; strides of the others are arguments. Offsets are
-64-bit, since keys of a long prompt have more elements than 32 bits count. This module and `triton_paged` alone import
-triton.
+The last dimension of all tensors is contiguous, and the strides of other dimensions are arguments. Offsets are 64-bit,
+since keys of a long prompt have more than 2^32 elements. Only this module and `triton_paged` import triton.
 """
 
 from __future__ import annotations
@@ -18,19 +16,19 @@ from torch import Tensor
 from longspan.attn.backends import Partial, nothing_seen, triton_paged
 from longspan.attn.backends.pytorch import TorchCuda
 from longspan.attn.backends.triton_paged import MAX_DIM, add_tile, of_scores, padded, scores_of
-from longspan.attn.paged import PagedKv, PagedPlan
+from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
 
 NUM_WARPS, NUM_STAGES = 8, 2
 COPIED = 64
-"""Rows that a program copies, or merges."""
+"""Rows that a program copies or merges."""
 
 
 class TritonCuda(TorchCuda):
-    """Kernels of ours for blocks, sparse attention and windows that FlashAttention does not know, else PyTorch's."""
+    """Our kernels for blocks, sparse attention and windows that FlashAttention does not support, else PyTorch's."""
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Reads the blocks where they are, all queries in two launches, but for very large heads."""
+        """Read the blocks in place, with two launches for all queries, except for very large heads."""
         if q.shape[2] > MAX_DIM:
             return super().attend_paged(q, kv, plan, spec)
         return triton_paged.attend_paged(q, kv, plan, spec)
@@ -41,36 +39,27 @@ class TritonCuda(TorchCuda):
     def store(self, kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         triton_paged.store(kv, blocks, offsets, k, v)
 
-    def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
-        """Copies keys and values in one launch, wherever the blocks are."""
-        triton_paged.gather(kv, blocks, start, stop, rooms)
+    def gather(self, kv: PagedKv, blocks: Sequence[int], start: int, stop: int, out: KeysAndValues) -> None:
+        triton_paged.gather(kv, blocks, start, stop, out)
 
     def _band(
         self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Keeps the scores of a tile where FlashAttention does not know such windows, but for very large heads."""
+        """Compute windows that FlashAttention does not support tile by tile, except for very large heads."""
         (num_heads, num_queries, dim), (num_kv_heads, num_keys, _) = q.shape, k.shape
-        if dense or dim > MAX_DIM or self._flash_knows(q, spec):
+        if dense or dim > MAX_DIM or self._flash_supports(q, spec):
             return super()._band(q, k, v, lower, upper, spec, dense=dense)
         q, k, v = (_dense_rows(tensor) for tensor in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
-        tile_rows, tile_keys = attention_tile(dim, q.dtype)
-        with torch.cuda.device_of(q):
-            band_kernel[triton.cdiv(num_queries, tile_rows), num_heads](
-                *(q, k, v, out, lse),
-                *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-                *(num_queries, num_keys, lower, upper, num_heads // num_kv_heads),
-                **of_scores(q, spec),
-                tile_rows=tile_rows,
-                tile_keys=tile_keys,
-                num_warps=NUM_WARPS,
-                num_stages=NUM_STAGES,
-            )
+        grid = (triton.cdiv(num_queries, attention_tile(dim, q.dtype)[0]), num_heads)
+        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        sizes = (num_queries, num_keys, lower, upper, num_heads // num_kv_heads)
+        _launch(band_kernel, grid, (q, k, v, out, lse, *strides, *sizes), q, spec)
         return out, lse
 
     def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: AttnSpec) -> Partial:
-        """Reads the keys where they are; PyTorch's kernels attend to a copy of them where heads are very large."""
+        """Read the keys in place. For very large heads, PyTorch's kernels attend to a copy."""
         num_heads, num_queries, dim = q.shape
         num_kv_heads, num_kept = indices.shape
         if not num_queries or not num_kept:
@@ -81,46 +70,34 @@ class TritonCuda(TorchCuda):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
         readers = num_heads // num_kv_heads
-        tile_rows, tile_keys = attention_tile(dim, q.dtype)
-        grid = (triton.cdiv(readers * num_queries, tile_rows), num_kv_heads)
-        with torch.cuda.device_of(q):
-            attend_kernel[grid](
-                *(q, k, v, indices, out, lse),
-                *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), indices.stride(0)),
-                *(num_queries, num_kept, readers),
-                **of_scores(q, spec),
-                tile_rows=tile_rows,
-                tile_keys=tile_keys,
-                num_warps=NUM_WARPS,
-                num_stages=NUM_STAGES,
-            )
+        grid = (triton.cdiv(readers * num_queries, attention_tile(dim, q.dtype)[0]), num_kv_heads)
+        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), indices.stride(0))
+        _launch(attend_kernel, grid, (q, k, v, indices, out, lse, *strides, num_queries, num_kept, readers), q, spec)
         return out, lse
 
     def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
-        """Merges one after the other, in float32."""
-        (first, first_lse), *others = partials
+        (first, first_lse), *further = partials
         merged = first.new_empty(out.shape, dtype=torch.float32).copy_(first)
         lse = first_lse.clone(memory_format=torch.contiguous_format)
-        for partial in others:
+        for partial in further:
             combine(merged, lse, partial, order)
         out.copy_(merged)
         return lse
 
-    def select(self, tokens: Sequence[Tensor], indices: Tensor, rooms: Sequence[Tensor]) -> None:
-        """Copies keys and values in one launch."""
-        num_heads, num_kept, dim = rooms[0].shape
-        assert len(tokens) == len(rooms) <= 2, "keys and values, or queries"
-        assert all(room.stride(2) == 1 for room in rooms), "elements of a row are neighbours"
+    def select(self, tokens: Sequence[Tensor], indices: Tensor, out: Sequence[Tensor]) -> None:
+        num_heads, num_kept, dim = out[0].shape
+        assert len(tokens) == len(out) <= 2, "keys and values, or queries"
+        assert all(tensor.stride(2) == 1 for tensor in out), "rows are contiguous"
         if not num_kept or not num_heads:
             return
         dense, indices = [_dense_rows(tensor) for tensor in tokens], _dense_rows(indices)
-        first, second, room, second_room = dense[0], dense[-1], rooms[0], rooms[-1]
-        grid = (triton.cdiv(num_kept, COPIED), num_heads, len(rooms))
+        first, second, first_out, second_out = dense[0], dense[-1], out[0], out[-1]
+        grid = (triton.cdiv(num_kept, COPIED), num_heads, len(out))
         with torch.cuda.device_of(first):
             select_kernel[grid](
-                *(first, second, indices, room, second_room),
+                *(first, second, indices, first_out, second_out),
                 *(first.stride(0), first.stride(1), second.stride(0), second.stride(1), indices.stride(0)),
-                *(room.stride(0), room.stride(1), second_room.stride(0), second_room.stride(1)),
+                *(first_out.stride(0), first_out.stride(1), second_out.stride(0), second_out.stride(1)),
                 *(num_heads // len(indices), num_kept),
                 dim=dim,
                 width=padded(dim),
@@ -128,34 +105,36 @@ class TritonCuda(TorchCuda):
             )
 
     def rate(self, q: Tensor, lse: Tensor, seen: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
-        """Keeps the scores of a tile; PyTorch's products rate where heads are very large."""
+        """Rate tile by tile. For very large heads, PyTorch's products rate."""
         (num_kv_heads, num_keys, dim), num_queries = k.shape, q.shape[1]
         if dim > MAX_DIM:
             return super().rate(q, lse, seen, k, spec)
-        found = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=k.device)
+        ratings = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=k.device)
         if not num_keys or not num_queries:
-            return found
+            return ratings
         q, lse, seen, k = (_dense_rows(tensor) for tensor in (q, lse, seen, k))
-        tile_rows, tile_keys = attention_tile(dim, q.dtype)
-        with torch.cuda.device_of(q):
-            rate_kernel[triton.cdiv(num_keys, tile_keys), num_kv_heads](
-                *(q, lse, seen, k, found),
-                *(q.stride(0), q.stride(1), lse.stride(0), k.stride(0), k.stride(1)),
-                *(num_queries, num_keys, len(q) // num_kv_heads),
-                **of_scores(q, spec),
-                tile_rows=tile_rows,
-                tile_keys=tile_keys,
-                num_warps=NUM_WARPS,
-                num_stages=NUM_STAGES,
-            )
-        return found
+        grid = (triton.cdiv(num_keys, attention_tile(dim, q.dtype)[1]), num_kv_heads)
+        strides = (q.stride(0), q.stride(1), lse.stride(0), k.stride(0), k.stride(1))
+        sizes = (num_queries, num_keys, len(q) // num_kv_heads)
+        _launch(rate_kernel, grid, (q, lse, seen, k, ratings, *strides, *sizes), q, spec)
+        return ratings
+
+
+def _launch(
+    kernel: triton.JITFunction, grid: tuple[int, int], arguments: tuple[object, ...], q: Tensor, spec: AttnSpec
+) -> None:
+    """Launch a kernel that computes scores of queries `[H, T, D]`."""
+    tile_rows, tile_keys = attention_tile(q.shape[2], q.dtype)
+    options = {"tile_rows": tile_rows, "tile_keys": tile_keys, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    with torch.cuda.device_of(q):
+        kernel[grid](*arguments, **of_scores(q, spec), **options)
 
 
 def combine(out: Tensor, lse: Tensor, partial: Partial, rows: Tensor | None) -> None:
-    """Merges a partial result `[H, n, D]` into `out [H, T, D]` and `lse [H, T]`, float32 both, in place."""
+    """Merge a partial result `[H, n, D]` in place into `out [H, T, D]` and `lse [H, T]`, both float32."""
     some, some_lse = (_dense_rows(tensor) for tensor in partial)
     num_heads, num_queries, dim = some.shape
-    assert out.stride(2) == 1 and lse.stride(1) == 1, "elements of a row, and sums of a head, are neighbours"
+    assert out.stride(2) == 1 and lse.stride(1) == 1, "rows of `out` and `lse` are contiguous"
     if not num_queries:
         return
     rows = None if rows is None else _dense_rows(rows)
@@ -174,7 +153,7 @@ def combine(out: Tensor, lse: Tensor, partial: Partial, rows: Tensor | None) -> 
 
 
 def attention_tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Returns the rows and keys of a tile, such that 99 KB of shared memory and the registers of 8 warps suffice."""
+    """Return the rows and keys of a tile. They fit into 99 KB of shared memory and the registers of 8 warps."""
     width = padded(dim)
     if dtype == torch.float32:
         return (64, 32) if width <= 64 else (32, 32) if width <= 128 else (32, 16)
@@ -212,7 +191,7 @@ def attend_kernel(
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    """Attends rows of one KV head, which are the queries of all its readers, to its kept keys, tile by tile."""
+    """Attend the queries of all readers of one KV head to its kept keys, tile by tile."""
     kv_head = tl.program_id(1).to(tl.int64)
     folded = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     in_rows = folded < readers * num_queries
@@ -223,18 +202,18 @@ def attend_kernel(
     queries = tl.load(q + (head * q_head + row * q_row)[:, None] + column[None, :], mask=whole_rows, other=0.0)
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
-    found = tl.zeros((tile_rows, width), tl.float32)
+    acc = tl.zeros((tile_rows, width), tl.float32)
     for start in range(0, num_kept, tile_keys):
         place = start + tl.arange(0, tile_keys)
         kept = place < num_kept
         token = tl.load(indices + kv_head * indices_head + place, mask=kept, other=0).to(tl.int64)
         k_at = k + (kv_head * k_head + token * k_row)[None, :] + column[:, None]
         v_at = v + (kv_head * v_head + token * v_row)[:, None] + column[None, :]
-        highest, total, found = add_tile(
-            queries, k_at, v_at, kept, in_dim, highest, total, found, scale, softcap, has_softcap, widen, None
+        highest, total, acc = add_tile(
+            queries, k_at, v_at, kept, in_dim, highest, total, acc, scale, softcap, has_softcap, widen, None
         )
-    found_at = (head * num_queries + row)[:, None] * dim + column[None, :]
-    tl.store(out + found_at, (found / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
+    out_at = (head * num_queries + row)[:, None] * dim + column[None, :]
+    tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
     tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)
 
 
@@ -265,7 +244,7 @@ def band_kernel(
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    """Attends some queries of one head to the keys of their band, tile by tile."""
+    """Attend a tile of queries of one head to the keys of their band, tile by tile."""
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // readers
     first = tl.program_id(0).to(tl.int64) * tile_rows
@@ -277,7 +256,7 @@ def band_kernel(
     queries = tl.load(q + (head * q_head + row * q_row)[:, None] + column[None, :], mask=whole_rows, other=0.0)
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
-    found = tl.zeros((tile_rows, width), tl.float32)
+    acc = tl.zeros((tile_rows, width), tl.float32)
     begin = tl.maximum(first + lower, 0)
     end = tl.minimum(tl.minimum(first + tile_rows, num_queries) + upper, num_keys)
     for start in range(begin, end, tile_keys):
@@ -287,12 +266,12 @@ def band_kernel(
         k_at = k + (kv_head * k_head + key * k_row)[None, :] + column[:, None]
         v_at = v + (kv_head * v_head + key * v_row)[:, None] + column[None, :]
         there = key < num_keys
-        highest, total, found = add_tile(
-            queries, k_at, v_at, there, in_dim, highest, total, found, scale, softcap, has_softcap, widen, hidden
+        highest, total, acc = add_tile(
+            queries, k_at, v_at, there, in_dim, highest, total, acc, scale, softcap, has_softcap, widen, hidden
         )
-    total = tl.where(in_rows, total, 1.0)  # what lies beyond the last query may have seen no key
-    found_at = (head * num_queries + row)[:, None] * dim + column[None, :]
-    tl.store(out + found_at, (found / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
+    total = tl.where(in_rows, total, 1.0)  # padding rows may have seen no key
+    out_at = (head * num_queries + row)[:, None] * dim + column[None, :]
+    tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=whole_rows)
     tl.store(lse + head * num_queries + row, highest + tl.log(total), mask=in_rows)
 
 
@@ -302,7 +281,7 @@ def rate_kernel(
     lse: tl.tensor,
     seen: tl.tensor,
     k: tl.tensor,
-    found: tl.tensor,
+    ratings: tl.tensor,
     q_head: tl.tensor,
     q_row: tl.tensor,
     lse_head: tl.tensor,
@@ -320,7 +299,7 @@ def rate_kernel(
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    """Sums the attention that keys of one KV head get from the queries of all its readers, tile by tile."""
+    """Sum the attention that keys of one KV head get from the queries of all its readers, tile by tile."""
     kv_head = tl.program_id(1).to(tl.int64)
     key = tl.program_id(0).to(tl.int64) * tile_keys + tl.arange(0, tile_keys)
     in_keys = key < num_keys
@@ -335,27 +314,27 @@ def rate_kernel(
         head, row = kv_head * readers + folded // num_queries, folded % num_queries
         row_at = head * q_head + row * q_row
         queries = tl.load(q + row_at[:, None] + column[None, :], mask=in_rows[:, None] & in_dim[None, :], other=0.0)
-        limit = tl.load(seen + row, mask=in_rows, other=0)  # rows beyond the last see nothing
+        limit = tl.load(seen + row, mask=in_rows, other=0)  # padding rows see nothing
         sums = tl.load(lse + head * lse_head + row, mask=in_rows, other=0.0)
         scores = scores_of(queries, keys, scale, softcap, has_softcap, widen)
         sees = limit[:, None] > key[None, :]
         total += tl.sum(tl.where(sees, tl.exp(scores - sums[:, None]), 0.0), 0)
-    tl.store(found + kv_head * num_keys + key, total, mask=in_keys)
+    tl.store(ratings + kv_head * num_keys + key, total, mask=in_keys)
 
 
 @triton.jit
 def combine_kernel(
     out: tl.tensor,
     lse: tl.tensor,
-    some: tl.tensor,
-    some_lse: tl.tensor,
+    partial: tl.tensor,
+    partial_lse: tl.tensor,
     rows: tl.tensor | None,
     out_head: tl.tensor,
     out_row: tl.tensor,
     lse_head: tl.tensor,
-    some_head: tl.tensor,
-    some_row: tl.tensor,
-    some_lse_head: tl.tensor,
+    partial_head: tl.tensor,
+    partial_row: tl.tensor,
+    partial_lse_head: tl.tensor,
     rows_head: tl.tensor,
     readers: tl.tensor,
     num_queries: tl.tensor,
@@ -363,25 +342,27 @@ def combine_kernel(
     width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Merges results of some queries of one head into theirs among all, weighted by log-sum-exps (CSPS Eq. 5)."""
+    """Merge results of some queries of one head in place, weighted by log-sum-exps (CSPS Eq. 5)."""
     head = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    asked = place < num_queries
+    in_rows = place < num_queries
     row = place
     if rows is not None:
-        row = tl.load(rows + head // readers * rows_head + place, mask=asked, other=0).to(tl.int64)
+        row = tl.load(rows + head // readers * rows_head + place, mask=in_rows, other=0).to(tl.int64)
     lse_at = lse + head * lse_head + row
-    before = tl.load(lse_at, mask=asked, other=0.0)
-    new = tl.load(some_lse + head * some_lse_head + place, mask=asked, other=0.0)
-    weight = tl.where(before == new, 0.5, 1.0 / (1.0 + tl.exp(before - new)))  # also where neither saw a key
+    before = tl.load(lse_at, mask=in_rows, other=0.0)
+    new = tl.load(partial_lse + head * partial_lse_head + place, mask=in_rows, other=0.0)
+    weight = tl.where(before == new, 0.5, 1.0 / (1.0 + tl.exp(before - new)))  # also if neither saw a key
     higher = tl.maximum(before, new, propagate_nan=tl.PropagateNan.ALL)
     finite = tl.where(higher == float("-inf"), 0.0, higher)
-    tl.store(lse_at, finite + tl.log(tl.exp(before - finite) + tl.exp(new - finite)), mask=asked)
+    tl.store(lse_at, finite + tl.log(tl.exp(before - finite) + tl.exp(new - finite)), mask=in_rows)
     column = tl.arange(0, width)
-    whole = asked[:, None] & (column < dim)[None, :]
+    whole = in_rows[:, None] & (column < dim)[None, :]
     out_at = out + (head * out_head + row * out_row)[:, None] + column[None, :]
     old = tl.load(out_at, mask=whole, other=0.0)
-    other = tl.load(some + (head * some_head + place * some_row)[:, None] + column[None, :], mask=whole, other=0.0)
+    other = tl.load(
+        partial + (head * partial_head + place * partial_row)[:, None] + column[None, :], mask=whole, other=0.0
+    )
     tl.store(out_at, old + (other.to(tl.float32) - old) * weight[:, None], mask=whole)
 
 
@@ -390,24 +371,24 @@ def select_kernel(
     first: tl.tensor,
     second: tl.tensor,
     indices: tl.tensor,
-    room: tl.tensor,
-    second_room: tl.tensor,
+    first_out: tl.tensor,
+    second_out: tl.tensor,
     first_head: tl.tensor,
     first_row: tl.tensor,
     second_head: tl.tensor,
     second_row: tl.tensor,
     indices_head: tl.tensor,
-    room_head: tl.tensor,
-    room_row: tl.tensor,
-    second_room_head: tl.tensor,
-    second_room_row: tl.tensor,
+    first_out_head: tl.tensor,
+    first_out_row: tl.tensor,
+    second_out_head: tl.tensor,
+    second_out_row: tl.tensor,
     readers: tl.tensor,
     num_kept: tl.tensor,
     dim: tl.constexpr,
     width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Copies kept tokens of one head out of the first, or the second, of two tensors."""
+    """Copy kept tokens of one head from the first or the second of two tensors."""
     head = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     kept = place < num_kept
@@ -416,8 +397,10 @@ def select_kernel(
     whole = kept[:, None] & (column < dim)[None, :]
     if tl.program_id(2) == 0:
         tokens = tl.load(first + (head * first_head + token * first_row)[:, None] + column[None, :], mask=whole)
-        tl.store(room + (head * room_head + place * room_row)[:, None] + column[None, :], tokens, mask=whole)
+        tl.store(
+            first_out + (head * first_out_head + place * first_out_row)[:, None] + column[None, :], tokens, mask=whole
+        )
     else:
         tokens = tl.load(second + (head * second_head + token * second_row)[:, None] + column[None, :], mask=whole)
-        there = second_room + (head * second_room_head + place * second_room_row)[:, None] + column[None, :]
-        tl.store(there, tokens, mask=whole)
+        out_at = second_out + (head * second_out_head + place * second_out_row)[:, None] + column[None, :]
+        tl.store(out_at, tokens, mask=whole)

@@ -1,8 +1,7 @@
-"""Triton kernels for KV in blocks: attention of single queries that see long contexts, and the slots of new tokens.
+"""Triton kernels for KV in blocks: attention of single queries over long contexts, and copies of tokens.
 
-The context of a query is split, and each split is computed by a program of its own (flash-decoding); another kernel
-merges the splits of a query. Splits depend on what the query reads, whatever else is in the batch:
-neither a batch nor its order changes a bit of a result.
+The context of a query is split, and one program computes each split (flash-decoding). Another kernel merges the splits
+of a query. Splits depend only on the reads of the query, so other queries of the batch do not change a bit of a result.
 """
 
 from __future__ import annotations
@@ -17,28 +16,27 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.attn.backends import Partial, nothing_seen
-from longspan.attn.paged import PagedKv, PagedPlan, on_device
+from longspan.attn.paged import KeysAndValues, PagedKv, PagedPlan, on_device
 from longspan.attn.spec import AttnSpec
 
 MAX_DIM = 256
-"""The largest head for whose sums a program has registers."""
+"""The largest head dimension whose sums fit into the registers of a program."""
 NUM_WARPS, NUM_STAGES = 4, 2
 TILE_ROWS = 16
-"""Query heads of a tile: as few as products take."""
+"""Query heads of a tile, the minimum of a product."""
 _TILE_BYTES = 16 * 1024
 COPIED_TOKENS = 16
-"""Tokens that a program stores, or gathers."""
 
 
 def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-    """Computes attention as `AttentionBackend.attend_paged`; heads have at most `MAX_DIM` numbers."""
+    """Compute `AttentionBackend.attend_paged` for head dimensions up to `MAX_DIM`."""
     num_heads, num_queries, dim = q.shape
     assert num_queries == plan.num_queries, "the plan is for these queries"
     splits, readers = plan.splits, num_heads // spec.num_kv_heads
     num_splits = len(splits.owner)
     if not num_splits:
         return nothing_seen(q)
-    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
+    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "keys and values have the same layout"
     q = q if q.stride(2) == 1 else q.contiguous()
     outs = torch.empty(num_splits, num_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(num_splits, num_heads, dtype=torch.float32, device=q.device)
@@ -64,22 +62,22 @@ def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Par
 
 
 def store(kv: PagedKv, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Writes new tokens as `AttentionBackend.store`, all in one launch."""
     assert blocks.is_contiguous() and offsets.is_contiguous(), "the kernel reads them as arrays"
-    k, v = (one if one.stride(2) == 1 else one.contiguous() for one in (k, v))
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     _copy(kv, k, v, blocks, offsets)
 
 
-def gather(kv: PagedKv, blocks: Sequence[int], start: int, stop: int, rooms: tuple[Tensor, Tensor]) -> None:
-    """Copies tokens as `PagedKv.gather`, all in one launch."""
-    k_out, v_out = rooms
-    assert k_out.shape[1] == stop - start and k_out.stride(2) == v_out.stride(2) == 1, "room for these tokens"
+def gather(kv: PagedKv, blocks: Sequence[int], start: int, stop: int, out: KeysAndValues) -> None:
+    k_out, v_out = out
+    assert k_out.shape[1] == stop - start and k_out.stride(2) == v_out.stride(2) == 1, (
+        "contiguous rows for these tokens"
+    )
     _copy(kv, k_out, v_out, _table(tuple(blocks), k_out.device), None, begin=start)
 
 
 def _copy(kv: PagedKv, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor | None, *, begin: int = 0) -> None:
     num_heads, num_tokens, dim = k.shape
-    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "both lie in memory alike"
+    assert kv.keys.stride() == kv.values.stride() and kv.keys.stride(3) == 1, "keys and values have the same layout"
     if not num_tokens:
         return
     with torch.cuda.device_of(k):
@@ -94,22 +92,22 @@ def _copy(kv: PagedKv, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor | N
 
 @lru_cache(maxsize=256)
 def _table(blocks: tuple[int, ...], device: torch.device) -> Tensor:
-    """Puts a block table on a device, once for all layers of a step."""
+    """Copy a block table to a device, once for all layers of a step."""
     return on_device([torch.tensor(blocks, dtype=torch.int64)], device)[0]
 
 
 def tile_keys(dim: int, dtype: torch.dtype) -> int:
-    """Returns the keys of a tile, such that tiles of keys and values fit into 99 KB of shared memory twice."""
+    """Return the keys of a tile. Two tiles each of keys and values fit into 99 KB of shared memory."""
     return max(16, min(64, _TILE_BYTES // (padded(dim) * dtype.itemsize)))
 
 
 def padded(dim: int) -> int:
-    """Returns the power of two, at least 16, that rows of a tile have for `dim` elements."""
+    """Return the row length of a tile for `dim` elements: a power of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def of_scores(q: Tensor, spec: AttnSpec) -> dict[str, Any]:
-    """Returns what every kernel that computes scores of queries `[H, T, D]` is told of them."""
+    """Return the arguments of all kernels that compute scores of queries `[H, T, D]`."""
     return {
         "scale": spec.scale,
         "softcap": spec.softcap or 1.0,
@@ -121,13 +119,13 @@ def of_scores(q: Tensor, spec: AttnSpec) -> dict[str, Any]:
 
 
 def must_widen(tensor: Tensor) -> bool:
-    """Tells whether products need float32: Triton's interpreter multiplies the bits of bfloat16 as whole numbers."""
+    """Return True if products need float32. Triton's interpreter multiplies the bits of bfloat16 as integers."""
     return bool(triton.knobs.runtime.interpret) and tensor.dtype == torch.bfloat16
 
 
 @triton.jit
 def product(left: tl.tensor, right: tl.tensor, widen: tl.constexpr) -> tl.tensor:
-    """Multiplies matrices, and adds in float32; float32 itself is not rounded to TF32."""
+    """Multiply matrices with sums in float32. Inputs of float32 are not rounded to TF32."""
     if widen:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -157,31 +155,31 @@ def add_tile(
     in_dim: tl.tensor,
     highest: tl.tensor,
     total: tl.tensor,
-    found: tl.tensor,
+    acc: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     has_softcap: tl.constexpr,
     widen: tl.constexpr,
     hidden: tl.tensor | None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Takes a tile of keys, at `[width, keys]`, and of values into the softmax.
+    """Add a tile of keys, at `[width, keys]`, and of values to the softmax.
 
-    Every row sees the keys that are `seen`, of which there must be some, except those that are `hidden` from it.
+    Every row sees the `seen` keys, of which there is at least one, except keys that are `hidden` from the row.
     """
-    some = tl.load(k_at, mask=in_dim[:, None] & seen[None, :], other=0.0)
-    scores = scores_of(queries, some, scale, softcap, has_softcap, widen)
+    tile = tl.load(k_at, mask=in_dim[:, None] & seen[None, :], other=0.0)
+    scores = scores_of(queries, tile, scale, softcap, has_softcap, widen)
     scores = tl.where(seen[None, :], scores, float("-inf"))
     if hidden is not None:
         scores = tl.where(hidden, float("-inf"), scores)
     higher = tl.maximum(highest, tl.max(scores, 1))
     base = higher
-    if hidden is not None:  # a row may have seen no key yet
+    if hidden is not None:  # a row may not have seen a key yet
         base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp(scores - base[:, None])
     shrink = tl.exp(highest - base)
-    some = tl.load(v_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+    tile = tl.load(v_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
     total = total * shrink + tl.sum(weights, 1)
-    return higher, total, found * shrink[:, None] + product(weights.to(some.dtype), some, widen)
+    return higher, total, acc * shrink[:, None] + product(weights.to(tile.dtype), tile, widen)
 
 
 @triton.jit
@@ -213,7 +211,7 @@ def split_kernel(
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    """Attends the heads that read one KV head to the blocks of one split, tile by tile; leaves one without any."""
+    """Attend the heads that read one KV head to the blocks of one split, tile by tile. Empty splits are skipped."""
     split = tl.program_id(0).to(tl.int64)
     first_item, last_item = tl.load(first + split), tl.load(last + split)
     if first_item == last_item:
@@ -229,7 +227,7 @@ def split_kernel(
     queries = tl.load(q + query_at[:, None] + column[None, :], mask=whole_rows, other=0.0)
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
-    found = tl.zeros((tile_rows, width), tl.float32)
+    acc = tl.zeros((tile_rows, width), tl.float32)
     for item in range(first_item, last_item):
         begin, end = tl.load(low + item), tl.load(high + item)
         block_at = tl.load(blocks + item) * kv_block + group * kv_head
@@ -238,11 +236,11 @@ def split_kernel(
             seen = (slot >= begin) & (slot < end)
             at = block_at + slot * kv_row
             k_at, v_at = keys + at[None, :] + column[:, None], values + at[:, None] + column[None, :]
-            highest, total, found = add_tile(
-                queries, k_at, v_at, seen, in_dim, highest, total, found, scale, softcap, has_softcap, widen, None
+            highest, total, acc = add_tile(
+                queries, k_at, v_at, seen, in_dim, highest, total, acc, scale, softcap, has_softcap, widen, None
             )
     out_at = (split * num_heads + head)[:, None] * dim + column[None, :]
-    tl.store(outs + out_at, found / total[:, None], mask=whole_rows)
+    tl.store(outs + out_at, acc / total[:, None], mask=whole_rows)
     tl.store(lses + split * num_heads + head, highest + tl.log(total), mask=in_rows)
 
 
@@ -260,7 +258,7 @@ def merge_kernel(
     dim: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
-    """Merges the splits of one query and head, in their order; without any nothing is seen."""
+    """Merge the splits of one query and head, in order. Without any, the query has seen nothing."""
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, width)
@@ -268,17 +266,17 @@ def merge_kernel(
     first, last = tl.load(of_query + query), tl.load(of_query + query + 1)
     highest = tl.load(lses + first * num_heads + head, mask=first < last, other=float("-inf"))
     total = tl.where(first < last, 1.0, 0.0)
-    found = tl.load(outs + (first * num_heads + head) * dim + column, mask=in_dim & (first < last), other=0.0)
+    acc = tl.load(outs + (first * num_heads + head) * dim + column, mask=in_dim & (first < last), other=0.0)
     for split in range(first + 1, last):
         at = split * num_heads + head
         new = tl.load(lses + at)
         higher = tl.maximum(highest, new)
         shrink, weight = tl.exp(highest - higher), tl.exp(new - higher)
-        found = found * shrink + tl.load(outs + at * dim + column, mask=in_dim, other=0.0) * weight
+        acc = acc * shrink + tl.load(outs + at * dim + column, mask=in_dim, other=0.0) * weight
         total = total * shrink + weight
         highest = higher
     share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
-    tl.store(out + head * out_head + query * out_row + column, (found * share).to(out.dtype.element_ty), mask=in_dim)
+    tl.store(out + head * out_head + query * out_row + column, (acc * share).to(out.dtype.element_ty), mask=in_dim)
     tl.store(lse + head * num_queries + query, tl.where(total > 0.0, highest + tl.log(total), float("-inf")))
 
 
@@ -304,9 +302,9 @@ def copy_kernel(
     width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Copies keys and values of one head of some tokens: to the slot of each, or, without, from where a table says.
+    """Copy keys and values of one head: to the slots at `offsets`, or without offsets from the slots of a block table.
 
-    Blocks below 0 are nowhere.
+    Tokens of blocks below 0 are not stored.
     """
     token = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     head = tl.program_id(1).to(tl.int64)

@@ -1,28 +1,31 @@
-"""KV-Runahead: keys and values of a prompt run along the members, each adds its own and passes all on (§4.1, §4.3).
+"""KV-Runahead: keys and values of a prompt pass along the members, and each member adds its own (§4.1, §4.3).
 
-Members have neighbouring runs of the new tokens, in order, so that nobody waits for more than it sees. The first
-member is in a later layer while the last still works on an earlier one: nothing brings them together. The last member
-ends up with all new keys and values. What older steps have cached stays where it is and is sent to those who see it.
+Members have consecutive runs of the new tokens, in order, so a member receives only keys that it sees. The first member
+may be in a later layer while the last still computes an earlier one, since nothing synchronises them. The last member
+receives all new keys and values. Cached tokens of earlier steps stay with their owners, which send them to the members
+that see them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from longspan.attn.comm import Group, Message, Pending
-from longspan.attn.exchanges import Call, KeysAndValues, register_attention
-from longspan.attn.member import MemberPart, MemberParts, attend_all, empty_kv_message, pack_kv
-from longspan.attn.paged import PagedKv
+from longspan.attn.exchanges import Call, exchange
+from longspan.attn.gathered import attend_joined
+from longspan.attn.member import MemberParts, PartRuns, empty_kv_message, pack_kv
+from longspan.attn.paged import KeysAndValues, PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import CHAIN
-from longspan.core.runs import Run, coalesce
+from longspan.core.runs import coalesce
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainStart:
-    """Transfers of a layer under way: new keys and values from the `predecessor`, and `cached` ones from all owners."""
+    """Started transfers of a layer: new keys and values from the `predecessor`, and `cached` ones from all owners."""
 
     predecessor: Message
     cached: list[Message]
@@ -31,67 +34,58 @@ class ChainStart:
 
 
 def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -> ChainStart:
-    """Sends this member's cached keys and values of a layer, and begins to receive.
+    """Send this member's cached keys and values of a layer, and start to receive.
 
-    Nothing of the layer needs to be computed yet: call it before the layer's projections, which then overlap with the
-    transfers. `group`, `kv` and `spec` are those of the layer, as for `chain`.
+    The transfers do not depend on the layer's projections. Call this before the projections, so that both overlap.
     """
-    me, members, others = group.rank, range(group.size), group.others
-    seen = {asker: tuple(_cached(parts, me, asker, spec)) for asker in members}
-    read = {runs: pack_kv(parts, runs, me, kv) for runs in dict.fromkeys(seen.values())}  # most see the same
+    rank, peers, window = group.rank, group.peers, spec.window
+    seen = [tuple(parts.cached(rank, window, member)) for member in range(group.size)]
+    packed = {runs: pack_kv(parts, runs, rank, kv) for runs in dict.fromkeys(seen)}  # most members see the same keys
     cached = [
-        read[seen[me]]
-        if holder == me
-        else empty_kv_message(_cached(parts, holder, me, spec), spec.num_kv_heads, kv.keys)
-        for holder in members
+        packed[seen[rank]]
+        if member == rank
+        else empty_kv_message(parts.cached(member, window, rank), spec.num_kv_heads, kv.keys)
+        for member in range(group.size)
     ]
-    leaving = {asker: read[seen[asker]] for asker in others}
-    cached_arrival = group.start(sends=leaving, receives={holder: cached[holder] for holder in others}, hop=0)
-    predecessor = empty_kv_message([_new(part, me) for part in parts], spec.num_kv_heads, kv.keys)
-    arrival = group.start(sends={}, receives={me - 1: predecessor} if me else {}, hop=1, early=True)
+    sends, receives = {peer: packed[seen[peer]] for peer in peers}, {peer: cached[peer] for peer in peers}
+    cached_arrival = group.start(sends=sends, receives=receives, hop=0)
+    predecessor = empty_kv_message(_new(parts, rank), spec.num_kv_heads, kv.keys)
+    arrival = group.start(sends={}, receives={rank - 1: predecessor} if rank else {}, hop=1, early=True)
     return ChainStart(predecessor=predecessor, cached=cached, arrival=arrival, cached_arrival=cached_arrival)
 
 
-def chain(call: Call) -> list[KeysAndValues]:
-    """Computes attention of several requests at once. `call.started` is what `chain_start` returned for this layer, if
-    that was called.
+@exchange(CHAIN, start=chain_start)
+def chain(call: Call) -> Sequence[KeysAndValues]:
+    """Add this member's keys and values, send them on, and attend. `call.started` may have the result of `chain_start`.
 
-    Of what lies in the pool only tokens before the span of a part are read, and who holds the span's own according to
-    `kv_runs` does not matter.
+    Only tokens before the span of a part are read from the pool. The owners of the span's own tokens in `kv_runs` do
+    not matter.
 
     Returns:
-        For each part the new keys and values of this member and all before it, in order of position: on the last
-        member those of the whole span, for its pool. They may still be on their way to the next member: read only.
+        For each part the new keys and values of this member and all members before it, in order of position. On the
+        last member these are the whole span, for its pool. They may still be read by a send, so do not write to them.
     """
-    group, parts, spec, me = call.group, call.parts, call.spec, call.group.rank
-    assert all(part.is_in_order for part in parts), "members have neighbouring runs in the order of the chain"
+    group, parts, spec, rank = call.group, call.parts, call.spec, call.group.rank
+    assert all(part.is_in_order for part in parts), "members have consecutive runs in the order of the chain"
     started = call.started or chain_start(group, parts, call.kv, spec)
-    assert isinstance(started, ChainStart), "what `chain_start` returned"
+    assert isinstance(started, ChainStart), "the result of `chain_start`"
     started.arrival.wait()
-    grown = empty_kv_message([_new(part, me + 1) for part in parts], spec.num_kv_heads, call.q)
-    for index, part in enumerate(parts):
-        for kind, own in enumerate((call.k, call.v)):
-            before, room = started.predecessor.tensors[2 * index + kind], grown.tensors[2 * index + kind]
-            torch.cat([before, own[:, part.rows]], dim=1, out=room)
-    if me + 1 < group.size:
-        group.start(sends={me + 1: grown}, receives={}, hop=1, early=True)
+    new = _new(parts, rank + 1)
+    grown = empty_kv_message(new, spec.num_kv_heads, call.q)
+    own = [tensor[:, part.rows] for part in parts for tensor in (call.k, call.v)]
+    for target, before, added in zip(grown.tensors, started.predecessor.tensors, own, strict=True):
+        torch.cat([before, added], dim=1, out=target)
+    if rank + 1 < group.size:
+        group.start(sends={rank + 1: grown}, receives={}, hop=1, early=True)
     started.cached_arrival.wait()
-    cached = [_cached(parts, holder, me, spec) for holder in range(group.size)]
-    for index, part in enumerate(parts):
-        held, messages = [*(runs[index] for runs in cached), _new(part, me + 1)], [*started.cached, grown]
-        k, v = ([one.tensors[2 * index + kind] for one in messages] for kind in (0, 1))
-        q, out = call.q[:, part.rows], call.out[:, part.rows]
-        attend_all(parts.backend, (part.q_runs[me],), [q], held, k, v, spec, [out])
+    cached = [parts.cached(member, spec.window, rank) for member in range(group.size)]
+    attend_joined(call, [*cached, new], [*started.cached, grown])
     return list(zip(grown.tensors[::2], grown.tensors[1::2], strict=True))
 
 
-def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
-    return coalesce(run for runs in part.q_runs[:num_members] for run in runs)
-
-
-def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> list[tuple[Run, ...]]:
-    """Returns the cached tokens of `holder` that some query of `asker` may see, for each part."""
-    return [part.cached(holder, spec.window, asker) for part in parts]
-
-
-register_attention(CHAIN, chain, start=chain_start)
+def _new(parts: MemberParts, num_members: int) -> PartRuns:
+    """Return the new tokens of the first members, for each part."""
+    key = ("new", num_members)
+    return parts.once(
+        key, lambda: [coalesce(run for runs in part.q_runs[:num_members] for run in runs) for part in parts]
+    )

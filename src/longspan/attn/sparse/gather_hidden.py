@@ -3,81 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from longspan.attn.comm import ALONE, Group
 from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.alltoall_sparse import attend_levels
-from longspan.attn.gather_hidden import GatheredPart, GatherHidden
-from longspan.attn.member import MemberPart, MemberParts, by_position, row_slices, split_runs
+from longspan.attn.gather_hidden import GatherHidden
+from longspan.attn.gathered import GatheredPart, by_position, split_by_position
+from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import HeadShare
 from longspan.core.exchange import ALLTOALL_SPARSE
 from longspan.core.runs import coalesce, num_tokens
 from longspan.core.sparse import SparseSetting
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SparseLayer:
-    """The setting and the layer of a member that has all tokens of its heads (SP-TP), see `Call`."""
-
-    setting: SparseSetting
-    layer: int
-    num_layers: int
-    layers: Sequence[int]
-    first_kv_head: int
-
-    def of_share(self, share: HeadShare) -> SparseLayer:
-        return replace(self, first_kv_head=self.first_kv_head + share.kv_heads.start)
-
-
 class SparseGatherHidden(GatherHidden):
-    """The exchange of one layer on one member, without attention to dropped tokens.
+    """The exchange of one layer on one member, without attention to dropped tokens. See `Call` for the arguments.
 
-    Args:
-        parts: its memory keeps the ratings of keys from layer to layer.
-        layer: how attention drops tokens.
+    `parts.memory` keeps the ratings of keys from layer to layer.
     """
 
-    def __init__(self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec, *, layer: SparseLayer) -> None:
+    def __init__(
+        self,
+        group: Group,
+        parts: MemberParts,
+        kv: PagedKv,
+        spec: AttnSpec,
+        *,
+        setting: SparseSetting | None,
+        layer: int,
+        num_layers: int,
+        layers: Sequence[int],
+        first_kv_head: int,
+    ) -> None:
         super().__init__(group, parts, kv, spec)
-        self._layer = layer.of_share(self.share)
+        first_kv_head += self.share.kv_heads.start
+        exchange = ALLTOALL_SPARSE._replace(sparse=setting)
+        at_layer = partial(Call, layer=layer, num_layers=num_layers, layers=layers, first_kv_head=first_kv_head)
+        self._call = partial(at_layer, exchange=exchange, group=ALONE)
 
     def _attend_gathered(self, gathered: Sequence[GatheredPart], spec: AttnSpec) -> None:
-        """Computes attention as `alltoall_sparse` in a group of one: only kept tokens are attended."""
-        own, stored, queries, row = [], [], [], 0
+        """Compute attention as `alltoall_sparse` in a group of one. Only kept tokens are attended."""
+        parts, stored, queries, row = [], [], [], 0
         for part in gathered:
-            runs = coalesce(run for member_runs in part.q_runs for run in member_runs)
-            seen = coalesce(run for member_runs in part.held for run in member_runs)
-            rows = slice(row, row + num_tokens(runs))
-            own.append(MemberPart(rows=rows, q_runs=(runs,), kv_runs=(seen,), blocks=()))
-            stored.append((by_position(part.held, part.k), by_position(part.held, part.v)))
+            q_runs = coalesce(run for member_runs in part.q_runs for run in member_runs)
+            kv_runs = coalesce(run for member_runs in part.kv_runs for run in member_runs)
+            rows = slice(row, row + num_tokens(q_runs))
+            parts.append(MemberPart(rows=rows, q_runs=(q_runs,), kv_runs=(kv_runs,), blocks=()))
+            stored.append((by_position(part.kv_runs, part.k), by_position(part.kv_runs, part.v)))
             queries.append(by_position(part.q_runs, part.q))
             row = rows.stop
         q = torch.cat(queries, dim=1)
-        alone = MemberParts(own, self._parts.backend)
+        alone = MemberParts(parts, self._parts.backend)
         alone.memory = self._parts.memory
-        call = Call(
-            exchange=ALLTOALL_SPARSE._replace(sparse=self._layer.setting),
-            group=ALONE,
-            parts=alone,
-            q=q,
-            k=q,
-            v=q,
-            kv=PagedKv(keys=q[None], values=q[None]),  # not read
-            spec=spec,
-            out=torch.empty_like(q),
-            layer=self._layer.layer,
-            num_layers=self._layer.num_layers,
-            layers=self._layer.layers,
-            first_kv_head=self._layer.first_kv_head,
-        )
+        kv = PagedKv(keys=q[None], values=q[None])  # not read
+        call = self._call(parts=alone, q=q, k=q, v=q, kv=kv, spec=spec, out=torch.empty_like(q))
         attend_levels(call, stored)
-        for part, own_part in zip(gathered, own, strict=True):
-            of_part = call.out[:, own_part.rows]
-            for result, runs, places in zip(part.results, part.q_runs, row_slices(part.q_runs), strict=True):
-                for (_, room), place in zip(split_runs(result, runs), places, strict=True):
-                    room.copy_(of_part[:, place])
+        for part, alone_part in zip(gathered, parts, strict=True):
+            split_by_position(call.out[:, alone_part.rows], part.q_runs, part.out)

@@ -1,1 +1,1 @@
-"""KV blocks: where each of them lies, who uses it, and what is on its way (see `manager`)."""
+"""KV blocks: their pools and contents, the requests that use them, and their moves (see `manager`)."""

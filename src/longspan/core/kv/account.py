@@ -1,4 +1,4 @@
-"""The KV blocks of the whole cluster: what each pool holds, and what each request holds of them.
+"""The KV blocks of the whole cluster: the contents of each pool, and the block table of each request.
 
 Blocks are reference-counted, kept after use for prefix reuse, and evicted least recently used first.
 """
@@ -19,12 +19,15 @@ from longspan.core.steps import Content
 from longspan.core.view import RequestView
 
 _NO_HIT = PrefixHit()
-_LEAST_COPIED = 16
-"""Tokens from which on a copy is worth it, or half a block where that is fewer: some are alike by chance."""
+_MIN_COPIED_TOKENS = 16
+"""Smallest common prefix of a partial block that is copied, in tokens. Half a block if that is smaller.
+
+Shorter prefixes agree by chance.
+"""
 
 
 class KvAccount:
-    """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it.
+    """Owns every block of the cluster. Policies see its `KvView`, and the engine changes it.
 
     Args:
         num_blocks: of the pool of each instance, then of each host, then of the disk of each host.
@@ -36,7 +39,7 @@ class KvAccount:
         self._pools = [BlockPool(num_blocks=number, block_size=block_size) for number in num_blocks]
 
     def keep_pools(self, before: KvAccount, first: int) -> None:
-        """Goes on with the pools from number `first` on of an account before this one, and with their contents."""
+        """Keep the pools numbered `first` and above of an earlier account, with their contents."""
         self._pools[first:] = before._pools[first:]
 
     @property
@@ -53,15 +56,15 @@ class KvAccount:
         return self._pools[instance].num_free
 
     def usage(self, pools: Iterable[int]) -> PoolUsage:
-        found = [self._pools[number] for number in pools]
+        counted = [self._pools[number] for number in pools]
         return PoolUsage(
-            num_blocks=sum([pool.num_blocks for pool in found]),
-            num_used=sum([len(pool.in_use) for pool in found]),
-            num_cached=sum([pool.num_cached for pool in found]),
+            num_blocks=sum([pool.num_blocks for pool in counted]),
+            num_used=sum([len(pool.in_use) for pool in counted]),
+            num_cached=sum([pool.num_cached for pool in counted]),
         )
 
-    def num_leaving(self, instance: int) -> int:
-        return self._pools[instance].num_leaving
+    def num_pending_free(self, instance: int) -> int:
+        return self._pools[instance].num_pending_free
 
     def num_allocated(self, instance: int) -> int:
         return self._pools[instance].num_allocated
@@ -71,36 +74,36 @@ class KvAccount:
         return sum([pools[instance].changes for instance in instances])
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
-        """Finds the longest beginning of the request, one token short of it at most, whose KV lies on `group`.
+        """Return the longest cached prefix of the request on `group`, at most all but its last token.
 
-        Full blocks are shared. Of the blocks that lie behind them, the one that begins most like the rest is used, too.
-        If all of it is, and nobody else uses it, it is taken over: a following turn of a conversation recomputes no
-        token of the turns before. Otherwise it is copied: prompts that begin alike share that whatever their length.
+        Full blocks are shared. Of the blocks that can follow them, the hit ends with the longest common prefix. If the
+        hit uses the whole block and no request references it, the request adopts it. The next turn of a conversation
+        then recomputes no token of earlier turns. Otherwise the block is copied, so all prompts share prefixes.
         """
         if not self.prefix_caching or request.scores_prompt:
-            return _NO_HIT  # logprobs of a prompt need all of it computed
-        return self._with_begun(request, group, self._full_blocks(request, group))
+            return _NO_HIT  # logprobs of a prompt need a forward pass over all of it
+        return self._with_partial(request, group, self._full_blocks(request, group))
 
-    def match_beside(self, request: RequestView, most: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
+    def match_in_place(self, request: RequestView, max_blocks: Mapping[int, int], hosts: Sequence[int]) -> PrefixHit:
         if not self.prefix_caching or request.scores_prompt:
             return _NO_HIT
-        refs = self._full_blocks(request, (*most, *hosts))
-        free = Counter(ref.pool for ref in refs if self._is_unused_on(ref, most))
+        refs = self._full_blocks(request, (*max_blocks, *hosts))
+        free = Counter(ref.pool for ref in refs if self._is_unused_on(ref, max_blocks))
         for index, ref in enumerate(refs):
-            if self._is_unused_on(ref, most) and free[ref.pool] > most[ref.pool]:
-                there = self.find(request.parent_key(index + 1), hosts)
-                if there is None:
+            if self._is_unused_on(ref, max_blocks) and free[ref.pool] > max_blocks[ref.pool]:
+                hosted = self.find(request.parent_key(index + 1), hosts)
+                if hosted is None:
                     refs = refs[:index]
                     break
-                refs[index] = there
+                refs[index] = hosted
                 free[ref.pool] -= 1
-        return self._with_begun(request, tuple(most), refs)
+        return self._with_partial(request, tuple(max_blocks), refs)
 
     def _is_unused_on(self, ref: BlockRef, instances: Mapping[int, int]) -> bool:
         return ref.pool in instances and not self._pools[ref.pool].references(ref.block)
 
     def _full_blocks(self, request: RequestView, pools: Sequence[int], first: int = 0) -> list[BlockRef]:
-        """Find full blocks from one place in a request on, each in the first pool that has it, up to the first gap."""
+        """Find full blocks from index `first` on, each in the first pool that has it, up to the first gap."""
         refs: list[BlockRef] = []
         for index in range(first + 1, -(-request.num_tokens // self.block_size)):
             ref = self.find(request.parent_key(index), pools)
@@ -109,18 +112,18 @@ class KvAccount:
             refs.append(ref)
         return refs
 
-    def _with_begun(self, request: RequestView, group: Sequence[int], refs: list[BlockRef]) -> PrefixHit:
-        """Adds the block on `group` that begins most like what follows these full ones, if it is of use."""
+    def _with_partial(self, request: RequestView, group: Sequence[int], refs: list[BlockRef]) -> PrefixHit:
+        """Append the block on `group` with the longest common prefix to a hit of full blocks, if it can be used."""
         limit = request.num_tokens - 1
         start = len(refs) * self.block_size
         rest = tuple(request.tokens(start, min(limit, start + self.block_size)))
-        (instance, block), length = self.find_begun(request.parent_key(len(refs)), rest, group)
+        (instance, block), length = self.find_common_prefix(request.parent_key(len(refs)), rest, group)
         pool = self._pools[instance]
         adopts = copies = False
         if length:
             adopts = pool.is_adoptable(block, length, num_lost=0)
-            has_room = pool.num_free > request.blocks_for(request.num_tokens)  # beside the block that is copied
-            copies = not adopts and has_room and self.is_worth_a_copy(length)
+            has_free = pool.num_free > request.blocks_for(request.num_tokens)  # the copied block stays cached
+            copies = not adopts and has_free and self.is_worth_a_copy(length)
             adopts = adopts or (not copies and pool.is_adoptable(block, length, num_lost=length))
         if not (adopts or copies):
             return PrefixHit(refs=tuple(refs), num_tokens=start)
@@ -128,39 +131,39 @@ class KvAccount:
         return PrefixHit(refs=tuple(refs), num_tokens=start + length, adopts_last=adopts, copies_last=copies)
 
     def is_worth_a_copy(self, num_tokens: int) -> bool:
-        """Tells whether so many tokens at the beginning of a block that holds others are worth a copy."""
-        return num_tokens >= min(_LEAST_COPIED, self.block_size // 2)
+        """Return whether a common prefix of `num_tokens` tokens with another block is worth a copy."""
+        return num_tokens >= min(_MIN_COPIED_TOKENS, self.block_size // 2)
 
     def find(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
-        """Finds a full block by its name, in the first of some pools that has it."""
+        """Return the full block with a prefix key, in the first pool that has it."""
         for pool in pools:
             block = self._pools[pool].find(key)
             if block is not None:
                 return BlockRef(pool, block)
         return None
 
-    def find_begun(self, parent: bytes, tokens: tuple[int, ...], pools: Iterable[int]) -> tuple[BlockRef, int]:
-        """Finds the block after `parent` that shares the longest beginning with `tokens`, and that length.
+    def find_common_prefix(self, parent: bytes, tokens: tuple[int, ...], pools: Iterable[int]) -> tuple[BlockRef, int]:
+        """Return the block after `parent` with the longest common prefix with `tokens`, and its length in tokens.
 
-        Of equals it is in the first of these pools. The length is 0 when none shares any.
+        The first of `pools` wins ties. The length is 0 if no block shares a token.
         """
-        begun = [(self._pools[pool].find_begun(parent, tokens), pool) for pool in pools]
-        (block, length), pool = max(begun, key=lambda one: one[0][1])
+        matches = [(self._pools[pool].find_common_prefix(parent, tokens), pool) for pool in pools]
+        (block, length), pool = max(matches, key=lambda entry: entry[0][1])
         return BlockRef(pool, block), length
 
     def contents(self, request: Request) -> Iterator[tuple[BlockRef, Content]]:
-        """Yields the blocks of a request that others can be offered, and what they hold."""
-        for index in range(-(-_num_namable(request) // self.block_size)):
+        """Yield the blocks of a request that can be published, and their contents."""
+        for index in range(-(-_num_publishable(request) // self.block_size)):
             yield request.table[index], self.content(request, index)
 
     def content(self, request: Request, index: int) -> Content:
-        """Returns the content of a block of a request, as far as others can be offered it."""
-        stop = min(_num_namable(request), (index + 1) * self.block_size)
+        """Return the content of a block of a request, up to the last token that can be published."""
+        stop = min(_num_publishable(request), (index + 1) * self.block_size)
         return Content(request.parent_key(index), request.tokens(index * self.block_size, stop))
 
     def num_full(self, request: Request) -> int:
-        """Counts the blocks of a request that nobody writes any more and others can be offered."""
-        return _num_namable(request) // self.block_size
+        """Return the number of full blocks of a request that can be published. No step writes them any more."""
+        return _num_publishable(request) // self.block_size
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
         cached = (r for r in hit.refs if self.pool(r.pool).references(r.block) == 0)
@@ -173,9 +176,9 @@ class KvAccount:
         return Counter(r.pool for r in request.table if self.pool(r.pool).references(r.block) == 1)
 
     def take(self, request: Request, hit: PrefixHit) -> None:
-        """Begins the request's table with the blocks of a hit, found since this account has changed but for other hits.
+        """Begin the request's table with the blocks of a hit. Only hits were taken since the lookup.
 
-        When all are taken, call `copy_last`: a copy takes room, and could evict what others have hit.
+        Call `copy_last` after all hits of a plan are taken. A copy allocates a block, and could evict another hit.
         """
         assert not request.table, "a hit begins a table"
         for ref in hit.refs[:-1] if hit.adopts_last else hit.refs:
@@ -185,22 +188,22 @@ class KvAccount:
         request.table.extend(hit.refs)
 
     def copy_last(self, request: Request, hit: PrefixHit) -> None:
-        """Gives the request a block of its own for the last one of a hit, if others have that, too.
+        """Replace the last block of a hit by a block of the request's own, if the hit copies it.
 
-        The old one is `copying` then: call `complete_copies` when it is copied.
+        The old block is in `copying` until `complete_copies`.
         """
         if hit.copies_last:
             self.relocate(request, [(len(hit.refs) - 1, hit.refs[-1].instance)])
 
     def extend(self, request: Request, block_owners: Sequence[int]) -> None:
-        """Appends a block on each instance of `block_owners` to the request's table."""
+        """Append a new block on each instance of `block_owners` to the request's table."""
         for instance, same in groupby(block_owners):
             request.table += self._allocate(instance, len(list(same)))
 
     def relocate(self, request: Request, moves: Iterable[tuple[int, int]]) -> tuple[tuple[BlockRef, BlockRef], ...]:
-        """Allocates new blocks for some entries of the request's table, each on the instance named with it.
+        """Allocate new blocks for entries of the request's table, given as pairs of an index and an instance.
 
-        Returns the old blocks and the new ones; call `complete_copies` when they are copied.
+        Return pairs of the old block and the new block. Call `complete_copies` when they are copied.
         """
         copies = []
         for index, instance in moves:
@@ -210,19 +213,19 @@ class KvAccount:
             request.copying[new] = old
             copies.append((old, new))
         replaced = [old for old, _ in copies]
-        self.hold(replaced)
-        self.give_back(replaced)
+        self.pin(replaced)
+        self.release(replaced)
         return tuple(copies)
 
     def complete_copies(
         self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]
     ) -> list[tuple[BlockRef, int]]:
-        """Frees the old blocks after a copy, and offers the new ones.
+        """Free the old blocks after a copy, and publish the new blocks.
 
-        Returns old blocks with KV that is not finite, each with its first such slot.
+        Return old blocks with KV that is not finite, each with its first such slot.
         """
         first_slots = dict(request.non_finite_slots())
-        self.let_go([old for old, _ in copies])
+        self.unpin([old for old, _ in copies])
         for _, new in copies:
             del request.copying[new]
         self.publish(request, 0)
@@ -231,10 +234,9 @@ class KvAccount:
     def reserve(
         self, request: Request, instance: int, places: range, *, num_left: int
     ) -> tuple[tuple[BlockRef, ...], int] | None:
-        """Reserves blocks for some places in a request's table on one more instance: those that hold the first of them
-        there, and new ones.
+        """Reserve blocks for some indices of a request's table on another instance: cached blocks, then new blocks.
 
-        Returns them and how many are cached; None without room for them beside `num_left` others.
+        Return the blocks and the number of cached blocks. Return None if fewer than `num_left` blocks would stay free.
         """
         pool, shared = self.pool(instance), list[BlockRef]()
         if self.prefix_caching and not request.scores_prompt:
@@ -247,53 +249,53 @@ class KvAccount:
         return (*shared, *self._allocate(instance, len(places) - len(shared))), len(shared)
 
     def replace(self, blocks: list[BlockRef], index: int, ref: BlockRef) -> None:
-        """Puts a block of the same pool, which others hold, in the place of one that was reserved."""
+        """Replace a reserved block by a block of the same pool that is in use."""
         self.pool(ref.pool).share(ref.block)
-        self.give_back((blocks[index],))
+        self.release((blocks[index],))
         blocks[index] = ref
 
-    def hold(self, refs: Iterable[BlockRef]) -> None:
+    def pin(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):
-            self._pools[pool].hold(*blocks)
+            self._pools[pool].pin(*blocks)
 
-    def let_go(self, refs: Iterable[BlockRef]) -> None:
+    def unpin(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):
-            self._pools[pool].let_go(*blocks)
+            self._pools[pool].unpin(*blocks)
 
-    def give_back(self, refs: Iterable[BlockRef]) -> None:
+    def release(self, refs: Iterable[BlockRef]) -> None:
         for pool, blocks in _by_pool(refs):
             self._pools[pool].release(*blocks)
 
-    def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
-        """Gives the request these blocks of the same content; its old ones stay cached."""
-        self.release(request)
+    def replace_table(self, request: Request, blocks: Iterable[BlockRef]) -> None:
+        """Replace the request's table by other blocks with the same contents. Its old blocks stay cached."""
+        self.free(request)
         request.table.extend(blocks)
         self.publish(request, 0)
 
     def publish(self, request: Request, start: int) -> None:
-        """Offers the blocks that became full between `start` and the request's `num_computed` tokens.
+        """Publish the blocks that became full between `start` and the request's `num_computed` tokens.
 
-        When the prompt ends between them its last block is offered, too: to be copied while the answer is written.
+        When the prompt ends between them, publish its last block too. Requests copy it while the output is written.
         """
         if self.prefix_caching:
-            num_full, tail = divmod(_num_namable(request), self.block_size)
+            num_full, tail = divmod(_num_publishable(request), self.block_size)
             for index in range(start // self.block_size, num_full):
                 self._publish(request, index)
-            if tail and start < request.num_prompt <= _num_namable(request):
+            if tail and start < request.num_prompt <= _num_publishable(request):
                 self._publish(request, num_full)
 
     def withdraw(self, request: Request, position: int) -> None:
-        """Offers no block of a request any more that holds tokens from this position on: their KV is not finite."""
+        """Unpublish the blocks of a request with tokens from `position` on, since their KV is not finite."""
         request.non_finite_from = position
         for index in range(self.num_full(request), len(request.table)):
             ref = _published(request, index)
             self.pool(ref.pool).forget(ref.block)
 
-    def release(self, request: Request) -> None:
-        """Frees the request's blocks, last first; what they hold stays cached until they are needed."""
-        if self.prefix_caching and _num_namable(request) % self.block_size:
-            self._publish(request, _num_namable(request) // self.block_size)
-        self.give_back(reversed(request.table))
+    def free(self, request: Request) -> None:
+        """Free the request's blocks, last first. Their contents stay cached until they are evicted."""
+        if self.prefix_caching and _num_publishable(request) % self.block_size:
+            self._publish(request, _num_publishable(request) // self.block_size)
+        self.release(reversed(request.table))
         request.table.clear()
 
     def _allocate(self, instance: int, number: int) -> list[BlockRef]:
@@ -310,19 +312,19 @@ def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
 
 
 def _published(request: Request, index: int) -> BlockRef:
-    """Returns the block that holds entry `index` of a request's table now: copies in flight fill some entries."""
+    """Return the block with the KV of table entry `index` now, which differs while a copy fills the entry."""
     ref = request.table[index]
-    ref = request.spilling.get(ref, ref)
+    ref = request.moving.get(ref, ref)
     while ref in request.copying:
         ref = request.copying[ref]
     return ref
 
 
-def _num_namable(request: Request) -> int:
-    """Counts the tokens that others can be offered: computed ones whose ids are known and whose KV is finite.
+def _num_publishable(request: Request) -> int:
+    """Return the number of tokens that can be published: computed, with known ids and finite KV.
 
-    Of an aborted request the last sampled ids are not known. Where owners rotate by token, no block holds neighbours.
-    A block with KV that is not finite is not offered at all.
+    The last sampled ids of an aborted request are unknown. Blocks after a rotation by token, or with KV that is
+    not finite, are not published.
     """
     num_tokens = min(request.num_computed, request.num_known)
     if request.rotation is not None:

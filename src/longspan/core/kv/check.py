@@ -29,66 +29,65 @@ class Watch:
 
     def __init__(self) -> None:
         self.num_violations = 0
-        self._known: set[str] = set()
+        self._logged: set[str] = set()
 
     def check(self, kv: KvManager) -> None:
         """Log the violations that were not there before, with a dump of the manager's state. The engine is idle."""
-        found = [violation for violation in violations(kv, ()) if violation not in self._known]
-        if found:
-            self._known.update(found)
-            self.num_violations += len(found)
-            shown = "; ".join(found[:_MAX_SHOWN])
-            _log.error("%d violations in the account of KV blocks: %s\n%s", len(found), shown, dump(kv))
+        new = [violation for violation in violations(kv, ()) if violation not in self._logged]
+        if new:
+            self._logged.update(new)
+            self.num_violations += len(new)
+            shown = "; ".join(new[:_MAX_SHOWN])
+            _log.error("%d violations in the account of KV blocks: %s\n%s", len(new), shown, dump(kv))
 
 
 def violations(kv: KvManager, requests: Iterable[Request]) -> list[str]:
-    """Return one sentence per violation of the laws below; an empty list if they hold.
+    """Return one sentence per violation of the invariants below.
 
     The reference count of each block equals the number of its uses by tables, copies, transfers and offloaded requests.
-    Blocks in use and free blocks add up to the size of their pool. Each residency follows from who has the blocks.
-    Loads, transfers and offloaded blocks belong to one of the requests, and each load in flight has a request to wait
-    for it.
+    Blocks in use and free blocks add up to the size of their pool. Each residency matches the owners of the blocks.
+    Loads, transfers and offloaded blocks belong to one of the requests. A request waits for each load in flight.
 
     Args:
         requests: all that have not been dropped.
     """
-    everyone = list(requests)
-    return [*_references(kv, everyone), *_pools(kv), *_residencies(kv, everyone), *_owners(kv, everyone)]
+    listed = list(requests)
+    return [*_references(kv, listed), *_pools(kv), *_residencies(kv, listed), *_owners(kv, listed)]
 
 
 def _references(kv: KvManager, requests: list[Request]) -> Iterator[str]:
-    held = Counter[BlockRef](chain(*(request.copying.values() for request in requests)))
+    pins = Counter[BlockRef](chain(*(request.copying.values() for request in requests)))
     named = Counter[BlockRef](chain(*(request.table for request in requests)))
-    if kv.in_transfer is not None:
-        named.update(chain(*(transfer.blocks for transfer in kv.in_transfer.in_progress)))
-        held.update(kv.in_transfer.moving_blocks)
+    if kv.transfers is not None:
+        named.update(chain(*(transfer.blocks for transfer in kv.transfers.in_progress)))
+        pins.update(kv.transfers.moving_blocks)
     if (swaps := kv.swaps) is not None:
-        named.update(swaps.offload.kept_blocks)
-        held.update(swaps.offload.read_blocks)
+        named.update(swaps.offload.offloaded_blocks)
+        pins.update(swaps.offload.read_blocks)
         for copy in swaps.copies:
-            named.update(copy.kept)
-            named.update(above for above, _, _ in copy.behind)
-            held.update(copy.held)
-    named.update(held)
-    expected, expected_held = _by_pool(named), _by_pool(held)
+            named.update(copy.owned)
+            named.update(source for source, _, _ in copy.followers)
+            pins.update(copy.pinned)
+    named.update(pins)
+    expected, expected_pins = _by_pool(named), _by_pool(pins)
     for number in range(kv.account.num_pools):
-        pool, references, copied = kv.pool(number), expected[number], expected_held[number]
-        if references == pool.in_use and copied == pool.held:
+        pool, references, pinned = kv.pool(number), expected[number], expected_pins[number]
+        if references == pool.in_use and pinned == pool.pinned:
             continue
         for block in sorted({*references, *pool.in_use}):
-            before, after = (pool.references(block), pool.held.get(block, 0)), (references[block], copied[block])
+            before, after = (pool.references(block), pool.pinned.get(block, 0)), (references[block], pinned[block])
             if before != after:
                 yield (
-                    f"block {block} of pool {number} has {before[0]} references, {before[1]} of them held; "
-                    f"named are {after[0]} and {after[1]}"
+                    f"block {block} of pool {number} has {before[0]} references, {before[1]} of them pins, instead of "
+                    f"{after[0]} and {after[1]}"
                 )
 
 
 def _by_pool(counts: Mapping[BlockRef, int]) -> defaultdict[int, Counter[int]]:
-    found: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    by_pool: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for (pool, block), number in counts.items():
-        found[pool][block] = number
-    return found
+        by_pool[pool][block] = number
+    return by_pool
 
 
 def _pools(kv: KvManager) -> Iterator[str]:
@@ -101,19 +100,19 @@ def _pools(kv: KvManager) -> Iterator[str]:
 
 def _residencies(kv: KvManager, requests: list[Request]) -> Iterator[str]:
     for request in requests:
-        if request.residency != (found := residency_of(request, kv.swaps)):
-            yield f"request {request.id} is {request.residency}, and should be {found}"
+        if request.residency != (derived := residency_of(request, kv.swaps)):
+            yield f"request {request.id} is {request.residency} instead of {derived}"
         if isinstance(request.residency, Loading) and not kv.is_copying:
-            yield f"request {request.id} loads, and nothing is on its way"
+            yield f"request {request.id} loads, but no copy is in flight"
 
 
 def _owners(kv: KvManager, requests: list[Request]) -> Iterator[str]:
     ids = {request.id for request in requests}
-    for what, owners in _owners_by_kind(kv).items():
+    for kind, owners in _owners_by_kind(kv).items():
         if unknown := sorted(owners - ids):
-            yield f"{what} belong to requests {unknown}, which the engine has dropped"
+            yield f"{kind} belong to requests {unknown}, which the engine has dropped"
     if kv.swaps is not None:
-        loads = (copy for copy in kv.swaps.copies if copy.move.way in ("in", "load") and copy.spilled is None)
+        loads = (copy for copy in kv.swaps.copies if copy.move.way in ("in", "load") and copy.owner is None)
         loading = {copy.move.number for copy in loads}
         if unwaited := sorted(loading - kv.swaps.loads.numbers):
             yield f"no request waits for loads {unwaited}"
@@ -122,8 +121,8 @@ def _owners(kv: KvManager, requests: list[Request]) -> Iterator[str]:
 def _owners_by_kind(kv: KvManager) -> dict[str, set[int]]:
     """Return the ids of the requests that own transfers, loads and offloaded blocks."""
     owners = dict[str, set[int]]()
-    if kv.in_transfer is not None:
-        owners["transfers"] = {transfer.request.id for transfer in kv.in_transfer.in_progress}
+    if kv.transfers is not None:
+        owners["transfers"] = {transfer.request.id for transfer in kv.transfers.in_progress}
     if kv.swaps is not None:
         owners["loads"] = {request.id for request in kv.swaps.loads.waiting}
         owners["offloaded blocks"] = kv.swaps.offload.owners
@@ -131,7 +130,7 @@ def _owners_by_kind(kv: KvManager) -> dict[str, set[int]]:
 
 
 def dump(kv: KvManager) -> str:
-    """Describe the pools of an idle engine that have blocks in use, and who owns transfers, loads and blocks."""
+    """Describe the pools of an idle engine that have blocks in use, and the owners of transfers, loads and blocks."""
     lines = []
     for number in range(kv.account.num_pools):
         pool = kv.pool(number)
@@ -139,7 +138,7 @@ def dump(kv: KvManager) -> str:
             references = dict(list(pool.in_use.items())[:_MAX_SHOWN])
             lines.append(
                 f"pool {number}: {pool.num_blocks} blocks, {len(pool.in_use)} in use (references by block: "
-                f"{references}), {len(pool.held)} held, {pool.num_free} free, {pool.num_cached} of them cached"
+                f"{references}), {len(pool.pinned)} pinned, {pool.num_free} free, {pool.num_cached} of them cached"
             )
-    lines += [f"{what} of requests {sorted(owners)}" for what, owners in _owners_by_kind(kv).items() if owners]
+    lines += [f"{kind} of requests {sorted(owners)}" for kind, owners in _owners_by_kind(kv).items() if owners]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Copies of KV between tiers that are under way, by the numbers of their moves."""
+"""In-flight copies of KV between tiers, by the numbers of their moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longspan.core.request import Request
 from longspan.core.steps import Content, MoveKV, MoveWay
 
 Pair = tuple[BlockRef, BlockRef, Content]
-"""A block, the one that it is copied to, and what both hold then."""
+"""A source block, a target block, and the content of both after the copy."""
 
 
 @dataclass(kw_only=True)
@@ -18,34 +18,34 @@ class Copy:
     """A move from one tier to another.
 
     Attributes:
-        contents: what its targets will hold.
-        held: blocks that others may use, too, and which are not free before the copy is done.
-        kept: blocks with a reference of the copy, so that they are not evicted, in order of position.
-        behind: copies to devices that follow, of what this one brings to a host; each has a reference of its source.
-        spilled: the request whose table names the targets, of a spill or of what comes back. Ranks read them there from
-            then on. None for other copies.
+        contents: contents of the targets after the copy.
+        pinned: blocks, which requests may use and which are not free before the copy is done.
+        owned: blocks with a reference of the copy, so that they are not evicted, in order of position.
+        followers: copies from targets on the host to devices after this copy, which has a reference of each source.
+        owner: the request whose table names the targets, if this copy moves its resident blocks. Ranks read the
+            targets after the copy. None for other copies.
     """
 
     move: MoveKV
     contents: Sequence[Content]
-    held: Sequence[BlockRef]
-    kept: Sequence[BlockRef]
-    behind: list[Pair] = field(default_factory=list)
-    spilled: Request | None = None
+    pinned: Sequence[BlockRef]
+    owned: Sequence[BlockRef]
+    followers: list[Pair] = field(default_factory=list)
+    owner: Request | None = None
 
 
 class Copies:
-    """Numbers moves between tiers, and remembers them until they are done.
+    """Numbers moves between tiers, and keeps them until they are done.
 
     Args:
-        number: gives the next step's number.
+        number: returns the next step's number.
     """
 
     def __init__(self, number: Callable[[], int]) -> None:
         self._number = number
         self._copies: dict[int, Copy] = {}
-        self._coming: dict[tuple[int, bytes], int] = {}  # blocks, by their pools and the contents on their way there
-        self._filling: dict[BlockRef, int] = {}  # the move that fills a block
+        self._in_flight: dict[tuple[int, bytes], int] = {}  # the block being filled, by its pool and content key
+        self._filling: dict[BlockRef, int] = {}  # the number of the move that fills a block
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -55,7 +55,7 @@ class Copies:
 
     @property
     def on_devices(self) -> bool:
-        """Whether any copy is to or from a device."""
+        """Whether a copy is from or to a device."""
         return any(copy.move.way in ("out", "in") for copy in self._copies.values())
 
     def begin(
@@ -64,60 +64,63 @@ class Copies:
         request_id: int,
         pairs: Sequence[Pair],
         *,
-        held: Sequence[BlockRef],
-        kept: Sequence[BlockRef],
-        spilled: Request | None = None,
+        pinned: Sequence[BlockRef],
+        owned: Sequence[BlockRef],
+        owner: Request | None = None,
     ) -> MoveKV:
-        """Makes a move of each pair; see `Copy` for the others."""
-        copies, contents = tuple((source, target) for source, target, _ in pairs), tuple(one for _, _, one in pairs)
+        """Begin a move of each pair. See `Copy` for the other arguments."""
+        copies, contents = (
+            tuple((source, target) for source, target, _ in pairs),
+            tuple(content for _, _, content in pairs),
+        )
         on_disk = contents if way in ("save", "load") else ()
         move = MoveKV(number=self._number(), request_id=request_id, copies=copies, way=way, contents=on_disk)
-        self._copies[move.number] = Copy(move=move, contents=contents, held=held, kept=kept, spilled=spilled)
+        self._copies[move.number] = Copy(move=move, contents=contents, pinned=pinned, owned=owned, owner=owner)
         self._expect(move.number, pairs)
         return move
 
-    def follow(self, number: int, pairs: Sequence[Pair]) -> None:
-        """Lets copies to devices follow one under way, see `Copy.behind`."""
-        self._copies[number].behind.extend(pairs)
+    def add_followers(self, number: int, pairs: Sequence[Pair]) -> None:
+        """Add copies to devices that start after an in-flight copy, see `Copy.followers`."""
+        self._copies[number].followers.extend(pairs)
         self._expect(number, pairs)
 
     def _expect(self, number: int, pairs: Sequence[Pair]) -> None:
-        self._coming.update({(target.pool, content.key): target.block for _, target, content in pairs})
+        self._in_flight.update({(target.pool, content.key): target.block for _, target, content in pairs})
         self._filling.update({target: number for _, target, _ in pairs})
 
     def end(self, number: int) -> Copy | None:
-        """Forgets a copy that is done, and returns it; None for other numbers."""
+        """Remove and return a copy that is done. Return None for other numbers."""
         if (copy := self._copies.pop(number, None)) is None:
             return None
         filled = [(target, content) for (_, target), content in zip(copy.move.copies, copy.contents, strict=True)]
-        for target, content in (*filled, *((target, content) for _, target, content in copy.behind)):
-            self._coming.pop((target.pool, content.key), None)
+        for target, content in (*filled, *((target, content) for _, target, content in copy.followers)):
+            self._in_flight.pop((target.pool, content.key), None)
             self._filling.pop(target, None)
         return copy
 
     def clear(self) -> list[Copy]:
-        """Forgets all copies, and returns them."""
+        """Remove and return all copies."""
         copies = list(self._copies.values())
         self._copies.clear()
-        self._coming.clear()
+        self._in_flight.clear()
         self._filling.clear()
         return copies
 
-    def coming(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
-        """Finds a block, in the first of some pools, that is being filled with a content."""
-        for pool in pools if self._coming else ():
-            if (block := self._coming.get((pool, key))) is not None:
+    def find_in_flight(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
+        """Return the block being filled with a content, in the first pool that has one."""
+        for pool in pools if self._in_flight else ():
+            if (block := self._in_flight.get((pool, key))) is not None:
                 return BlockRef(pool, block)
         return None
 
     def content(self, ref: BlockRef) -> Content | None:
-        """Returns what a block will hold that is being filled."""
+        """Return the content that an in-flight move fills a block with."""
         if (number := self._filling.get(ref)) is None:
             return None
         copy = self._copies[number]
         pairs = zip(copy.move.copies, copy.contents, strict=True)
         return next((content for (_, target), content in pairs if target == ref), None)
 
-    def filling(self, ref: BlockRef) -> int | None:
-        """Returns the number of the move that fills a block, if any does."""
+    def move_filling(self, ref: BlockRef) -> int | None:
+        """Return the number of the move that fills a block, or None."""
         return self._filling.get(ref)

@@ -1,4 +1,4 @@
-"""Counts of blocks in pools, and of what has moved between devices, hosts and disks."""
+"""Counts of blocks in pools, and of KV moved between devices, hosts and disks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUsage:
-    """Blocks of some pools: all, those in use, and the free ones that are cached."""
+    """Blocks of some pools: all, in use, and cached (free blocks with a known content)."""
 
     num_blocks: int
     num_used: int
@@ -19,10 +19,10 @@ class TierCounts:
     """Counts of an engine, over all its clusters.
 
     Attributes:
-        num_hits: tokens that were found on hosts or disks. `num_disk_hits`: those that came from disks.
-        num_offloaded: how often all that a waiting request gave up had come to hosts, so that it could start.
-        num_swapped_blocks: blocks that were copied from devices to hosts and back.
-        peak_host_blocks: the most blocks of all hosts that were in use at once.
+        num_hits: tokens found on hosts or disks. `num_disk_hits`: tokens loaded from disks.
+        num_offloaded: number of times that all offloads of a waiting request were complete, so that it could start.
+        num_swapped_blocks: blocks copied from devices to hosts and back.
+        peak_host_blocks: maximum blocks in use at once, over all hosts.
     """
 
     num_hits: int = 0

@@ -1,7 +1,7 @@
-"""KV on its way from hosts and disks to the devices of a request that is admitted with it.
+"""KV loads: copies from hosts and disks to the devices of a request that is admitted.
 
-The request holds its blocks from its admission on, and computes nothing before all of them are filled. What only a disk
-has is copied to its host first.
+A request holds its blocks from its admission on, and computes nothing before all of them are filled. Blocks that are
+only on a disk are copied to its host first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from longspan.core.steps import Content, MoveKV, MoveWay
 
 @dataclass(kw_only=True)
 class _Load:
-    """The KV of one request on its way.
+    """The load of one request.
 
     Attributes:
         num_tokens: the number of tokens of the table when the load is complete.
@@ -36,7 +36,7 @@ class _Load:
 
 
 class Loads:
-    """Begins the tables of requests with blocks that are filled by moves from hosts and disks.
+    """Begins the tables of requests with blocks that moves from hosts and disks fill.
 
     Args:
         counts: updated by this object.
@@ -50,17 +50,16 @@ class Loads:
         self._loads: dict[int, _Load] = {}
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
-        """Goes on with another account and cluster; requests that wait have lost their blocks."""
+        """Continue with another account and cluster. Requests in loads have lost their blocks."""
         self._loads.clear()
         self._account, self._cluster = account, cluster
 
     def begin(
         self, request: Request, num_tokens: int, owners: Sequence[int], targets: Sequence[Target]
     ) -> list[MoveKV]:
-        """Makes moves of what a request's table names on hosts and disks, to new blocks of `owners`, in order.
+        """Return moves of the table's blocks on hosts and disks to new blocks of `owners`, in order.
 
-        Where a host has no room for what comes from its disk, the table ends. Of the last block a request may use only
-        the beginning, behind which it writes on.
+        If a host has no free block for a block from its disk, the table ends there. The last block may be used in part.
 
         Args:
             num_tokens: the number of tokens of the table when the load is complete.
@@ -69,39 +68,39 @@ class Loads:
         account, table, owner = self._account, request.table, iter(owners)
         load = _Load(request=request, num_tokens=num_tokens, targets=targets)
         pairs: defaultdict[tuple[MoveWay, int], list[Pair]] = defaultdict(list)
-        behind: defaultdict[int, list[Pair]] = defaultdict(list)
+        followers: defaultdict[int, list[Pair]] = defaultdict(list)
         for index, ref in enumerate(table):
             tier = self._cluster.tier(ref.pool)
             if tier == "device":
-                if (number := self._copies.filling(ref)) is not None:
+                if (number := self._copies.move_filling(ref)) is not None:
                     load.numbers.add(number)
                 continue
             if tier == "disk" and not account.num_free(self._host_of(ref.pool)):
-                self._cut(load, index)
+                self._truncate(load, index)
                 break
             content, instance = self._copies.content(ref) or account.pool(ref.pool).content(ref.block), next(owner)
             num_used = min(request.block_size, num_tokens - index * request.block_size)
             used = content if num_used == len(content.tokens) else Content(content.parent, content.tokens[:num_used])
             target = table[index] = BlockRef(instance, account.pool(instance).place(used))
             self._counts.num_hits += num_used
-            if tier == "host" and (number := self._copies.filling(ref)) is not None:
-                self._copies.follow(number, [(ref, target, used)])
+            if tier == "host" and (number := self._copies.move_filling(ref)) is not None:
+                self._copies.add_followers(number, [(ref, target, used)])
                 load.numbers.add(number)
             elif tier == "host":
                 pairs["in", ref.pool].append((ref, target, used))
             else:
                 host = self._host_of(ref.pool)
-                above = BlockRef(host, account.pool(host).place(content))
-                pairs["load", ref.pool].append((ref, above, content))
-                behind[ref.pool].append((above, target, used))
+                on_host = BlockRef(host, account.pool(host).place(content))
+                pairs["load", ref.pool].append((ref, on_host, content))
+                followers[ref.pool].append((on_host, target, used))
         moves = []
         for (way, pool), same in pairs.items():
             if way == "in":
-                moves.append(self._copy_in(request.id, same))
+                moves.append(self._begin_load(request.id, same))
             else:
                 sources = [source for source, _, _ in same]
-                moves.append(self._copies.begin("load", request.id, same, held=[], kept=sources))
-                self._copies.follow(moves[-1].number, behind[pool])
+                moves.append(self._copies.begin("load", request.id, same, pinned=[], owned=sources))
+                self._copies.add_followers(moves[-1].number, followers[pool])
         load.numbers.update(move.number for move in moves)
         self._loads[request.id] = load
         return moves
@@ -109,40 +108,40 @@ class Loads:
     def _host_of(self, disk: int) -> int:
         return next(host for host in self._cluster.host_pools if self._cluster.disk_pool(host) == disk)
 
-    def _copy_in(self, request_id: int, pairs: Sequence[Pair]) -> MoveKV:
-        """Makes a move to devices; the sources have a reference for it."""
+    def _begin_load(self, request_id: int, pairs: Sequence[Pair]) -> MoveKV:
+        """Begin a move to devices. The sources have a reference for it."""
         sources, targets = [source for source, _, _ in pairs], [target for _, target, _ in pairs]
-        self._account.hold(targets)
-        return self._copies.begin("in", request_id, pairs, held=targets, kept=sources)
+        self._account.pin(targets)
+        return self._copies.begin("in", request_id, pairs, pinned=targets, owned=sources)
 
     def moved(self, copy: Copy, failed: Sequence[int]) -> list[MoveKV]:
-        """Takes a copy that is done, with the indices of what a disk could not give; returns moves to submit.
+        """Take a complete copy, with the indices of the blocks that a disk failed to read. Return moves to submit.
 
-        A table ends before the first block that nothing fills. What has come to a host goes on to devices.
+        A table ends before its first block that no copy fills. Blocks loaded from disk to a host go on to devices.
         """
         damaged = {copy.move.copies[index][1] for index in failed}
         waiting = [load for load in self._loads.values() if copy.move.number in load.numbers]
-        lost = {target for above, target, _ in copy.behind if above in damaged}
+        lost = {target for on_host, target, _ in copy.followers if on_host in damaged}
         for load in waiting:
             load.numbers.discard(copy.move.number)
             first = next((index for index, ref in enumerate(load.request.table) if ref in lost), None)
             if first is not None:
-                self._cut(load, first)
-        wanted = set[BlockRef]().union(*(load.request.table for load in waiting)) if copy.behind else ()
-        self._account.give_back(reversed([above for above, target, _ in copy.behind if target not in wanted]))
-        if not (there := [pair for pair in copy.behind if pair[1] in wanted]):
+                self._truncate(load, first)
+        needed = set[BlockRef]().union(*(load.request.table for load in waiting)) if copy.followers else ()
+        self._account.release(reversed([on_host for on_host, target, _ in copy.followers if target not in needed]))
+        if not (pairs := [pair for pair in copy.followers if pair[1] in needed]):
             return []
-        move, filled = self._copy_in(copy.move.request_id, there), {target for _, target, _ in there}
+        move, filled = self._begin_load(copy.move.request_id, pairs), {target for _, target, _ in pairs}
         for load in waiting:
             if not filled.isdisjoint(load.request.table):
                 load.numbers.add(move.number)
         return [move]
 
-    def _cut(self, load: _Load, index: int) -> None:
-        """Ends a table before an entry that nothing fills."""
+    def _truncate(self, load: _Load, index: int) -> None:
+        """Truncate a table before an entry that no copy fills."""
         table = load.request.table
         load.num_tokens = min(load.num_tokens, index * load.request.block_size)
-        self._account.give_back(reversed(table[index:]))
+        self._account.release(reversed(table[index:]))
         del table[index:]
 
     def complete(self) -> list[tuple[Request, Sequence[Target]]]:
@@ -156,7 +155,7 @@ class Loads:
 
     @property
     def waiting(self) -> list[Request]:
-        """The requests that wait for moves."""
+        """The requests with unfinished loads."""
         return [load.request for load in self._loads.values()]
 
     @property
@@ -165,6 +164,6 @@ class Loads:
         return set[int]().union(*(load.numbers for load in self._loads.values()))
 
     def num_tokens(self, request: Request) -> int | None:
-        """Returns the tokens that a request will have when all is there; None for one that waits for nothing."""
+        """Return the tokens that a request has at the end of its load. None without a load."""
         load = self._loads.get(request.id)
         return None if load is None else load.num_tokens

@@ -1,9 +1,9 @@
-"""KV that leaves devices for the memory of their hosts: a second level of the prefix cache.
+"""KV offload: copies blocks from device pools to host pools, which are a second level of the prefix cache.
 
-What a request gives up is copied to its host, whether it ends or loses its KV to others, and is found there by the same
-names as on devices. Disks are a third level: what has come to a host is saved there at once.
+When a request ends or is preempted, its blocks are copied to its host. They have the same prefix keys as on devices.
+Disks are a third level. Blocks are stored on disk as soon as they are on a host.
 
-Of a request that outgrows its device the oldest blocks are spilled: they go to the host and stay in use there.
+The oldest blocks of a request that exceeds its device are host-resident: the request keeps using them there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from longspan.core.steps import Content, MoveKV
 
 
 class Offload:
-    """Copies KV from devices to hosts, and from these to their disks.
+    """Copies KV from devices to hosts, and from hosts to their disks.
 
-    What a request gives up while it goes on stays on hosts until it is admitted again or ends. That of ended requests
-    is a cache, which is evicted when others need the room. A host that is full of the former takes no more: what finds
-    no room is computed anew.
+    Blocks offloaded by preemption stay in the host pool until the request is admitted again or finishes. Blocks of
+    finished requests are a cache, and are evicted when blocks are needed. KV without a free host block is recomputed.
 
     Args:
-        running: what it still needs of instances is left to it.
+        running: running requests. The blocks that they still need stay free.
         step_tokens, max_num_seqs: the bounds of a step on one instance.
         counts: updated by this object.
     """
@@ -42,129 +41,130 @@ class Offload:
     ) -> None:
         self._copies, self._running, self._counts = copies, running, counts
         self._step_tokens, self._max_num_seqs = step_tokens, max_num_seqs
-        self._given_up: dict[int, list[BlockRef]] = {}  # on hosts, of requests that go on; each has a reference for it
-        self._still_read: dict[int, list[BlockRef]] = {}  # by step, spilled blocks that the step still reads
-        self._readers: dict[int, Request] = {}  # by id, those that may read blocks on hosts
+        self._offloaded: dict[int, list[BlockRef]] = {}
+        """By waiting request: host blocks with a reference for it."""
+        self._read_by_step: dict[int, list[BlockRef]] = {}
+        """By step: pinned blocks that the step reads although they were moved."""
 
     def regroup(self, account: KvAccount, cluster: Cluster) -> None:
-        """Goes on with another cluster and its account, which has the same pools on hosts and disks."""
+        """Continue with another cluster and its account, which has the same pools on hosts and disks."""
         self._account, self._cluster = account, cluster
 
     def restart(self, lost: Sequence[Copy]) -> None:
-        """Forgets what was under way to hosts. What requests gave up before stays theirs."""
+        """Forget in-flight copies to hosts. Blocks offloaded before stay in the host pools."""
         incomplete = {target for copy in lost for _, target in copy.move.copies}
-        for request_id, blocks in self._given_up.items():
-            self._account.give_back([ref for ref in blocks if ref in incomplete])  # which copies of others were to fill
-            self._given_up[request_id] = [ref for ref in blocks if ref not in incomplete]
-        self._account.let_go([ref for ref in self.read_blocks if self._cluster.tier(ref.pool) == "host"])
-        self._still_read.clear()
+        for request_id, blocks in self._offloaded.items():
+            self._account.release([ref for ref in blocks if ref in incomplete])  # a lost copy was to fill them
+            self._offloaded[request_id] = [ref for ref in blocks if ref not in incomplete]
+        self._account.unpin([ref for ref in self.read_blocks if self._cluster.tier(ref.pool) == "host"])
+        self._read_by_step.clear()
 
     def moved(self, copy: Copy) -> list[MoveKV]:
-        """Takes a copy to a host, or of a spilled request, that is done; returns the moves to disks that follow."""
+        """Take a complete copy to a host, or of host-resident blocks. Return the moves to disks that follow."""
         is_out = copy.move.way == "out"
-        saves = self._save(copy) if is_out else []
-        if (owner := copy.spilled) is None:
-            self._account.let_go(reversed(copy.held))
+        saves = self._store(copy) if is_out else []
+        if (owner := copy.owner) is None:
+            self._account.unpin(reversed(copy.pinned))
         else:
-            there = [pair for pair in copy.move.copies if owner.spilling.pop(pair[1], None) is not None]
-            moved = Counter([target.pool if is_out else source.pool for source, target in there])
+            copied = [pair for pair in copy.move.copies if owner.moving.pop(pair[1], None) is not None]
+            moved = Counter([target.pool if is_out else source.pool for source, target in copied])
             owner.hosted = owner.hosted + moved if is_out else owner.hosted - moved
-            self._read_hosted(owner, copy.held)
+            self._switch_reads(owner, copy.pinned)
         if is_out:
-            self._keep(copy.move.request_id, copy.kept)
+            self._assign(copy.move.request_id, copy.owned)
         else:
-            self._account.give_back(reversed(copy.kept))
+            self._account.release(reversed(copy.owned))
         return saves
 
-    def has_given_up(self, request: Request) -> bool:
-        """Tells whether hosts keep what a request gave up."""
-        return request.id in self._given_up
+    def was_offloaded(self, request: Request) -> bool:
+        """Return whether the request waits after an offload, complete or not."""
+        return request.id in self._offloaded
 
-    def is_leaving(self, request: Request) -> bool:
-        """Tells whether what a request gave up is still on its way to hosts."""
+    def is_offloading(self, request: Request) -> bool:
+        """Return whether copies of the request's blocks to hosts are in flight."""
         return any(copy.move.request_id == request.id and copy.move.way == "out" for copy in self._copies)
 
     @property
     def owners(self) -> set[int]:
-        """The ids of the requests for which hosts keep blocks."""
-        return set(self._given_up)
+        """The ids of waiting requests that were offloaded."""
+        return set(self._offloaded)
 
     @property
-    def kept_blocks(self) -> list[BlockRef]:
-        """Blocks on hosts of requests that have given them up and go on."""
-        return [ref for blocks in self._given_up.values() for ref in blocks]
+    def offloaded_blocks(self) -> list[BlockRef]:
+        """The host blocks of waiting requests that were offloaded."""
+        return [ref for blocks in self._offloaded.values() for ref in blocks]
 
     @property
     def read_blocks(self) -> list[BlockRef]:
-        """Blocks that in-flight steps still read, although their contents have moved."""
-        return [ref for blocks in self._still_read.values() for ref in blocks]
+        """Blocks that in-flight steps still read although they were moved."""
+        return [ref for blocks in self._read_by_step.values() for ref in blocks]
 
     def release(self, request: Request) -> None:
-        """Leaves to the cache what a request gave up that has been admitted or has ended."""
-        self._account.give_back(reversed(self._given_up.pop(request.id, [])))
+        """Leave the offloaded blocks of a request to the cache, when it is admitted or has ended."""
+        self._account.release(reversed(self._offloaded.pop(request.id, [])))
 
-    # ---------------------------------------------------------------- out
+    # ---------------------------------------------------------------- offload
 
-    def leave(self, request: Request) -> list[MoveKV]:
-        """Makes moves of what a request is about to give up and its hosts do not have, as far as they have room."""
+    def offload(self, request: Request) -> list[MoveKV]:
+        """Return moves of the request's blocks that its hosts lack, up to the free blocks of the hosts."""
         if request.finish_reason is None:
-            self._given_up.setdefault(request.id, [])
+            self._offloaded.setdefault(request.id, [])
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
         contents: defaultdict[int, list[Content]] = defaultdict(list)
         for named, content in self._account.contents(request):
-            is_coming_back = named in request.spilling and self._cluster.tier(named.pool) == "device"
-            ref = request.spilling[named] if is_coming_back else named
+            is_loading = named in request.moving and self._cluster.tier(named.pool) == "device"
+            ref = request.moving[named] if is_loading else named
             is_hosted = self._cluster.tier(ref.pool) == "host"
             number = ref.pool if is_hosted else self._cluster.host_pool(ref.instance)
             pool = self._account.pool(number)
-            if (block := ref.block if is_hosted else self._on_host(number, content)) is not None:
+            if (block := ref.block if is_hosted else self._find_on_host(number, content)) is not None:
                 pool.share(block)
             elif pool.num_free:
                 block = pool.place(content)
                 copies[number].append((ref, BlockRef(number, block), content))
             else:
-                break  # nobody finds what lies behind one that is missing
+                break  # lookups end at the first missing block
             kept[number].append(BlockRef(number, block))
             contents[number].append(content)
         moves = []
         for number, blocks in kept.items():
-            self._use_saved(self._cluster.disk_pool(number), contents[number])
-            if found := copies.get(number):
-                sources = [source for source, _, _ in found]
-                self._account.hold(sources)
-                moves.append(self._copies.begin("out", request.id, found, held=sources, kept=blocks))
+            self._touch_on_disk(self._cluster.disk_pool(number), contents[number])
+            if moved := copies.get(number):
+                sources = [source for source, _, _ in moved]
+                self._account.pin(sources)
+                moves.append(self._copies.begin("out", request.id, moved, pinned=sources, owned=blocks))
             else:
-                self._keep(request.id, blocks)
+                self._assign(request.id, blocks)
         self.note_peak()
         return moves
 
     def note_peak(self) -> None:
-        """Update the peak of host blocks in use."""
+        """Update the peak number of host blocks in use."""
         counts = self._counts
         counts.peak_host_blocks = max(counts.peak_host_blocks, self._account.usage(self._cluster.host_pools).num_used)
 
-    def _on_host(self, number: int, content: Content) -> int | None:
-        """Finds the block of a host that has a content, or is about to."""
+    def _find_on_host(self, number: int, content: Content) -> int | None:
+        """Return the block of a host that has a content, or is being filled with it."""
         block = self._account.pool(number).holder(content)
-        return self._coming(number, content) if block is None else block
+        return self._find_in_flight(number, content) if block is None else block
 
-    def _coming(self, pool: int, content: Content) -> int | None:
-        ref = self._copies.coming(content.key, (pool,))
+    def _find_in_flight(self, pool: int, content: Content) -> int | None:
+        ref = self._copies.find_in_flight(content.key, (pool,))
         return None if ref is None else ref.block
 
-    def _keep(self, request_id: int, blocks: Sequence[BlockRef]) -> None:
-        """Makes references of blocks on hosts those of a request that gave them up and goes on.
+    def _assign(self, request_id: int, blocks: Sequence[BlockRef]) -> None:
+        """Assign references of host blocks to the request that was offloaded.
 
-        Of one that has ended, or was admitted meanwhile, they become the last that are evicted.
+        If the request has ended or was admitted meanwhile, leave the blocks to the cache. They are evicted last.
         """
-        if request_id in self._given_up:
-            self._given_up[request_id] += blocks
+        if request_id in self._offloaded:
+            self._offloaded[request_id] += blocks
         else:
-            self._account.give_back(reversed(blocks))
+            self._account.release(reversed(blocks))
 
-    def _use_saved(self, disk: int | None, contents: Sequence[Content]) -> None:
-        """Makes those that a disk has the last that are evicted there, and the first of them the very last."""
+    def _touch_on_disk(self, disk: int | None, contents: Sequence[Content]) -> None:
+        """Make the disk's blocks with these contents most recently used, the first of them last of all."""
         if disk is None:
             return
         pool = self._account.pool(disk)
@@ -173,56 +173,56 @@ class Offload:
                 pool.share(block)
                 pool.release(block)
 
-    def _save(self, copy: Copy) -> list[MoveKV]:
-        """Makes a move to its disk of what has come to a host, as far as the disk lacks it and has room."""
+    def _store(self, copy: Copy) -> list[MoveKV]:
+        """Return a move of the copied blocks to the host's disk, up to its free blocks, if the disk lacks any."""
         host = copy.move.copies[0][1].pool
         if (disk := self._cluster.disk_pool(host)) is None:
             return []
-        above, below = self._account.pool(host), self._account.pool(disk)
-        found = []
+        source_pool, disk_pool = self._account.pool(host), self._account.pool(disk)
+        saved = []
         for (_, source), content in zip(copy.move.copies, copy.contents, strict=True):
-            if above.holder(content) != source.block or self._coming(disk, content) is not None:
+            if source_pool.holder(content) != source.block or self._find_in_flight(disk, content) is not None:
                 continue
-            if below.holder(content) is None and below.num_free:
-                above.share(source.block)
-                found.append((source, BlockRef(disk, below.place(content)), content))
-        kept = [ref for source, target, _ in found for ref in (source, target)]
-        return [self._copies.begin("save", copy.move.request_id, found, held=[], kept=kept)] if found else []
+            if disk_pool.holder(content) is None and disk_pool.num_free:
+                source_pool.share(source.block)
+                saved.append((source, BlockRef(disk, disk_pool.place(content)), content))
+        kept = [ref for source, target, _ in saved for ref in (source, target)]
+        return [self._copies.begin("save", copy.move.request_id, saved, pinned=[], owned=kept)] if saved else []
 
-    # ---------------------------------------------------------------- out, and in use there
+    # ---------------------------------------------------------------- host-resident blocks
 
-    def spill(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
+    def move_to_hosts(self, waiting: Sequence[Request], device_limit: int) -> list[MoveKV]:
         """Return moves of the oldest blocks of requests above `device_limit` to hosts, as far as devices lack blocks.
 
         An instance needs free blocks for its next step, and for the first waiting request if it lacks only blocks.
         """
-        due, asked = self._running.due_blocks, 0
-        room = {i: self._account.num_free(i) + self._account.num_leaving(i) for i in self._cluster.prefill}
-        most = {i: self._step_blocks(i) for i in room}
+        due, demand = self._running.due_blocks, 0
+        free = {i: self._account.num_free(i) + self._account.num_pending_free(i) for i in self._cluster.prefill}
+        step_blocks = {i: self._step_blocks(i) for i in free}
         if waiting:
-            asked = waiting[0].blocks_for(waiting[0].num_tokens)
-            asked = most[0] if asked > device_limit else asked  # it takes a step at a time
-            asked = _lacking(asked, [free - due[i] for i, free in room.items()], self._cluster.num_blocks[0])
+            demand = waiting[0].blocks_for(waiting[0].num_tokens)
+            demand = step_blocks[0] if demand > device_limit else demand  # its prefill allocates blocks step by step
+            demand = _missing(demand, [free[i] - due[i] for i in free], self._cluster.num_blocks[0])
         moves = list[MoveKV]()
-        for i, free in room.items():
-            has_seat = due[i] <= most[i] and len(self._running.on(i)) < self._max_num_seqs
-            num_short = min(max(0, due[i]), most[i]) + (asked if has_seat else 0) - free
-            if (num_short := min(num_short, most[i])) > 0:
+        for i, max_blocks in step_blocks.items():
+            has_slot = due[i] <= max_blocks and len(self._running.on(i)) < self._max_num_seqs
+            num_short = min(max(0, due[i]), max_blocks) + (demand if has_slot else 0) - free[i]
+            if (num_short := min(num_short, max_blocks)) > 0:
                 for request in reversed(list(self._running.on(i))):
-                    outgrows = request.blocks_for(request.num_tokens) > device_limit and not request.targets
-                    if num_short > 0 and outgrows:
-                        num_short -= self._spill(request, i, num_short, moves)
-        self.note_peak()
+                    exceeds_device = request.blocks_for(request.num_tokens) > device_limit and not request.targets
+                    if num_short > 0 and exceeds_device:
+                        num_short -= self._move_to_host(request, i, num_short, moves)
+                self.note_peak()
         return moves
 
-    def _spill(self, request: Request, instance: int, most: int, moves: list[MoveKV]) -> int:
-        """Lets up to so many of a request's blocks lie on its host from now on; returns how many do.
+    def _move_to_host(self, request: Request, instance: int, max_blocks: int, moves: list[MoveKV]) -> int:
+        """Move up to `max_blocks` of a request's blocks to its host, where steps read them. Return their number.
 
-        Those that others read, too, stay: an instance would gain no room.
+        Blocks that other requests share stay on the device. Moving them would free nothing.
         """
         account, number = self._account, self._cluster.host_pool(instance)
         own, host = account.pool(instance), account.pool(number)
-        copies, there = list[tuple[BlockRef, BlockRef, Content]](), list[BlockRef]()
+        copies, cached = list[tuple[BlockRef, BlockRef, Content]](), list[BlockRef]()
         for index in range(account.num_full(request)):
             ref = request.table[index]
             if ref.pool != instance or own.references(ref.block) > 1:
@@ -230,101 +230,98 @@ class Offload:
             content = account.content(request, index)
             if (block := host.holder(content)) is not None:
                 host.share(block)
-                there.append(ref)
+                cached.append(ref)
             else:
                 if not host.num_free:
-                    self._forget_given_up()
+                    self._release_offloaded()
                 if not host.num_free:
                     break
                 block = host.place(content)
-                host.share(block)  # for the copy, which goes on if the request loses its KV
+                host.share(block)  # for the copy, which continues if the request is preempted
                 copies.append((ref, BlockRef(number, block), content))
             request.table[index] = BlockRef(number, block)
-            if len(copies) + len(there) == most:
+            if len(copies) + len(cached) == max_blocks:
                 break
-        held = [source for source, _, _ in copies]
-        account.hold([*there, *held])
-        account.give_back([*there, *held])
+        sources = [source for source, _, _ in copies]
+        account.pin([*cached, *sources])
+        account.release([*cached, *sources])
         if copies:
-            request.spilling.update({target: source for source, target, _ in copies})
-            kept = [target for _, target, _ in copies]
-            moves.append(self._copies.begin("out", request.id, copies, held=held, kept=kept, spilled=request))
-        if there:
-            request.hosted[number] += len(there)
-            self._read_hosted(request, there)
-        return len(copies) + len(there)
+            request.moving.update({target: source for source, target, _ in copies})
+            targets = [target for _, target, _ in copies]
+            moves.append(self._copies.begin("out", request.id, copies, pinned=sources, owned=targets, owner=request))
+        if cached:
+            request.hosted[number] += len(cached)
+            self._switch_reads(request, cached)
+        return len(copies) + len(cached)
 
-    def bring_back(self, waiting: Sequence[Request]) -> list[MoveKV]:
+    def load_back(self, waiting: Sequence[Request]) -> list[MoveKV]:
         """Return moves of host blocks back to devices with spare blocks, the newest blocks first.
 
-        Blocks for two steps and for the first waiting request stay free, to avoid spilling again at once.
+        Blocks for two steps and for the first waiting request stay free, to avoid moves to hosts right after.
         """
-        self._readers = {one: request for one, request in self._readers.items() if request.hosted}
+        if not any(self._account.pool(pool).in_use for pool in self._cluster.host_pools):
+            return []
+        hosted = [request for request in self._running if request.hosted]
         moves, due = list[MoveKV](), self._running.due_blocks
-        asked = waiting[0].blocks_for(waiting[0].num_tokens) if waiting and self._readers else 0
-        for request in self._readers.values():
-            for i in request.group if not (request.spilling or request.targets) else ():
+        demand = waiting[0].blocks_for(waiting[0].num_tokens) if waiting and hosted else 0
+        for request in hosted:
+            for i in request.group if not (request.moving or request.targets) else ():
                 step = self._step_blocks(i)
-                spare = self._account.num_free(i) - max(0, due[i]) - 2 * step - asked
+                spare = self._account.num_free(i) - max(0, due[i]) - 2 * step - demand
                 if spare > 0 and request.hosted[self._cluster.host_pool(i)]:
-                    self._return(request, i, min(spare, step), moves)
+                    self._load_back(request, i, min(spare, step), moves)
         return moves
 
-    def _return(self, request: Request, instance: int, most: int, moves: list[MoveKV]) -> None:
-        """Append a move of up to `most` blocks of a request from the host pool to an instance."""
+    def _load_back(self, request: Request, instance: int, max_blocks: int, moves: list[MoveKV]) -> None:
+        """Append a move of up to `max_blocks` blocks of a request from the host pool to an instance."""
         account, host = self._account, self._cluster.host_pool(instance)
-        places = [index for index, ref in enumerate(request.table) if ref.pool == host][-most:]
+        places = [index for index, ref in enumerate(request.table) if ref.pool == host][-max_blocks:]
         copies = list[tuple[BlockRef, BlockRef, Content]]()
         if not places:
-            return  # all of them come back already
+            return  # all host-resident blocks are being loaded
         for index in places:
             source, content = request.table[index], account.content(request, index)
             target = request.table[index] = BlockRef(instance, account.pool(instance).place(content))
-            account.pool(instance).share(target.block)  # for the copy, which goes on if the request loses its KV
-            request.spilling[target] = source
+            account.pool(instance).share(target.block)  # for the copy, which continues if the request is preempted
+            request.moving[target] = source
             copies.append((source, target, content))
         sources, targets = [source for source, _, _ in copies], [target for _, target, _ in copies]
-        account.hold(sources)
-        account.give_back(sources)
-        moves.append(self._copies.begin("in", request.id, copies, held=sources, kept=targets, spilled=request))
+        account.pin(sources)
+        account.release(sources)
+        moves.append(self._copies.begin("in", request.id, copies, pinned=sources, owned=targets, owner=request))
 
     def _step_blocks(self, instance: int) -> int:
         """Return the largest number of blocks that one step of an instance allocates."""
         return -(-self._step_tokens // self._account.block_size) + len(self._running.on(instance))
 
-    def read(self, request: Request) -> None:
-        """Register a request that reads blocks on hosts, for `bring_back`."""
-        self._readers[request.id] = request
-
-    def _read_hosted(self, request: Request, before: Sequence[BlockRef]) -> None:
-        """Send the table anew with the next part. Blocks `before` are freed after the last step that reads them."""
-        self.read(request)
+    def _switch_reads(self, request: Request, before: Sequence[BlockRef]) -> None:
+        """Send the whole table with the next part. Unpin the blocks `before` after the last step that reads them."""
         request.sent_blocks = request.sent_output = 0
         if request.in_flight:
-            self._still_read.setdefault(request.last_step, []).extend(before)
+            self._read_by_step.setdefault(request.last_step, []).extend(before)
         else:
-            self._account.let_go(before)
+            self._account.unpin(before)
 
     def computed(self, number: int) -> None:
-        """Takes the completion of a step: what it still read on devices is free."""
-        if self._still_read:
-            self._account.let_go(self._still_read.pop(number, ()))
+        """Take the completion of a step, and unpin the moved blocks that it was the last to read."""
+        if self._read_by_step:
+            self._account.unpin(self._read_by_step.pop(number, ()))
 
-    def relent(self) -> bool:
-        """Leaves to the cache what requests that wait gave up; returns whether there was any."""
-        has_any = any(self._given_up.values())
-        self._forget_given_up()
+    def release_all(self) -> bool:
+        """Leave the offloaded blocks of waiting requests to the cache. Return whether there were any."""
+        has_any = any(self._offloaded.values())
+        self._release_offloaded()
         return has_any
 
-    def _forget_given_up(self) -> None:
-        """Leaves to the cache what requests that wait gave up."""
-        for blocks in self._given_up.values():
-            self._account.give_back(reversed(blocks))
+    def _release_offloaded(self) -> None:
+        """Leave the offloaded blocks of waiting requests to the cache."""
+        for blocks in self._offloaded.values():
+            self._account.release(reversed(blocks))
             blocks.clear()
 
 
-def _lacking(asked: int, room: Sequence[int], num_blocks: int) -> int:
-    """Return the free blocks that a waiting request of `asked` blocks lacks per instance. Large ones share evenly."""
-    if asked <= num_blocks:
-        return 0 if max(room) >= asked else asked
-    return 0 if sum(room) >= asked else -(-asked // len(room))
+def _missing(demand: int, free: Sequence[int], num_blocks: int) -> int:
+    """Return the free blocks that a waiting request lacks per instance. Requests above `num_blocks` share evenly."""
+    if demand <= num_blocks:
+        return 0 if max(free) >= demand else demand
+    return 0 if sum(free) >= demand else -(-demand // len(free))

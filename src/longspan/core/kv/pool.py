@@ -1,4 +1,4 @@
-"""The blocks of one pool: which are in use, cached or blank, and what they hold."""
+"""The blocks of one pool: which are in use, cached or blank, and their contents."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from longspan.core.steps import Content
 class BlockPool:
     """Accounts for `num_blocks` blocks of `block_size` tokens.
 
-    A block is in use (referenced), cached (unreferenced, content known) or blank. Cached blocks are free: they are
-    evicted, least recently used first, when no blank one is left. Blank blocks are handed out lowest number first, so
-    that a request's blocks tend to be adjacent and can be read in place.
+    A block is in use (referenced), cached (unreferenced with a known content) or blank. Cached blocks are free. They
+    are evicted, least recently used first, when no blank block is left. Blank blocks are allocated lowest number first.
+    A request's blocks thus tend to be adjacent, and can be read in place.
 
     Attributes:
-        changes: how often anything has changed that others can see.
-        num_allocated: blocks handed out so far. A pool with fewer is emptier, or has the older contents.
+        changes: number of changes that affect lookups or free blocks.
+        num_allocated: number of blocks allocated so far. A pool with fewer is emptier, or has older contents.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
@@ -27,15 +27,15 @@ class BlockPool:
         self.block_size = block_size
         self.changes = self.num_allocated = 0
         self._references: dict[int, int] = {}  # of blocks in use
-        self._held: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
         self._blank = list(range(num_blocks))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
-        self._twins: dict[int, Content] = {}  # blocks in use with a content that another block is offered for
+        self._twins: dict[int, Content] = {}  # blocks in use whose content is published for another block
         self._twins_by_key: dict[bytes, list[int]] = {}
-        self._begun: dict[tuple[bytes, int], list[int]] = {}  # by parent and first token, in order of all their tokens
-        self._compared: dict[int, tuple[int, ...]] = {}  # tokens of those that were compared
+        self._by_first_token: dict[tuple[bytes, int], list[int]] = {}  # by parent and first token, sorted by all tokens
+        self._compared: dict[int, tuple[int, ...]] = {}  # tokens of the blocks compared so far
 
     @property
     def num_free(self) -> int:
@@ -50,13 +50,13 @@ class BlockPool:
 
     @property
     def in_use(self) -> Mapping[int, int]:
-        """The number of references of each block in use."""
+        """The number of references of each block in use, pins included."""
         return self._references
 
     @property
-    def held(self) -> Mapping[int, int]:
-        """The number of references that copies in flight have, by block."""
-        return self._held
+    def pinned(self) -> Mapping[int, int]:
+        """The number of pins of each block by in-flight copies."""
+        return self._pins
 
     def has_all_blocks(self) -> bool:
         """Return whether each block is in use, cached or blank. The time depends on the blocks in use only."""
@@ -64,61 +64,61 @@ class BlockPool:
         return num_blocks == self.num_blocks and self._references.keys().isdisjoint(self._cached.keys())
 
     def allocate(self, number: int) -> list[int]:
-        """Returns blank blocks with one reference each; the caller has checked `num_free`."""
+        """Return free blocks with one reference each. The caller has checked `num_free`."""
         blank = self._blank
-        found = [heappop(blank) for _ in range(min(number, len(blank)))]
-        while len(found) < number:
+        blocks = [heappop(blank) for _ in range(min(number, len(blank)))]
+        while len(blocks) < number:
             assert self._cached, "allocation beyond the free blocks"
             oldest, _ = self._cached.popitem(last=False)
             self._forget(oldest)
-            found.append(oldest)
-        self._references.update(dict.fromkeys(found, 1))
+            blocks.append(oldest)
+        self._references.update(dict.fromkeys(blocks, 1))
         self.changes += 1
         self.num_allocated += number
-        return found
+        return blocks
 
     def place(self, content: Content) -> int:
-        """Returns a block for a content, with one reference; the caller has checked `num_free`.
+        """Return a block for a content, with one reference. The caller has checked `num_free`.
 
-        It is a cached one that holds a beginning of it, which nobody misses beside the whole, or else a blank one.
+        Prefer a cached block with a prefix of the content, since the whole content replaces it.
         """
-        block, length = self.find_begun(content.parent, tuple(content.tokens))
+        block, length = self.find_common_prefix(content.parent, tuple(content.tokens))
         if block not in self._cached or length < len(self._content[block].tokens):
             return self.allocate(1)[0]
         self.adopt(block)
         return block
 
     def share(self, block: int) -> None:
-        """Adds a reference to a block whose content is known, or on its way."""
-        assert block in self._content or block in self._references, "nobody shares a blank block"
+        """Add a reference to a block whose content is known or being filled."""
+        assert block in self._content or block in self._references, "a blank block is not shared"
         self._cached.pop(block, None)
         self._references[block] = self._references.get(block, 0) + 1
         self.changes += 1
 
-    def hold(self, *blocks: int) -> None:
-        """Adds a reference to blocks that have one, for a copy under way of each."""
-        references, held = self._references, self._held
+    def pin(self, *blocks: int) -> None:
+        """Add a pin, which is a reference for an in-flight copy, to blocks in use."""
+        references, pins = self._references, self._pins
         for block in blocks:
-            assert block in references, "only blocks in use are held"
+            assert block in references, "only blocks in use are pinned"
             references[block] += 1
-            held[block] = held.get(block, 0) + 1
+            pins[block] = pins.get(block, 0) + 1
         self.changes += 1
 
-    def let_go(self, *blocks: int) -> None:
-        """Drops the references that `hold` added, when a copy of each block is done."""
+    def unpin(self, *blocks: int) -> None:
+        """Drop a pin of each block when a copy is done."""
         for block in blocks:
-            num_held = self._held.pop(block) - 1
-            if num_held:
-                self._held[block] = num_held
+            num_pins = self._pins.pop(block) - 1
+            if num_pins:
+                self._pins[block] = num_pins
         self.release(*blocks)
 
     @property
-    def num_leaving(self) -> int:
-        """Blocks that only copies under way hold; they are free when these are done."""
-        return sum(self._references[block] == number for block, number in self._held.items())
+    def num_pending_free(self) -> int:
+        """The number of blocks with pins only. They are free when the copies are done."""
+        return sum(self._references[block] == number for block, number in self._pins.items())
 
     def adopt(self, block: int) -> None:
-        """Takes over a cached block to write on in it; its content is no longer offered to others."""
+        """Take a cached block for a request that overwrites its tail, and unpublish its content."""
         assert block in self._cached, "only unreferenced cached blocks are adopted"
         del self._cached[block]
         self._forget(block)
@@ -141,10 +141,9 @@ class BlockPool:
         self.changes += 1
 
     def publish(self, block: int, content: Content) -> None:
-        """Offers a block's content for reuse.
+        """Publish a block's content for reuse.
 
-        Of two full blocks with the same content the first stays offered. If that is evicted while the second is in use,
-        the second is offered in its place.
+        Of two full blocks with the same content the first is published, or the second once the first is evicted.
         """
         full = len(content.tokens) == self.block_size
         key = content.key if full else None
@@ -160,19 +159,19 @@ class BlockPool:
         self.changes += 1
         if key is not None:
             self._by_key[key] = block
-        insort(self._begun.setdefault((content.parent, content.tokens[0]), []), block, key=self._tokens)
+        insort(self._by_first_token.setdefault((content.parent, content.tokens[0]), []), block, key=self._tokens)
 
     def restore(self, contents: Iterable[tuple[int, Content]]) -> None:
-        """Takes blank blocks for cached ones with these contents; those that come first are evicted first."""
+        """Make blank blocks cached blocks with these contents. The first is evicted first."""
         for block, content in contents:
             self.publish(block, content)
-            if block in self._content:  # else another one has the same
+            if block in self._content:  # otherwise another block has the same content
                 self._cached[block] = None
         self._blank = [block for block in self._blank if block not in self._cached]  # still a heap, since sorted
 
     def forget(self, block: int) -> None:
-        """Ceases to offer the content of a block in use. It may be damaged."""
-        assert block in self._references, "blocks that nobody uses are evicted"
+        """Unpublish the content of a block in use, which may be damaged."""
+        assert block in self._references, "unused blocks are evicted"
         self._forget(block)
         self.changes += 1
 
@@ -183,28 +182,29 @@ class BlockPool:
         return self._content[block]
 
     def holder(self, content: Content) -> int | None:
-        """Finds a block that holds all of this content, and perhaps more."""
+        """Return a block with all tokens of this content, and perhaps more."""
         if len(content.tokens) == self.block_size:
             return self.find(content.key)
-        block, length = self.find_begun(content.parent, tuple(content.tokens))
+        block, length = self.find_common_prefix(content.parent, tuple(content.tokens))
         return block if length == len(content.tokens) else None
 
-    def find_begun(self, parent: bytes, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """Finds the block after `parent` that shares the longest beginning with `tokens`, and that length.
+    def find_common_prefix(self, parent: bytes, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Return the block after `parent` with the longest common prefix with `tokens`, and its length in tokens.
 
-        Returns (-1, 0) when none shares any.
+        Return (-1, 0) if no block shares a token.
         """
         best = (-1, 0)
-        if tokens and (blocks := self._begun.get((parent, tokens[0]))):
-            place = bisect(blocks, tokens, key=self._tokens)  # what begins most alike is next to it
-            for block in blocks[max(0, place - 1) : place + 1]:
-                if (length := _num_alike(self._tokens(block), tokens)) > best[1]:
+        if tokens and (blocks := self._by_first_token.get((parent, tokens[0]))):
+            index = bisect(blocks, tokens, key=self._tokens)  # the longest common prefix is next to it
+            for block in blocks[max(0, index - 1) : index + 1]:
+                if (length := _common_length(self._tokens(block), tokens)) > best[1]:
                     best = block, length
         return best
 
     def is_adoptable(self, block: int, length: int, *, num_lost: int) -> bool:
-        """Tells whether a block can be written on behind `length` tokens: it is not full, nobody uses it, and at most
-        `num_lost` tokens are lost.
+        """Return whether a block can be overwritten after `length` tokens.
+
+        The block is unused and not full, and loses at upper `num_lost` tokens.
         """
         num_known = len(self._content[block].tokens)
         return block not in self._references and num_known < self.block_size and num_known - length <= num_lost
@@ -220,10 +220,10 @@ class BlockPool:
         if content is None:
             self._drop_twin(block)
             return
-        begun = self._begun[content.parent, content.tokens[0]]
-        begun.remove(block)
-        if not begun:
-            del self._begun[content.parent, content.tokens[0]]
+        blocks = self._by_first_token[content.parent, content.tokens[0]]
+        blocks.remove(block)
+        if not blocks:
+            del self._by_first_token[content.parent, content.tokens[0]]
         if len(content.tokens) == self.block_size:
             del self._by_key[content.key]
             if content.key in self._twins_by_key:
@@ -232,7 +232,7 @@ class BlockPool:
                 self.publish(twin, content)
 
     def _drop_twin(self, block: int) -> None:
-        """Forgets that a block in use has the content of another one; its use counts as one of that other block."""
+        """Forget that a block in use is a twin. Its use counts as a use of the published block."""
         if (content := self._twins.pop(block, None)) is None:
             return
         twins = self._twins_by_key[content.key]
@@ -244,13 +244,13 @@ class BlockPool:
             self._cached.move_to_end(offered)
 
 
-def _num_alike(tokens: tuple[int, ...], others: tuple[int, ...]) -> int:
-    """Counts the tokens with which both begin, by halving."""
-    alike, most = 0, min(len(tokens), len(others))
-    while alike < most:
-        middle = (alike + most + 1) // 2
-        if tokens[alike:middle] == others[alike:middle]:
-            alike = middle
+def _common_length(tokens: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """Return the length of the common prefix, by binary search."""
+    common, upper = 0, min(len(tokens), len(others))
+    while common < upper:
+        middle = (common + upper + 1) // 2
+        if tokens[common:middle] == others[common:middle]:
+            common = middle
         else:
-            most = middle - 1
-    return alike
+            upper = middle - 1
+    return common

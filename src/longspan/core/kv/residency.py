@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Place:
-    """A residency of which the request neither computes nor may be admitted, unless a subclass says so.
+    """Base of residencies in which the request can neither compute nor be admitted, unless a subclass says otherwise.
 
     Attributes:
         can_compute: the request may take part in steps.
@@ -51,7 +51,7 @@ class Offloading(_Place):
 
 @dataclass(frozen=True, slots=True)
 class Offloaded(_Place):
-    """Hosts keep what they had room for, until the request is admitted again or ends."""
+    """Hosts keep the offloaded blocks until the request is admitted again or ends."""
 
     can_start: ClassVar[bool] = True
 
@@ -81,6 +81,6 @@ def residency_of(request: Request, swaps: Swaps | None) -> Residency:
         if swaps is not None and (num_tokens := swaps.loads.num_tokens(request)) is not None:
             return Loading(num_tokens=num_tokens)
         return TRANSFERRING if request.targets else RESIDENT
-    if swaps is None or not swaps.offload.has_given_up(request):
+    if swaps is None or not swaps.offload.was_offloaded(request):
         return WAITING
-    return OFFLOADING if swaps.offload.is_leaving(request) else OFFLOADED
+    return OFFLOADING if swaps.offload.is_offloading(request) else OFFLOADED

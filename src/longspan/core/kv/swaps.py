@@ -1,8 +1,8 @@
-"""KV between devices, hosts and disks: one object for copies, offloads and loads of a cluster that has such tiers."""
+"""KV between devices, hosts and disks: copies, offloads and loads of a cluster that has such tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from longspan.core.cluster import Cluster
 from longspan.core.kv.account import KvAccount
@@ -17,18 +17,12 @@ from longspan.core.steps import Completion, MoveKV
 
 
 class Swaps:
-    """Makes moves between tiers, and takes their completions. `regroup` gives it a cluster.
+    """Begins moves between tiers, and takes their completions. `regroup` sets the cluster.
 
     Args:
-        number: gives the next step's number.
+        number: returns the next step's number.
         step_tokens, max_num_seqs: the bounds of a step on one instance.
-        swap: prices of copies on a cluster; None when a copy always pays.
-
-    Attributes:
-        account: the pools of all tiers.
-        copies: under way.
-        offload: what leaves devices.
-        loads: what comes to them.
+        swap: costs of copies on a cluster. None: every copy pays.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class Swaps:
         self.offload = Offload(self.copies, running, counts=counts, **bounds)
 
     def regroup(self, cluster: Cluster, before: KvAccount | None) -> None:
-        """Goes on with a cluster; with the pools `before` on hosts and disks, or empty ones."""
+        """Continue with a cluster, and with the pools `before` on hosts and disks, or empty ones."""
         prices = None if self._swap is None else self._swap(cluster)
         self.account = Lookup(cluster, self.copies, block_size=self._block_size, swap=prices)
         if before is not None:
@@ -58,22 +52,22 @@ class Swaps:
         self.loads.regroup(self.account, cluster)
         self.offload.regroup(self.account, cluster)
 
-    def lose(self) -> None:
-        """Forgets what is under way, since the workers are lost. What hosts and disks had before stays."""
+    def forget_copies(self) -> None:
+        """Forget in-flight copies, since the workers are lost. Earlier contents of hosts and disks stay."""
         lost = self.copies.clear()
         for copy in lost:
-            self.account.let_go(copy.held)
-            self.account.give_back(reversed(copy.kept))
-            self.account.give_back(reversed([above for above, _, _ in copy.behind]))
+            self.account.unpin(copy.pinned)
+            self.account.release(reversed(copy.owned))
+            self.account.release(reversed([source for source, _, _ in copy.followers]))
         self.offload.restart(lost)
 
     def moved(self, done: Completion) -> tuple[int, list[MoveKV]] | None:
-        """Takes the completion of a move between tiers; returns None for any other step.
+        """Take the completion of a move between tiers. Return None for any other step.
 
-        What a disk could not give is offered no more.
+        Blocks that a disk failed to read are unpublished.
 
         Returns:
-            The request whose KV was moved, and moves to submit.
+            The id of the request whose KV was moved, and moves to submit.
         """
         if (copy := self.copies.end(done.number)) is None:
             return None
@@ -85,22 +79,15 @@ class Swaps:
                 counts.num_disk_hits += len(content.tokens) if move.way == "load" else 0
             elif move.way == "load":
                 account.pool(source.pool).forget(source.block)
-        is_offload = move.way == "out" or copy.spilled is not None
+        is_offload = move.way == "out" or copy.owner is not None
         moves = self.offload.moved(copy) if is_offload else []
         moves += self.loads.moved(copy, done.failed)
         if not is_offload:
-            account.let_go(reversed(copy.held))
-            account.give_back(reversed(copy.kept))
+            account.unpin(reversed(copy.pinned))
+            account.release(reversed(copy.owned))
         return move.request_id, moves
 
-    def startable(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """Returns those that can start, first come: up to the first whose KV is still on its way to hosts."""
-        if not self.copies:
-            return waiting
-        first = next((place for place, one in enumerate(waiting) if not one.residency.can_start), None)
-        return waiting if first is None else waiting[:first]
-
-    def give_back_hosted(self, requests: Iterable[Request], hosts: range) -> None:
-        """Gives back the blocks of requests on hosts, which have lost those on devices."""
+    def release_hosted(self, requests: Iterable[Request], hosts: range) -> None:
+        """Release the host blocks of requests that have lost their device blocks."""
         for request in requests:
-            self.account.give_back([ref for ref in reversed(request.table) if ref.pool in hosts])
+            self.account.release([ref for ref in reversed(request.table) if ref.pool in hosts])

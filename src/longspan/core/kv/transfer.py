@@ -1,4 +1,4 @@
-"""The KV of one request on its way from the instances that prefill it to one that decodes it (Tetris §4.2)."""
+"""The transfer of one request's KV from its prefill instances to a decode instance (Tetris §4.2)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from longspan.core.steps import Part
 
 
 class Transfer:
-    """The KV of one request on its way to one instance; its first `num_computed` tokens are computed.
+    """The KV of one request that is sent to one decode instance, as it is computed.
+
+    Args:
+        num_computed: number of the request's tokens with KV so far.
 
     Attributes:
-        target: the instance that is to decode with it; what that has computed itself stays where it is.
-        places: in the request's table, of the blocks that go there.
-        num_tokens: that all KV of the request has when it is computed.
-        waiting: indices of blocks that are computed and not sent, first computed first.
+        target: the decode instance. Blocks that it computed itself are not moved.
+        places: the indices, in the request's table, of the blocks that go to the target.
+        num_tokens: the request's tokens with KV at the end of its prefill.
+        waiting: indices of blocks that are computed and not sent, in order of their computation.
         sent: indices of blocks that are sent.
-        backends: reserved for it.
-        blocks: on the target, in order of `places`; none before the first backend.
-        num_shared: the first `num_shared` of them were cached on the target, and are not moved.
+        backends: number of reserved backends.
+        blocks: blocks on the target, in order of `places`. Empty before the first backend.
+        num_shared: number of leading blocks that were cached on the target, and are not moved.
         num_arrived: blocks that have arrived.
-        moves: the sources of those in flight, by number.
-        busy: instances that are sending it now.
-        sources: instances that send any of it, or still have to: each can use one backend.
+        moves: the sources of the moves in flight, by number.
+        busy: instances with a move in flight.
+        sources: instances that send blocks or still have to. Each can use one backend.
     """
 
     def __init__(self, request: Request, target: int, places: range, *, num_tokens: int, num_computed: int) -> None:
@@ -39,7 +42,7 @@ class Transfer:
         self.moves: dict[int, int] = {}
         self.busy: set[int] = set()
         self.sources: set[int] = set()
-        self._unsent: Counter[int] = Counter()  # by instance, of the entries of the request's table that are known
+        self._unsent: Counter[int] = Counter()  # unsent blocks in the request's table, by instance
         self.table_changed()
 
     @property
@@ -47,8 +50,8 @@ class Transfer:
         return len(self.places)
 
     @property
-    def is_there(self) -> bool:
-        """Whether the target has all of it."""
+    def is_complete(self) -> bool:
+        """Whether the target has all blocks."""
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 
     @property
@@ -57,30 +60,31 @@ class Transfer:
         return self.places[self.num_shared :]
 
     def can_send(self, source: int) -> bool:
-        """Tells whether there is a backend for this source: a free one, or if each source has its own, the one that
-        takes a move from there already: they follow each other.
+        """Return whether a backend can take a move from a source: a free backend, or the source's own.
+
+        If each source has a backend, moves from a source queue on its own.
         """
         if source in self.busy:
             return self.backends >= len(self.sources)
         return self.backends > len(self.busy)
 
     def completed_by(self, part: Part) -> range:
-        """Returns the indices of its blocks that a part fills, or ends the prompt in."""
+        """Return the indices of the transfer's blocks that a part fills, or in which the prompt ends."""
         size = self.request.block_size
         stop = part.stop // size if part.sample is None else self.places.stop
         return _common(self.places, part.start // size, stop)
 
     def to_send(self, indices: Iterable[int]) -> dict[int, list[int]]:
-        """Groups by source the blocks that the target lacks and their instance has."""
+        """Group by source the blocks that the target lacks and that are not being copied."""
         request = self.request
-        found: defaultdict[int, list[int]] = defaultdict(list)
+        by_source: defaultdict[int, list[int]] = defaultdict(list)
         for index in indices:
             if index in self.to_move and (ref := request.table[index]) not in request.copying:
-                found[ref.instance].append(index)
-        return found
+                by_source[ref.instance].append(index)
+        return by_source
 
     def table_changed(self, first: int = 0) -> None:
-        """Counts what is still to be sent, after a change of the request's group, or of its table from `first` on."""
+        """Count the unsent blocks again after a change of the request's group, or of its table from `first` on."""
         if not first:
             self._unsent.clear()
         table = self.request.table
@@ -95,14 +99,14 @@ class Transfer:
         self._count(self._num_placed)
 
     def keep(self, indices: Collection[int]) -> None:
-        """Records that these blocks are on the target already."""
+        """Record that these blocks are on the target already."""
         self.sent.update(indices)
         self._unsent[self.target] -= len(indices)
         self.num_arrived += len(indices)
         self._count(self._num_placed)
 
     def end(self, number: int) -> int:
-        """Records that a move is done; returns the instance that sent it."""
+        """Record that a move is done. Return the instance that sent it."""
         source = self.moves.pop(number)
         self._count(self._num_placed)
         return source
@@ -112,10 +116,10 @@ class Transfer:
         self.busy = set(self.moves.values())
         self.sources = self.busy.union([instance for instance, number in self._unsent.items() if number])
         if num_placed < self.places.stop:
-            self.sources.update(self.request.kv_owners)  # of what is not computed yet
+            self.sources.update(self.request.kv_owners)  # they will send the blocks that are not computed yet
         self.sources.discard(self.target)
 
 
 def _common(places: range, first: int, stop: int) -> range:
-    """Returns those of neighbouring places that are in `[first, stop)`."""
+    """Return the part of a range of indices that is in `[first, stop)`."""
     return range(max(places.start, first), min(places.stop, stop))

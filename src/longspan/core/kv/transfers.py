@@ -1,7 +1,7 @@
-"""KV on its way from instances that prefill to those that decode: in which order, and when it is there (Tetris §4.2).
+"""KV transfers from prefill instances to decode instances: their order, moves and completion (Tetris §4.2).
 
-The KV of a request may be sharded over several targets (CSPS §4.2). Each has a transfer of its own, for its places in
-the request's table; the request goes on when all are done.
+The KV of a request may be sharded over several targets (CSPS §4.2). Each target has its own transfer, for some indices
+of the request's table. The request resumes when all of its transfers are complete.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from longspan.core.steps import Forward, MoveKV, Part
 
 
 class Transfers:
-    """Keeps account of transfers, of the backends and blocks of decode instances that are reserved for them, and of
-    their moves. It numbers moves, and the engine submits them.
+    """Accounts for transfers, their moves, and the backends and blocks that they reserve on decode instances.
+
+    It numbers the moves, and the engine submits them.
 
     Args:
-        running: who decodes there.
-        number: gives the next step's number.
-        backends: of each decode instance.
-        max_num_seqs: seats of each instance.
+        running: the requests that decode on each instance.
+        number: returns the next step's number.
+        backends: number of backends of each decode instance.
+        max_num_seqs: request slots of each instance.
 
     Attributes:
-        dirty: whether anything has happened by which more could be sent `by_themselves`, or have `arrived`.
+        dirty: whether more blocks might be sent now, or transfers might be complete.
         expected: blocks that transfers without a backend will need, by target.
     """
 
@@ -39,12 +40,12 @@ class Transfers:
     ) -> None:
         self._account, self._running, self._number = account, running, number
         self._backends, self._max_num_seqs = backends, max_num_seqs
-        self._transfers: dict[int, tuple[Transfer, ...]] = {}  # of each request, in order of their places
-        self._order: dict[int, dict[int, Transfer]] = {}  # the same by target, first handshake first
+        self._transfers: dict[int, tuple[Transfer, ...]] = {}  # by request, in order of their places
+        self._order: dict[int, dict[int, Transfer]] = {}  # by target and request, in order of their handshakes
         self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
-        self._taken: Counter[int] = Counter()  # backends that are reserved, or used by moves of transfers given up
+        self._taken: Counter[int] = Counter()  # backends that are reserved, or used by moves of cancelled transfers
         self._refused: dict[int, tuple[int, int]] = {}
-        self._uncleared: dict[BlockRef, int] = {}  # blocks with KV that is not finite, from a slot on
+        self._uncleared: dict[BlockRef, int] = {}  # blocks with KV that is not finite, and its first slot
         self.dirty = False
         self.expected: Counter[int] = Counter()
 
@@ -62,11 +63,11 @@ class Transfers:
 
     @property
     def moving_blocks(self) -> list[BlockRef]:
-        """The sources and targets of all moves."""
+        """The sources and targets of all moves in flight."""
         return [ref for move, _ in self._moves.values() for pair in move.copies for ref in pair]
 
     def open(self, request: Request, targets: Sequence[Target]) -> None:
-        """Opens transfers when the first chunk is about to be sent; cached blocks can move at once."""
+        """Begin the transfers of a request, before its first chunk is computed. Cached blocks can be sent at once."""
         num_tokens, num_computed = request.num_tokens, request.num_scheduled
         stops = [*accumulate(target.num_blocks for target in targets)]
         assert stops[-1] == request.blocks_for(num_tokens), "every block has a target"
@@ -81,29 +82,29 @@ class Transfers:
         self.dirty = True
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
-        """Makes moves of what these parts of a Forward complete, as far as backends are free."""
+        """Return moves of the blocks that these parts of a Forward complete, up to the free backends."""
         if not (transfers := self._transfers):
             return ()
-        known = [(part, one) for part in parts for one in transfers.get(part.request_id, ())]
-        if not known:
+        affected = [(part, transfer) for part in parts for transfer in transfers.get(part.request_id, ())]
+        if not affected:
             return ()
-        for part, transfer in known:
+        for part, transfer in affected:
             transfer.table_changed(part.first_block)
         self._reserve()
-        return tuple([move for part, transfer in known for move in self._send(transfer, transfer.completed_by(part))])
+        return tuple([m for part, transfer in affected for m in self._send(transfer, transfer.completed_by(part))])
 
-    def by_themselves(self) -> list[MoveKV]:
-        """Makes moves of what is computed and was not sent, as far as backends are free; first handshakes first."""
-        found: list[MoveKV] = []
+    def pending_moves(self) -> list[MoveKV]:
+        """Return moves of computed blocks that were not sent, up to the free backends, in order of handshakes."""
+        moves: list[MoveKV] = []
         for transfer in self._reserve():
             if transfer.waiting and (not transfer.sources or any(map(transfer.can_send, transfer.sources))):
-                found += self._send(transfer, transfer.waiting)
+                moves += self._send(transfer, transfer.waiting)
                 waiting = (index for index in transfer.waiting if index not in transfer.sent)
                 transfer.waiting = [index for index in waiting if index in transfer.to_move]
-        return found
+        return moves
 
     def computed(self, forward: Forward) -> None:
-        """Queues what a completed Forward filled and did not stream."""
+        """Queue the blocks that a completed Forward filled and did not stream."""
         if not (transfers := self._transfers):
             return
         for part in forward.parts:
@@ -112,23 +113,23 @@ class Transfers:
                 self.dirty = True
 
     def moved(self, number: int) -> bool:
-        """Takes the completion of a step if it is a move; returns whether it is."""
+        """Take the completion of a step if it is a move. Return whether it is."""
         if number not in self._moves:
             return False
         move, transfer = self._moves.pop(number)
         self.dirty = True
-        self._account.let_go(chain(*zip(*move.copies, strict=True)))
+        self._account.unpin(chain(*zip(*move.copies, strict=True)))
         source = transfer.end(number)
         if transfer in self._transfers.get(move.request_id, ()):
             transfer.num_arrived += len(move.copies)
         elif source not in transfer.busy:
-            self._taken[transfer.target] -= 1  # the transfer was given up, and this move was its last from there
+            self._taken[transfer.target] -= 1  # the last move of a cancelled transfer from this source
         return True
 
-    def hand_over(self) -> list[Request]:
-        """Give the requests whose KV has arrived to their targets, with the blocks there. Return them.
+    def complete(self) -> list[Request]:
+        """Move the requests whose KV has arrived to their targets, with the blocks there. Return these requests.
 
-        Blocks may have been cached on a target before they were computed here. So the next token is waited for, too.
+        Blocks may be cached on a target before they are computed here, so a request also waits for its next token.
         """
         ready = [shares for shares in self._transfers.values() if all(map(_has_arrived, shares))]
         for shares in ready:
@@ -136,17 +137,19 @@ class Transfers:
         self.dirty = bool(ready)
         for shares in ready:
             request = shares[0].request
-            self._account.hand_over(request, [ref for share in shares for ref in share.blocks])
+            self._account.replace_table(request, [ref for share in shares for ref in share.blocks])
             request.move_to(*[share.target for share in shares])
         return [shares[0].request for shares in ready]
 
-    def stuck(self) -> Request | None:
-        """Returns the last admitted request that has no room yet where it goes."""
-        waiting = [shares[0].request for shares in self._transfers.values() if not all(one.blocks for one in shares)]
+    def latest_blocked(self) -> Request | None:
+        """Return the most recently admitted request with a transfer that has no blocks yet."""
+        waiting = [
+            shares[0].request for shares in self._transfers.values() if not all(share.blocks for share in shares)
+        ]
         return max(waiting, key=lambda request: request.admission, default=None)
 
-    def give_up(self, request: Request) -> None:
-        """Drops the transfer of a request that ends or loses its KV; this leaves more room for others."""
+    def cancel(self, request: Request) -> None:
+        """Drop the transfers of a request that ends or is preempted, and free their blocks."""
         self.dirty = True
         if (shares := self._transfers.get(request.id)) is not None:
             self._end(shares)
@@ -154,12 +157,12 @@ class Transfers:
                 if request.non_finite_from is not None:
                     received = set(transfer.blocks[transfer.num_shared :]).difference(request.table)
                     self._uncleared.update(dict.fromkeys(received, 0))
-                self._account.give_back(reversed(transfer.blocks))
+                self._account.release(reversed(transfer.blocks))
 
     def clearable(self, slots: Iterable[tuple[BlockRef, int]] = ()) -> tuple[tuple[BlockRef, int], ...]:
-        """Takes slots with KV that is not finite, see `Free`; returns those to clear now, old ones included.
+        """Add slots with KV that is not finite, see `Free`. Return the slots to clear now, earlier ones included.
 
-        Slots of blocks that a move in flight names are cleared when the move is done: these blocks are not free before.
+        A block that an in-flight move names is not free before the move is done. Its slots are cleared then.
         """
         self._uncleared.update(slots)
         if not self._uncleared:
@@ -168,41 +171,42 @@ class Transfers:
         ready = [ref for ref in self._uncleared if ref not in named]
         return tuple([(ref, self._uncleared.pop(ref)) for ref in ready])
 
-    def make_room(self, full: Collection[int]) -> None:
-        """Takes blocks back from KV on its way, for those that decode on instances that are not full and came before.
+    def free_for_decodes(self, full: Collection[int]) -> None:
+        """Free the blocks of transfers for earlier decoding requests that lack blocks. Skip `full` instances.
 
-        What was sent is sent again later: its old blocks are kept until the request is handed over.
+        The blocks are sent again later. The request keeps its old blocks until its transfers are complete.
         """
-        for transfer in list(self._outgrown(full)) if self._transfers else ():
+        for transfer in list(self._transfers_to_free(full)) if self._transfers else ():
             request, target, num_tokens = transfer.request, transfer.target, transfer.num_tokens
             again = Transfer(request, target, transfer.places, num_tokens=num_tokens, num_computed=request.num_computed)
             shares = self._transfers[request.id]
-            self._transfers[request.id] = tuple(again if one is transfer else one for one in shares)
-            self._order[target][request.id] = again  # in the same place
+            self._transfers[request.id] = tuple(again if share is transfer else share for share in shares)
+            self._order[target][request.id] = again  # at the same position
             self._free_backends(transfer)
             self.expected[target] += transfer.num_blocks
-            self._account.give_back(reversed(transfer.blocks))
+            self._account.release(reversed(transfer.blocks))
             self.dirty = True
 
-    def _outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
-        """Yields transfers that must give their blocks back, so that requests decoding on the target can go on.
+    def _transfers_to_free(self, full: Collection[int]) -> Iterator[Transfer]:
+        """Yield the transfers whose blocks are freed so that requests decoding on the target can continue.
 
-        Where a request that decodes there has to give way, too, the policy preempts it.
+        If a request that decodes there must be preempted too, the policy preempts it.
         """
         for target, transfers in self._order.items():
             pool, decoding = self._account.pool(target), self._running.on(target)
             if target in full or pool.num_free >= len(decoding):
                 continue
-            room = pool.num_free + pool.num_leaving
-            if room >= sum(map(_needs_block, decoding)):
+            num_free = pool.num_free + pool.num_pending_free
+            if num_free >= sum(map(_needs_block, decoding)):
                 continue
-            coming = {transfer.request.admission: transfer for transfer in transfers.values() if transfer.blocks}
-            holders = [Holder(admission, one.num_blocks - one.num_shared) for admission, one in coming.items()]
+            reserving = {transfer.request.admission: transfer for transfer in transfers.values() if transfer.blocks}
+            holders = [Holder(order, share.num_blocks - share.num_shared) for order, share in reserving.items()]
             for request in decoding:
                 if request.num_scheduled < request.num_tokens:
                     num_blocks = self._account.reclaimable(request)[target]
                     holders.append(Holder(request.admission, num_blocks, _needs_block(request)))
-            yield from [coming[one.admission] for one in who_gives_way(room, holders) if one.admission in coming]
+            released = (holder.admission for holder in holders_to_release(num_free, holders))
+            yield from [reserving[order] for order in released if order in reserving]
 
     def _end(self, shares: Sequence[Transfer]) -> None:
         del self._transfers[shares[0].request.id]
@@ -216,31 +220,31 @@ class Transfers:
                 self.expected[target] -= transfer.num_blocks
 
     def _free_backends(self, transfer: Transfer) -> None:
-        """Frees the backends of a transfer that is over, or given up, but for those that moves in flight use."""
+        """Free the backends of a complete or cancelled transfer. Moves in flight keep their backends."""
         self._taken[transfer.target] += len(transfer.busy) - transfer.backends
 
     def _send(self, transfer: Transfer, indices: Iterable[int]) -> list[MoveKV]:
-        found, table = [], transfer.request.table
+        moves, table = [], transfer.request.table
         first = transfer.places.start
-        for source, there in transfer.to_send(indices).items():
+        for source, sent in transfer.to_send(indices).items():
             if source == transfer.target:
-                for index in there if transfer.blocks else ():
+                for index in sent if transfer.blocks else ():
                     self._account.replace(transfer.blocks, index - first, table[index])
-                transfer.keep(there if transfer.blocks else ())
+                transfer.keep(sent if transfer.blocks else ())
                 continue
             if not transfer.can_send(source):
                 continue
-            copies = tuple((table[index], transfer.blocks[index - first]) for index in there)
+            copies = tuple((table[index], transfer.blocks[index - first]) for index in sent)
             move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
-            self._account.hold(chain(*zip(*copies, strict=True)))
+            self._account.pin(chain(*zip(*copies, strict=True)))
             self._moves[move.number] = move, transfer
-            transfer.begin(move.number, source, there)
-            found.append(move)
-        return found
+            transfer.begin(move.number, source, sent)
+            moves.append(move)
+        return moves
 
     def _reserve(self) -> list[Transfer]:
-        """Reserves backends and blocks as far as it can; returns the transfers that have a backend, by target."""
-        found = []
+        """Reserve backends and blocks as far as possible. Return the transfers with a backend, by target."""
+        active = []
         for target, transfers in self._order.items():
             for transfer in transfers.values():
                 self._set_backends(transfer, min(transfer.backends, len(transfer.sources)))
@@ -249,71 +253,71 @@ class Transfers:
                 if left <= 0 or not (transfer.blocks or self._allocate(transfer)):
                     break
                 self._set_backends(transfer, min(transfer.backends + left, len(transfer.sources)))
-            found += [one for one in transfers.values() if one.backends or (one.blocks and not one.sources)]
-        return found
+            active += [share for share in transfers.values() if share.backends or (share.blocks and not share.sources)]
+        return active
 
     def _set_backends(self, transfer: Transfer, number: int) -> None:
         self._taken[transfer.target] += number - transfer.backends
         transfer.backends = number
 
     def _allocate(self, transfer: Transfer) -> bool:
-        """Reserves all its blocks and a seat, or nothing. After a refusal it waits until more blocks are free.
+        """Reserve all blocks of a transfer and a request slot, or nothing. Retry when more blocks are free.
 
-        What those need at once who came earlier and decode there is left to them. Another choice of a prompt that is on
-        its way there waits for it, and then shares its blocks.
+        Blocks that earlier requests decoding there need for their next token stay free. If an earlier choice of the
+        same prompt has a transfer there, wait for it to share its blocks.
         """
         target, request = transfer.target, transfer.request
         leader = request.leader
         if leader is not None and leader.id in self._order[target] and leader.admission < request.admission:
             return False
         decoding = self._running.on(target)
-        num_coming = sum(bool(other.blocks) for other in self._order[target].values())
-        if len(decoding) + num_coming >= self._max_num_seqs:
+        num_reserving = sum(bool(share.blocks) for share in self._order[target].values())
+        if len(decoding) + num_reserving >= self._max_num_seqs:
             return False
         num_free = self._account.pool(target).num_free
         refused_id, too_few = self._refused.get(target, (None, 0))
         if refused_id == request.id and num_free <= too_few:
             return False
         num_needed = sum(r.admission < request.admission and _needs_block(r) for r in decoding)
-        found = self._account.reserve(request, target, transfer.places, num_left=num_needed)
-        if found is None:
+        reserved = self._account.reserve(request, target, transfer.places, num_left=num_needed)
+        if reserved is None:
             self._refused[target] = request.id, num_free - num_needed
             return False
-        transfer.blocks, transfer.num_shared = [*found[0]], found[1]
+        transfer.blocks, transfer.num_shared = [*reserved[0]], reserved[1]
         transfer.table_changed()
         self.expected[target] -= transfer.num_blocks
         return True
 
 
 class Holder(NamedTuple):
-    """A request that can give back `num_blocks` blocks on an instance; `needs_block` if its next token begins one."""
+    """A request with `num_blocks` blocks to release on an instance. `needs_block`: its next token begins a block."""
 
     admission: int
     num_blocks: int
     needs_block: bool = False
 
 
-def who_gives_way(room: int, holders: Iterable[Holder]) -> list[Holder]:
-    """Chooses who gives its blocks back, last admitted first, so that those before it get the block that they need.
+def holders_to_release(num_free: int, holders: Iterable[Holder]) -> list[Holder]:
+    """Choose the holders to release, last admitted first, so that earlier holders get the block that they need.
 
-    `room` counts the blocks of the instance that are free, or will be.
+    `num_free` counts the blocks of the instance that are free, or will be when copies are done.
     """
     by_admission = sorted(holders)
     staying = list(by_admission)
-    leaving: list[Holder] = []
+    released: list[Holder] = []
     for needy in [holder for holder in by_admission if holder.needs_block]:
-        while room < 1 and staying[-1].admission > needy.admission:
-            leaving.append(staying.pop())
-            room += leaving[-1].num_blocks
-        room -= 1
-    return leaving
+        while num_free < 1 and staying[-1].admission > needy.admission:
+            released.append(staying.pop())
+            num_free += released[-1].num_blocks
+        num_free -= 1
+    return released
 
 
 def _has_arrived(transfer: Transfer) -> bool:
-    return transfer.is_there and transfer.request.num_known > transfer.num_tokens
+    return transfer.is_complete and transfer.request.num_known > transfer.num_tokens
 
 
 def _needs_block(request: Request) -> bool:
-    """Tells whether a decoding request needs a new block for its next token, from whichever member of its group."""
+    """Return whether a decoding request needs a new block for its next token."""
     num_scheduled = request.num_scheduled
     return num_scheduled < request.num_tokens and request.blocks_for(num_scheduled + 1) > len(request.table)

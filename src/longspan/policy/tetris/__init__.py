@@ -1,4 +1,4 @@
-"""Tetris (chunkwise dynamic sequence parallelism), and fixed groups, its baseline, on the same machinery."""
+"""Tetris: chunkwise dynamic sequence parallelism. Prompts are planned as chunks on growing groups."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
+from longspan.core.locations import hosts_of
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
+from longspan.policy.group_parts import GroupParts
+from longspan.policy.sharing import SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
-from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt
+from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
 
 _ENOUGH_OF_A_HOST = 4
-"""Groups that end at hosts with fewer instances lose more for prompts than they win for decodes at low load."""
+"""Least instances per host to bound groups by hosts. With fewer, prompts lose more than decodes gain at low load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """Options that tell how groups compute.
+    """Options for the exchanges and layouts of groups.
 
     Attributes:
-        exchange, decode, layout, rotate: as of `context`, but for chains and `gather_hidden`.
+        exchange, decode, layout, rotate: as of `context`, without chains and `gather_hidden`.
     """
 
     exchange: str = "auto"
@@ -53,16 +54,16 @@ class GroupOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TetrisOptions(GroupOptions):
-    """Options of `tetris`: how prompts are planned, and how groups compute.
+    """Options of `tetris`: for plans, and for the exchanges and layouts of groups.
 
     Attributes:
-        improvement_rate: by which part of the time a larger group must be quicker to be taken; `auto` goes by how many
-            requests arrive, and `improvement_rates`.
-        improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s and
-            sooner after a start.
+        improvement_rate: the share of the time that a larger group must save. `auto` looks it up in
+            `improvement_rates` by the observed request rate.
+        improvement_rates: improvement rates by requests per second, such as `0.5:0.1,1:0.3`. The nearest request rate
+            counts. It is looked up every 30 s, and more often after a start.
         chunking: whether a prompt may be cut into chunks on growing groups.
-        sp_sizes: of groups; `auto` is powers of two, see also `_usual_size`.
-        min_chunk: tokens below which a chunk does not pay, unless it is the last.
+        sp_sizes: sizes of groups. `auto` is powers of two, see also `_usual_size`.
+        min_chunk: lower bound for the tokens of a chunk, except the last.
         balance: whether the KV of earlier chunks is spread evenly over a group that has grown.
     """
 
@@ -85,24 +86,11 @@ class TetrisOptions(GroupOptions):
             raise ParameterError("min_chunk", f"must be at least 1, but {self.min_chunk} given", self.min_chunk)
 
     def rate_table(self, default: float) -> RateTable:
-        """Returns the table of improvement rates; `auto` without a table has the `default` alone."""
+        """Return the table of improvement rates. `auto` without a table has the `default` only."""
         if self.improvement_rates:
             return RateTable.parse(self.improvement_rates)
         rate = default if self.improvement_rate == "auto" else self.improvement_rate
         return RateTable(entries=((0.0, rate),))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedOptions(GroupOptions):
-    """Options of `fixed-sp`: the size of groups, which must be given, how they compute, and `balance`."""
-
-    sp: int = 0
-    balance: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sp < 1:
-            raise ParameterError("sp", "must be 1 or more: give the number of instances of each group", self.sp)
 
 
 class Tetris(Cdsp, name="tetris"):
@@ -151,7 +139,7 @@ class Tetris(Cdsp, name="tetris"):
 
     @property
     def hint(self) -> str | None:
-        """Advise to let the improvement rate follow the request rate, when no option says how."""
+        """Advise a table of improvement rates, if no option sets a rate."""
         if self.options.improvement_rate != "auto" or self.options.improvement_rates:
             return None
         return (
@@ -161,35 +149,20 @@ class Tetris(Cdsp, name="tetris"):
         )
 
 
-class FixedGroups(Planner):
-    """Plans on fixed groups of `size` neighbours: to the planner, each group is a host."""
-
-    def __init__(self, times: PrefillTime, everyone: Sequence[int], size: int) -> None:
-        assert len(everyone) % size == 0, "nobody is left over"
-        self._group_of = {instance: index // size for index, instance in enumerate(everyone)}
-        super().__init__({size: times}, [self._group_of[instance] for instance in sorted(everyone)])
-
-    def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
-        """Puts all tokens in one chunk, on the group with the shortest queue that has all of `prompt.held`."""
-        if len({self._group_of[instance] for instance in prompt.held}) > 1:
-            return None
-        return super().plan(prompt, queue_s, used)
-
-
 def _default_improvement_rate(*, has_roles: bool) -> float:
-    """Returns the rate without a table: between what the paper finds best for few and for many requests.
+    """Return the rate without a table: between the paper's best rates for low and for high request rates.
 
-    Where instances also decode, the lowest: then most groups are as large as they get, and few wait for one of another
-    size that overlaps with them.
+    If instances also decode, it is low: most groups have the largest size, and few wait for overlapping other groups.
     """
     return 0.3 if has_roles else 0.05
 
 
 def _usual_size(facts: Facts, instances: Sequence[int]) -> int | None:
-    """Counts the most instances of a host, if that is enough of them and they also decode; None for no bound.
+    """Return the number of instances of the largest host, as an upper bound for groups. None is no bound.
 
-    A decode steps together with all prompts on its group, and with their groups. Groups of one host end there; larger
-    ones overlap, until all instances of the cluster wait for each other in every step.
+    There is a bound if instances also decode and hosts are large enough. A decode steps together with all prompts on
+    its group, and with their groups. Groups within one host do not overlap with other hosts. Larger groups overlap,
+    until all instances of the cluster wait for each other in every step.
     """
     per_host = max(Counter(hosts_of([facts.location(i) for i in sorted(instances)])).values())
     return per_host if not facts.has_roles and per_host >= _ENOUGH_OF_A_HOST else None
@@ -204,7 +177,7 @@ def planner_of(
     min_chunk_tokens: int = 1,
     usual_size: int | None = None,
 ) -> Planner:
-    """Makes a `Planner` by the times of `sp_times`."""
+    """Make a `Planner` with the times of `sp_times`."""
     return Planner(
         sp_times(facts, exchanges, sizes, len(instances)),
         hosts_of([facts.location(i) for i in sorted(instances)]),
@@ -213,37 +186,20 @@ def planner_of(
     )
 
 
-class FixedSp(Cdsp, name="fixed-sp"):
-    """Runs each prompt on one of the fixed groups."""
-
-    Options = FixedOptions
-    knows_roles = True
-
-    def __init__(self, instances: tuple[int, ...], options: FixedOptions, facts: Facts) -> None:
-        size, number = options.sp, len(instances)
-        if size <= number and number % size:
-            problem = f"({size}) does not divide {number} instances into groups: choose one that does, or give parallel"
-            raise ParameterError("sp", f"{problem} another number", size)
-        times = sp_times(facts, options.exchanges, str(size), number)[size]
-        planner = FixedGroups(times, instances, size)
-        parts = options.group_parts(instances, facts, balance=options.balance)
-        super().__init__(instances, options, planner, parts, decode=facts.decode)
-
-
 # ---------------------------------------------------------------- times of chunks
 
 
 _ONE_INSTANCE = PrefillTime(start_s=0.02, token_s=1e-4, cached_s=2e-9, square_s=1e-9)
-"""A guess for want of any cost: it only says that longer prompts take longer."""
+"""Times of one instance if no cost is known. Only the order of lengths matters."""
 _HOP_S = 1e-3
-"""Seconds that each further member adds to a step, for want of measurements."""
+"""Seconds that each further member adds to a step, if nothing was measured."""
 
 
 def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_instances: int) -> dict[int, PrefillTime]:
-    """Predicts chunks, by measured seconds or expected ones, for the sizes of groups to choose from, ascending.
+    """Return measured or expected times of chunks by group size, ascending.
 
-    Those are the `given` ones (`1,2,4`), or with `auto` powers of two, so that groups of different sizes leave no odd
-    instances; with measurements only sizes that were measured.
+    The sizes are the `given` ones (`1,2,4`). `auto` is powers of two, which leave no odd instances. With measurements,
+    `auto` has measured sizes only.
     """
     measured = measured_times(facts, exchanges)
     if given == "auto":
@@ -268,26 +224,26 @@ def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_inst
 
 
 def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, PrefillTime]:
-    """Fits times for every number of instances measured, by the quickest of these exchanges; empty without a profile.
+    """Fit times for every measured number of instances, by the quickest of these exchanges. Empty without a profile.
 
-    Where none of these was measured with a number of instances, it is the quickest of all others.
+    If none of these exchanges was measured for a number of instances, the quickest measured exchange counts.
     """
     prefills = facts.profile.prefills if facts.profile is not None else ()
     quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
-    for one in prefills:
-        known = quickest[one.members, exchange_named(one.exchange) in exchanges]
-        lengths = one.new_tokens, one.cached_tokens
-        known[lengths] = min(one.median_s, known.get(lengths, math.inf))
-    found: dict[int, PrefillTime] = {}
-    for (members, _), seconds in sorted(quickest.items()):  # what was asked for comes last, and counts
+    for prefill in prefills:
+        seconds = quickest[prefill.members, exchange_named(prefill.exchange) in exchanges]
+        lengths = prefill.new_tokens, prefill.cached_tokens
+        seconds[lengths] = min(prefill.median_s, seconds.get(lengths, math.inf))
+    times: dict[int, PrefillTime] = {}
+    for (members, _), seconds in sorted(quickest.items()):  # the given exchanges are last, and replace the other times
         fit = fit_times([(*lengths, s) for lengths, s in seconds.items()])
         if fit is not None and fit.token_s + fit.square_s > 0:
-            found[members] = fit
-    return found
+            times[members] = fit
+    return times
 
 
 def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, PrefillTime]:
-    """Predicts unmeasured times: one instance by shape and hardware, several by even shares and a start for each."""
+    """Predict times without measurements: one instance by shape and hardware, several by even shares and a start."""
     shape, hardware = facts.shape, facts.hardware
     alone = _ONE_INSTANCE
     if shape is not None and hardware is not None:

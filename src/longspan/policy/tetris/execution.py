@@ -1,8 +1,8 @@
-"""Runs planned chunks on instances that prefill and decode: chunk after chunk on growing groups, in order of the plans.
+"""Execution of planned chunks: one after the other on growing groups, in the order of the plans.
 
-A prompt is planned when it is first seen, and again when it has lost its KV. From then on it stands in the queue of
-every instance that its chunks name, until it is scheduled to its end: each instance prefills one prompt at a time, and
-decodes beside it, or leaves that to instances of their own. Who waits for room lets those pass that run.
+A prompt is planned when it can start, and again after it was preempted. It is then in the queue of every instance that
+its chunks name, until its last chunk is scheduled. Each instance prefills one prompt at a time. It decodes in the same
+steps, unless other instances decode. Running prompts overtake prompts that wait for free blocks.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class ChunkPlanner(Protocol):
         """The number of instances that can share one prompt."""
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int], /) -> ChunkPlan | None:
-        """Plans chunks on instances that are free `queue_s` seconds from now, of equals on those with less `used`.
+        """Plan chunks on instances that are free `queue_s` seconds from now. Of equals, less `used` ones are chosen.
 
-        None when no group has all owners.
+        Return None if no group has all instances with cached blocks.
         """
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
-        """Predicts a chunk on `size` instances."""
+        """Predict a chunk on `size` instances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A chunk as positions: up to `stop`, by `group` in ring order."""
+    """A chunk as token positions up to `stop`, on `group` in ring order."""
 
     stop: int
     group: tuple[int, ...]
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(kw_only=True, slots=True)
 class Planned:
-    """A request with its chunks; it has `begun` when it has held KV since it was planned."""
+    """A request with its chunks. It has `begun` if it has held KV since it was planned."""
 
     request: RequestView
     start: int
@@ -59,7 +59,7 @@ class Planned:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The instances of the last chunk, which are those of all."""
+        """The instances of the last chunk, which include the instances of all chunks."""
         return self.spans[-1].group
 
     @property
@@ -68,32 +68,32 @@ class Planned:
 
     @property
     def next_group(self) -> tuple[int, ...]:
-        """Returns the instances of the chunk that comes next."""
+        """The instances of the next chunk."""
         return (self.span(self.request.num_scheduled) if self.begun else self.spans[0]).group
 
     def span(self, position: int) -> Span:
         return next(span for span in self.spans if span.stop > position)
 
-    def left(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Lists new tokens, earlier tokens, and group of each chunk still to compute."""
+    def remaining(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return new tokens, earlier tokens, and group of each chunk that is not computed."""
         done = self.request.num_computed if self.begun else self.start
-        found = []
+        chunks = []
         for span in self.spans:
             if span.stop > done:
-                found.append((span.stop - done, done, span.group))
+                chunks.append((span.stop - done, done, span.group))
                 done = span.stop
-        return found
+        return chunks
 
 
 class Cdsp(Policy):
-    """Prefills prompts chunk by chunk as a planner decides, and decodes beside that or on instances of their own.
+    """Prefills prompts in the chunks of a planner. Decodes run in the same steps, or on other instances.
 
     Args:
-        watch: says the improvement rate; without one, a larger group need only be quicker.
+        watch: has the improvement rate. Without it, a larger group need only be quicker.
         decode: the instances that only decode.
 
     Attributes:
-        chunking: prompts that are planned from now on may be cut into chunks.
+        chunking: whether new plans may have several chunks.
     """
 
     def __init__(
@@ -113,35 +113,35 @@ class Cdsp(Policy):
         self._watch = watch or RateWatch(RateTable(entries=((0.0, 0.0),)))
         self._queue = QueueTimes(len(instances))
         self._unplanned: dict[int, RequestView] = {}
-        """Requests that have arrived, or have lost their KV, since they were planned; by id."""
+        """Requests that were not planned since they arrived or were preempted, by id."""
         self._plans: dict[int, Planned] = {}
-        """By request id, in order of their turns."""
+        """By request id, in the order of prefills."""
         self._first: dict[int, int] = {}
-        """Whose turn it is to prefill, by instance."""
+        """The request that may prefill on each instance."""
         self._idle: tuple[KvView, int] | None = None
-        """What the last plan saw, if it was empty: the same has the same plan. Time alone changes the watch only."""
+        """The view of the last plan if that was empty. An equal view has the same plan. Time changes only the watch."""
 
     @property
     def capacity(self) -> int:
-        """The size of the largest group, which can have one request."""
+        """The size of the largest group that can share one request."""
         return self._planner.largest
 
     def plan(self, view: ClusterView) -> Plan:
-        """Plans the decode instances one by one, and the others in the order of their prompts."""
+        """Plan each decode instance alone, and the prefill instances in the order of the planned prompts."""
         decodes = plan_alone(view, self._decode, self._next)
         if self._all <= view.full:
             return decodes
-        if self._idle is not None and self._idle == self._seen(view):
+        if self._idle is not None and self._idle == self._snapshot(view):
             self._watch.renew(view.now_s)
             return decodes
         self._update_plans(view)
-        plan, stuck = self._plan_turns(view)
-        if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
-            plan, _ = self._plan_turns(view)
-        self._idle = None if plan.batches or plan.preempted else self._seen(view)
+        plan, stuck = self._plan_first(view)
+        if stuck and self._move_running_first() and not (plan.batches or plan.preempted):
+            plan, _ = self._plan_first(view)
+        self._idle = None if plan.batches or plan.preempted else self._snapshot(view)
         return joined([plan, decodes])
 
-    def _seen(self, view: ClusterView) -> tuple[KvView, int]:
+    def _snapshot(self, view: ClusterView) -> tuple[KvView, int]:
         return view.kv, view.changes(self.instances)
 
     # ---------------------------------------------------------------- plans
@@ -175,20 +175,20 @@ class Cdsp(Policy):
         self._watch.renew(view.now_s)
         if arrived and self._queue.is_old(view.now_s):
             left = [
-                [(self._planner.seconds(len(group), new, cached), group) for new, cached, group in planned.left()]
+                [(self._planner.seconds(len(group), new, cached), group) for new, cached, group in planned.remaining()]
                 for planned in self._plans.values()
             ]
             self._queue.correct(view.now_s, left)
         for request in arrived:
             self._plans[request.id] = self._planned(self._unplanned.pop(request.id), view)
             if request.was_admitted:
-                self._let_earlier_pass(request)
+                self._move_before_later(request)
 
     def _in_order(self, group: Collection[int]) -> tuple[int, ...]:
         return tuple([i for i in self.instances if i in group])
 
     def _planned(self, request: RequestView, view: ClusterView) -> Planned:
-        """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
+        """Plan a request with its cached tokens, unless they are on too many or too busy instances."""
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
         used = [view.kv.num_allocated(instance) for instance in sorted(self.instances)]
         limit = view.device_limit if Budget(view, ()).outgrows(request) else None
@@ -199,14 +199,16 @@ class Cdsp(Policy):
             instance_tokens=view.kv.num_blocks(0) * request.block_size,
         )
         best, start = self._planner.plan(fresh, queue_s, used), 0
-        assert best is not None, "no instance holds anything"
-        if limit is not None:  # the largest group has all of it
+        assert best is not None, "a prompt without cached blocks fits every group"
+        if limit is not None:  # the largest group computes all tokens
             self._queue.book(best.chunks[-1].group, now_s + best.ttft_s)
             group = self._in_order(set(best.chunks[-1].group))
             return Planned(request=request, start=0, spans=(Span(stop=request.num_tokens, group=group),))
         hit = view.kv.match(request, self.instances)
         if hit.num_tokens:
-            held = tuple(sorted({ref.pool for ref in hit.refs}.intersection(self.instances)))  # hosts load to any
+            held = tuple(
+                sorted({ref.pool for ref in hit.refs}.intersection(self.instances))
+            )  # hosts can load to any instance
             rest = replace(
                 fresh, new_tokens=request.num_tokens - hit.num_tokens, cached_tokens=hit.num_tokens, held=held
             )
@@ -217,9 +219,7 @@ class Cdsp(Policy):
         return Planned(request=request, start=start, spans=self._spans(best, start, request.block_size))
 
     def _spans(self, plan: ChunkPlan, start: int, block_size: int) -> tuple[Span, ...]:
-        """Rounds chunk ends down to whole blocks, so that no block has two owners; a chunk without one joins
-        the next.
-        """
+        """Round chunk ends down to whole blocks, so that each block has one owner. Merge chunks without a block."""
         stops = list(accumulate((chunk.num_tokens for chunk in plan.chunks), initial=start))
         ends = [stop // block_size * block_size for stop in stops[1:-1]] + stops[-1:]
         spans, before = [], start
@@ -229,21 +229,21 @@ class Cdsp(Policy):
                 before = end
         return tuple(spans)
 
-    # ---------------------------------------------------------------- turns
+    # ---------------------------------------------------------------- order
 
-    def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
-        """Plans the requests whose turn it is, and returns whether one of them waits for room."""
+    def _plan_first(self, view: ClusterView) -> tuple[Plan, bool]:
+        """Plan the first request of each queue. Return the plan, and True if one of them waits for free blocks."""
         unscheduled = [
             planned
             for planned in self._plans.values()
             if not planned.is_scheduled and (planned.begun or planned.request.residency.can_start)
         ]
-        if not unscheduled:  # everybody decodes
+        if not unscheduled:  # all requests decode
             return self._with_running(Batch(view, self._all)).plan(), False
-        in_turn = self._in_turn(unscheduled)
-        growing = _growing([p for p in unscheduled if p.begun] + [p for p in in_turn if not p.begun])
+        first = self._first_in_queues(unscheduled)
+        growing = _growing([p for p in unscheduled if p.begun] + [p for p in first if not p.begun])
         budget = Budget(view, (), growing)
-        able = [planned for planned in in_turn if planned.begun or _has_room(planned, budget)]
+        able = [planned for planned in first if planned.begun or _likely_fits(planned, budget)]
         coupled_sets = _coupled(view, [planned.next_group for planned in able])
         batch = self._with_running(Batch(view, self._all, coupled_sets=coupled_sets, growing=growing))
         router = Router(view, self._decode) if self._decode else None
@@ -251,7 +251,7 @@ class Cdsp(Policy):
         for request in batch.waiting(tried):
             batch.add(self._first_part(request, batch.budget, router))
         begun = {part.request.id for part in (*batch.parts, *batch.loads)}
-        stuck = len(able) < len(in_turn) or any(request.id not in begun for request in tried)
+        stuck = len(able) < len(first) or any(request.id not in begun for request in tried)
         return batch.plan(), stuck
 
     def _with_running(self, batch: Batch) -> Batch:
@@ -259,30 +259,30 @@ class Cdsp(Policy):
             batch.add(self._next(request, batch.budget))
         return batch
 
-    def _in_turn(self, unscheduled: Iterable[Planned]) -> list[Planned]:
-        """Returns those that are first in the queue of every instance of the chunk that comes next."""
+    def _first_in_queues(self, unscheduled: Iterable[Planned]) -> list[Planned]:
+        """Return the requests that are first in the queue of every instance of their next chunk."""
         first = self._first = {}
-        found = []
+        ready = []
         for planned in unscheduled:
             if len(first) == len(self.instances):
                 break
             for instance in planned.group:
                 first.setdefault(instance, planned.request.id)
             if self._is_first(planned.request.id, planned.next_group):
-                found.append(planned)
-        return found
+                ready.append(planned)
+        return ready
 
     def _is_first(self, request_id: int, group: Iterable[int]) -> bool:
         return all(self._first[instance] == request_id for instance in group)
 
-    def _let_earlier_pass(self, request: RequestView) -> None:
-        """Puts a request that has lost its KV before those that came later and have not begun."""
-        later = [one for one, planned in self._plans.items() if one > request.id and not planned.begun]
-        for one in later:
-            self._plans[one] = self._plans.pop(one)
+    def _move_before_later(self, request: RequestView) -> None:
+        """Move a preempted request before the requests that arrived later and have not begun."""
+        later = [number for number, planned in self._plans.items() if number > request.id and not planned.begun]
+        for number in later:
+            self._plans[number] = self._plans.pop(number)
 
-    def _let_running_pass(self) -> bool:
-        """Puts running requests before waiting ones, or else each could wait for the other; tells if that was new."""
+    def _move_running_first(self) -> bool:
+        """Move running requests before waiting ones, which avoids deadlocks. Return True if the order has changed."""
         before = list(self._plans)
         self._plans = dict(sorted(self._plans.items(), key=lambda item: not item[1].begun))
         return before != list(self._plans)
@@ -290,7 +290,7 @@ class Cdsp(Policy):
     # ---------------------------------------------------------------- parts
 
     def _first_part(self, request: RequestView, budget: Budget, router: Router | None) -> ScheduledPart | None:
-        """Begins with the first chunk that is not all cached on its own group."""
+        """Schedule the first chunk that is not fully cached on its own group."""
         planned = self._plans[request.id]
         for span in planned.spans:
             hit = budget.hit(request, span.group)
@@ -308,37 +308,37 @@ class Cdsp(Policy):
         return self._part(request, budget, planned.span(request.num_scheduled), None)
 
     def _part(self, request: RequestView, budget: Budget, span: Span, hit: PrefixHit | None) -> ScheduledPart | None:
-        """Schedules tokens of a chunk, if it is its turn and each member that is new to the request has a seat."""
+        """Schedule tokens of a chunk, if it is first in all queues and new members have free request slots."""
         group, new = span.group, set(span.group).difference(request.group)
         if any(i not in budget.tokens for i in group) or any(budget.seqs[i] <= 0 for i in new):
             return None
         if not self._is_first(request.id, group):
             return None
-        # Those that decode there have their tokens first.
-        most = max(1, budget.view.max_num_batched_tokens - max(self._num_decodes(i, budget.view) for i in group))
+        # Decodes on these instances use the budget first.
+        max_tokens = max(1, budget.view.max_num_batched_tokens - max(self._num_decodes(i, budget.view) for i in group))
         if len(group) > 1:
-            return self._group_parts.chunk(request, budget, group, hit, most=most, end=span.stop)
+            return self._group_parts.chunk(request, budget, group, hit, most=max_tokens, end=span.stop)
         start = request.num_scheduled if hit is None else hit.num_tokens
-        return single_part(request, group[0], start, budget, hit, most=most, end=span.stop)
+        return single_part(request, group[0], start, budget, hit, most=max_tokens, end=span.stop)
 
     def _num_decodes(self, instance: int, view: ClusterView) -> int:
         return sum(request.id not in self._plans and not request.targets for request in view.running.on(instance))
 
 
-def _has_room(planned: Planned, budget: Budget) -> bool:
-    """Tells whether a request is likely to be admitted; `Budget.admit` has the last word."""
+def _likely_fits(planned: Planned, budget: Budget) -> bool:
+    """Return True if a request is likely to be admitted. `Budget.admit` decides."""
     request, group, kv = planned.request, planned.group, budget.view.kv
     if any(budget.seqs[i] <= 0 for i in planned.spans[0].group):
         return False
-    room, whole = budget.room(request, group), request.blocks_for(request.num_tokens)
-    if whole <= room:
+    free, whole = budget.free_blocks(request, group), request.blocks_for(request.num_tokens)
+    if whole <= free:
         return True
-    hit = budget.hit(request, group)  # what others use, too, takes no room
-    return whole - hit.num_held + kv.hit_cost(hit, budget.claimed).total() <= room
+    hit = budget.hit(request, group)  # cached blocks that running requests hold need no free blocks
+    return whole - hit.num_held + kv.hit_cost(hit, budget.claimed).total() <= free
 
 
 def _growing(plans: Iterable[Planned]) -> Growing:
-    """Counts the blocks that these requests will ask of their last groups; those that wait ask for nothing yet."""
+    """Return the blocks that these requests will need on their last groups. Waiting requests need none yet."""
     groups: dict[int, tuple[int, ...]] = {}
     more: Counter[int] = Counter()
     for planned in plans:
@@ -354,39 +354,40 @@ def _growing(plans: Iterable[Planned]) -> Growing:
 
 
 def _coupled(view: ClusterView, groups: Sequence[tuple[int, ...]]) -> Sequence[frozenset[int]]:
-    """Returns the sets of instances that step together when these groups do, too."""
+    """Return the sets of instances that step together if these groups are added."""
     coupled_sets = view.running.coupled_sets
     joined = [g for g in groups if len(g) > 1 and not any(coupled.issuperset(g) for coupled in coupled_sets)]
     return coupled_instances([*coupled_sets, *joined]) if joined else coupled_sets
 
 
 _TOLERANCE = 0.02
-"""The part of the longest wait that estimates may be old: with many prompts waiting, looking at each takes time."""
+"""Maximum age of the queue times, as a share of the longest wait. A larger share saves time if many prompts wait."""
 
 
 class QueueTimes:
-    """Keeps the second at which each instance is free of prompts. Estimates err; `correct` puts in what was seen."""
+    """Predicts the time at which each instance has no prompts. `correct` replaces predictions by observed progress."""
 
     def __init__(self, num_instances: int) -> None:
         self._free_at_s = [0.0] * num_instances
-        self._seen_at_s = 0.0
+        self._corrected_at_s = 0.0
 
     def waits_s(self, now_s: float) -> list[float]:
         return [max(0.0, free_at_s - now_s) for free_at_s in self._free_at_s]
 
     def book(self, group: Iterable[int], end_s: float) -> None:
-        """Books a prompt: the group is busy with it, or waits for it, until `end_s`."""
+        """Reserve a group for a prompt until `end_s`."""
         for instance in group:
             self._free_at_s[instance] = end_s
 
     def is_old(self, now_s: float) -> bool:
-        return now_s - self._seen_at_s >= _TOLERANCE * max(self.waits_s(now_s))
+        return now_s - self._corrected_at_s >= _TOLERANCE * max(self.waits_s(now_s))
 
     def correct(self, now_s: float, prompts: Iterable[Sequence[tuple[float, tuple[int, ...]]]]) -> None:
-        """Starts afresh from what is left to do: for each prompt, in order of their turns, its chunks' seconds and
-        groups. A chunk begins when the one before is done and all of its group are.
+        """Recompute all times from the remaining chunks of each prompt: seconds and group, in order.
+
+        A chunk starts when the chunk before it has finished and all instances of its group are free.
         """
-        self._seen_at_s = now_s
+        self._corrected_at_s = now_s
         free_at_s = [now_s] * len(self._free_at_s)
         for chunks in prompts:
             end_s = now_s

@@ -1,4 +1,4 @@
-"""The table of improvement rates: larger groups must be quicker the more requests arrive (Tetris §5.1, §7.1)."""
+"""Improvement rates by request rate: at higher rates, larger groups must save more time (Tetris §5.1, §7.1)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Self
 
 _WINDOW_S = 30.0
-"""Over which arrivals are counted, and how often the improvement rate is renewed."""
-_FEWEST = 8
-"""Arrivals by which a rate is told before the first window is over."""
+"""Seconds over which arrivals are counted, and between two look-ups. A longer window follows the load later."""
+_MIN_ARRIVALS = 8
+"""Arrivals that are enough to estimate a rate before the end of the first window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class RateTable:
             check_improvement_rate(improvement_rate)
 
     def nearest(self, requests_per_s: float) -> float:
-        """Returns the improvement rate of the nearest request rate, the lower of two."""
+        """Return the improvement rate of the nearest request rate. Of two, the lower one counts."""
         return min(self.entries, key=lambda entry: abs(entry[0] - requests_per_s))[1]
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `0.5:0.1,1:0.3`: at 0.5 requests per second 0.1, at 1 request per second 0.3."""
+        """Parse `0.5:0.1,1:0.3`: at 0.5 requests per second 0.1, at 1 request per second 0.3."""
         try:
             pairs = [tuple(map(float, entry.split(":"))) for entry in text.split(",")]
             entries = tuple((requests, improvement) for requests, improvement in pairs)
@@ -57,9 +57,9 @@ def check_improvement_rate(rate: float) -> None:
 
 
 class RateWatch:
-    """Counts arrivals, and renews the improvement rate by the table every 30 seconds.
+    """Counts arrivals, and looks up the improvement rate every 30 seconds.
 
-    In the first window, before which nothing is known, it does so whenever twice as many have arrived as the last time.
+    In the first window, it looks it up each time the number of arrivals has doubled.
     """
 
     def __init__(self, table: RateTable) -> None:
@@ -67,12 +67,12 @@ class RateWatch:
         self._arrivals: deque[float] = deque()
         self._started_at_s: float | None = None
         self._renewed_at_s = 0.0
-        self._next_look = _FEWEST
+        self._next_look = _MIN_ARRIVALS
         self._requests_per_s = 0.0
         self.improvement_rate = table.nearest(0.0)
 
     def use(self, table: RateTable) -> None:
-        """Goes by another table from now on, for as many requests as were counted last."""
+        """Use another table from now on, and look up the last request rate in it."""
         self._table = table
         self.improvement_rate = table.nearest(self._requests_per_s)
 
@@ -80,7 +80,7 @@ class RateWatch:
         self._arrivals.append(time_s)
 
     def renew(self, now_s: float) -> None:
-        """Looks the rate up again if it is time."""
+        """Look up the rate again, if a window has ended or arrivals have doubled."""
         if self._started_at_s is None:
             self._started_at_s = self._renewed_at_s = now_s
         if (elapsed_s := now_s - self._started_at_s) < _WINDOW_S:

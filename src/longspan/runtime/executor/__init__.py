@@ -1,1 +1,1 @@
-"""The control plane: starts workers, sends them steps, and takes their completions."""
+"""The control plane: starts workers, sends them steps, and receives their completions."""

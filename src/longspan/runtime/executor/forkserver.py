@@ -1,8 +1,8 @@
-"""Worker processes, forked from one that has imported everything: a worker then starts in a blink, not in seconds.
+"""Worker processes, forked from a server process that has imported everything, so that a worker starts quickly.
 
 The first worker of a controller starts the server, a process with one thread that imports PyTorch and transformers.
-It stays for the next engine and ends with its controller, however that ends; its workers end with it. Both ties
-are pipes that close when their owner is gone. This module is light: only the server imports `runtime.worker`.
+The server stays for later engines. It exits when its controller exits in any way, and its workers exit with it. Both
+notice by pipes that close with their owner. This module is light: only the server imports `runtime.worker`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from longspan.runtime.child import start_child, unless_forked
 from longspan.runtime.messages import WorkerConfig
 
 _LOST = -9
-"""Exit code of workers whose server was lost: they end at once, but nobody learns how."""
+"""Exit code of workers whose server was lost. They exit at once, with an unknown code."""
 _START_TIMEOUT_S = 300.0
-"""The server has imported everything and forked."""
+"""Seconds for the server to import everything and fork."""
 _END_TIMEOUT_S = 5.0
-"""The server has done what ends a worker, or itself."""
+"""Seconds for the server to end a worker, or itself."""
 _SPIN_COUNT = "20000"
-"""The number of times that a thread of GNU's OpenMP asks whether it can go on before it sleeps.
+"""Number of polls of a GNU OpenMP thread before it sleeps.
 
-They take some 1 ms; the default takes 15 times as long. A decode step has a hundred such waits, each for Python between
-two kernels: at 2,000 it took a quarter longer, since threads slept. But the thread that is waited for may have lost its
-core to another process.
+20,000 polls take about 1 ms. The default takes 15 times as long. A decode step has about a hundred such waits, each for
+Python code between two kernels. At 2,000 polls a decode step took 25 % longer, since threads slept. Higher values waste
+time if the awaited thread has lost its core to another process.
 """
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag="start"):
-    """Fork the worker `rank`, which uses the folder `run_dir` and writes to the file `log`; answered by `Started`."""
+    """Fork the worker `rank`, with the folder `run_dir` and the log file `log`. The answer is `Started`."""
 
     config: WorkerConfig
     rank: int
@@ -54,13 +54,13 @@ class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The process id of the worker that was asked for."""
+    """The process id of the worker that a `StartWorker` has started."""
 
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """A worker has ended; negative codes are signals."""
+    """A worker process has ended. Negative codes are signals."""
 
     pid: int
     code: int
@@ -71,7 +71,7 @@ ServerReport = Started | Ended
 
 
 class WorkerProcess:
-    """A worker as its controller sees it."""
+    """The controller's handle of a worker process."""
 
     def __init__(self, server: _ForkServer, pid: int) -> None:
         self.pid = pid
@@ -89,7 +89,7 @@ class WorkerProcess:
         self._server.send(KillWorker(self.pid))
 
     def destroy(self) -> None:
-        """Ends it by force and waits, with a time limit: a server that does not kill it is ended, too."""
+        """Kill it and wait, with a time limit. A server that does not kill it is killed, too."""
         self.kill()
         try:
             self.wait(_END_TIMEOUT_S)
@@ -111,8 +111,8 @@ class _ForkServer:
             env={
                 **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPIN_COUNT}),
                 **os.environ,
-                "OMP_NUM_THREADS": "1",  # workers set their own number; threads would not survive a fork
-                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for devices must not initialise CUDA before the fork
+                "OMP_NUM_THREADS": "1",  # workers set their own number: threads do not survive a fork
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices must not initialise CUDA before the fork
             },
         )
         assert self._process.stdin is not None, "a child has a pipe"
@@ -124,7 +124,7 @@ class _ForkServer:
         self._latest: WorkerProcess | None = None
         self._decoder = msgspec.json.Decoder(ServerReport)
         threading.Thread(target=self._listen, daemon=True).start()
-        weakref.finalize(self, unless_forked(self.close))  # at exit, after the finalizers of engines, which are younger
+        weakref.finalize(self, unless_forked(self.close))  # runs after the finalizers of engines, which are newer
 
     @property
     def alive(self) -> bool:
@@ -132,18 +132,18 @@ class _ForkServer:
         return self._process.poll() is None
 
     def start(self, command: StartWorker) -> WorkerProcess:
-        """Starts a worker, which finds its controller in its `run_dir`; raises OSError when the server cannot."""
+        """Start a worker, which finds its controller's sockets in its `run_dir`. Raises OSError if that fails."""
         with self._starting:
             self.send(command)
             if not self._started.acquire(timeout=_START_TIMEOUT_S):
                 self.destroy()
-                raise OSError(f"the process that forks workers does nothing for {_START_TIMEOUT_S:g} s")
+                raise OSError(f"the process that forks workers did not answer for {_START_TIMEOUT_S:g} s")
             if self._latest is None:
                 raise OSError(f"the process that forks workers ended with code {self._process.wait()}")
             return self._latest
 
     def forget(self) -> None:
-        """Closes a forked child's copies of the pipes, so that the server ends with its owner while the child lives."""
+        """Close a forked child's copies of the pipes, so that the server exits with its owner, not with the child."""
         null = os.open(os.devnull, os.O_RDWR)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
@@ -151,7 +151,7 @@ class _ForkServer:
         os.close(null)
 
     def send(self, command: ServerCommand) -> None:
-        """Sends a command; a server that is gone is ignored, since its workers are gone, too."""
+        """Send a command. Ignores a server that has exited, since its workers have exited, too."""
         with self._lock:
             try:
                 self._pipe.write(msgspec.json.encode(command, enc_hook=os.fspath) + b"\n")
@@ -160,8 +160,8 @@ class _ForkServer:
                 return
 
     def close(self) -> None:
-        """Ends the server and with it its workers. Without workers it need not finish its imports."""
-        with self._lock, suppress(BrokenPipeError):  # a fork server that has ended reads no message
+        """End the server and its workers. Without workers, it is killed even while it imports."""
+        with self._lock, suppress(BrokenPipeError):  # the server may have exited
             self._pipe.close()
         try:
             self._process.wait(_END_TIMEOUT_S if self._workers else 0.0)
@@ -169,10 +169,10 @@ class _ForkServer:
             self.destroy()
 
     def destroy(self) -> None:
-        """Ends a server that hangs, and all its workers, by force."""
+        """Kill the server and all its workers."""
         workers = list(self._workers)
         with _watched(workers) as wait:
-            for pid in workers:  # they are the server's to reap, so these numbers are still theirs
+            for pid in workers:  # only the server reaps them, so their ids are not reused yet
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.kill()
@@ -180,7 +180,7 @@ class _ForkServer:
             wait()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None, "asked for a pipe"
+        assert self._process.stdout is not None, "the child has a pipe"
         with self._process.stdout as reports:
             for line in reports:
                 match self._decoder.decode(line):
@@ -199,9 +199,9 @@ class _ForkServer:
 
 @contextmanager
 def _watched(pids: Sequence[int]) -> Iterator[Callable[[], None]]:
-    """Gives a function that waits, though not for ever, until processes which need not be ours have ended.
+    """Yield a function that waits, with a timeout, until processes have ended. They need not be our children.
 
-    Where the system cannot tell, it does not wait.
+    Without `pidfd_open`, the function does not wait.
     """
     ends: list[int] = []
     try:
@@ -227,7 +227,7 @@ _server_lock = threading.Lock()
 
 
 def start_server() -> _ForkServer:
-    """Starts the server unless it runs already; does not wait while it is still importing."""
+    """Start the server unless it runs already. Does not wait for its imports."""
     global _server  # noqa: PLW0603 - one per process is its point
     with _server_lock:
         if _server is None or not _server.alive:
@@ -236,7 +236,7 @@ def start_server() -> _ForkServer:
 
 
 def _forget_server() -> None:
-    """Lets a forked child have a server of its own. Another thread may have held the lock when it forked."""
+    """Give a forked child its own server. Also replaces the lock, which another thread may have held at the fork."""
     global _server, _server_lock  # noqa: PLW0603 - see above
     _server_lock = threading.Lock()
     if _server is not None:

@@ -1,4 +1,4 @@
-"""The process that workers are forked from: see `executor.forkserver`. Its one thread is what makes forking safe."""
+"""The process that workers are forked from, see `executor.forkserver`. It has one thread, so that forking is safe."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _MODULES = (
     "transformers.models.llama.modeling_llama",
     "sympy",
 )
-"""Workers need these. The last is imported by PyTorch when it builds a model on the meta device."""
+"""Modules that workers need. PyTorch imports sympy when it builds a model on the meta device."""
 
 
 class _Children:
-    """Living workers, each with the pipe whose end it takes for the server's."""
+    """Running workers, each with a pipe whose closing tells it that the server has exited."""
 
     def __init__(self) -> None:
         self._lifelines: dict[int, int] = {}
@@ -51,11 +51,11 @@ class _Children:
         _report(Started(pid))
 
     def kill(self, pid: int) -> None:
-        if pid in self._lifelines:  # else it has ended, and its number may be another's
+        if pid in self._lifelines:  # otherwise it has ended, and its id may be reused
             os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Closes the lifelines of all; kills those that hang."""
+        """Close all lifelines, and kill workers that still run after a timeout."""
         for lifeline in self._lifelines.values():
             os.close(lifeline)
         deadline_s = time.monotonic() + _END_TIMEOUT_S
@@ -115,10 +115,10 @@ def main() -> None:
 
 @contextmanager
 def _ending_with_parent() -> Iterator[None]:
-    """End this process at once when its parent is gone, while the block imports; no thread is left after it."""
+    """Exit at once if the parent exits while the block imports. The watching thread ends with the block."""
     stop, stopping = os.pipe()
     pipes = select.poll()
-    pipes.register(sys.stdin.fileno(), 0)  # that its other end is closed is always told
+    pipes.register(sys.stdin.fileno(), 0)  # poll always reports a closed other end
     pipes.register(stop, 0)
 
     def watch() -> None:
@@ -141,8 +141,8 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        with suppress(OSError):  # not every file system can
-            fcntl.flock(log, fcntl.LOCK_SH)  # so that nobody tidies it away as long as somebody writes
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(log, fcntl.LOCK_SH)  # protects the log from clean-up while the worker writes
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
@@ -161,10 +161,10 @@ def _decoder() -> msgspec.json.Decoder[ServerCommand]:
 
 
 def _report(report: ServerReport) -> None:
-    with suppress(BrokenPipeError):  # the controller is gone, and so will we be: its other pipe is closed, too
+    with suppress(BrokenPipeError):  # the controller has exited: closing its other pipe ends this process
         os.write(sys.stdout.fileno(), msgspec.json.encode(report) + b"\n")
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # there is nothing to flush, and taking down the modules one by one takes half a second
+    os._exit(0)  # nothing needs a flush, and a normal exit takes half a second to unload modules

@@ -1,4 +1,4 @@
-"""Launches workers as processes of this host, with a private folder for their sockets and a log each."""
+"""Launch workers as processes of this host, with a private folder for their sockets and one log each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("longspan")
 
 
 class ProcessLauncher:
-    """Forks a process per rank; they meet in the run folder."""
+    """Forks one process per rank. Ranks and controller use sockets in the run folder."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.cluster, self._config = config.cluster, config
@@ -31,8 +31,8 @@ class ProcessLauncher:
             try:
                 self._log_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                words = "logs of workers are removed when they end, since %s cannot be made (%s)"
-                _log.info(words, self._log_dir, error)
+                text = "logs of workers are removed when they end, since %s cannot be created (%s)"
+                _log.info(text, self._log_dir, error)
                 self._log_dir = Path(self._run_dir)
             self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"
             acquired.pop_all()
@@ -51,12 +51,12 @@ class ProcessLauncher:
 
 
 def _log_dir(run_dir: str) -> Path:
-    """Names a folder for this engine's logs; of those that nobody writes to only the latest are kept."""
+    """Return the folder for this engine's logs. Removes old folders without open logs, except the latest ones."""
     logs = cache_root() / "logs"
     if logs.is_dir():
         times = {}
         for folder in logs.iterdir():
-            with suppress(FileNotFoundError):  # another engine may be doing the same
+            with suppress(FileNotFoundError):  # another engine may remove it concurrently
                 times[folder] = folder.stat().st_mtime
         for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[_NUM_LOGS_KEPT:]:
             if not _in_use(folder):
@@ -71,6 +71,6 @@ def _in_use(folder: Path) -> bool:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # another engine has removed it, or there are no locks here
+        except OSError:  # another engine has removed it, or the file system has no locks
             continue
     return False

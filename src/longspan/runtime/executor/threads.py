@@ -1,6 +1,6 @@
-"""Launches workers as threads of this process: for small models, and for tests.
+"""Launch workers as threads of this process, for small models and tests.
 
-They share the interpreter, and so the time of one core for all that is Python. Nothing is forked and no port is opened.
+They share the interpreter, so all Python code together uses one core. Nothing is forked and no port is opened.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _log = logging.getLogger("longspan.worker")
 _END_TIMEOUT_S = 5.0
 _numbers = itertools.count()
 _loading = threading.Lock()
-"""transformers sets PyTorch's default dtype, which all threads share, while it builds a model."""
+"""Held while a rank loads: transformers then sets PyTorch's default dtype, which all threads share."""
 
 
 class ThreadLauncher:
-    """Runs a thread per rank, which talk by mailboxes in memory.
+    """Runs one thread per rank. Ranks exchange messages in memory.
 
-    PyTorch has one number of threads for the whole process: that of the workers, as long as there are any.
+    Sets PyTorch's number of threads, which is global, to that of the workers until `clean_up`.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.device != "cpu":
-            raise ValueError(f"workers that are threads compute on cpu, not on {config.device}")
+            raise ValueError(f"worker threads compute on cpu, not on {config.device}")
         self.cluster, self.config, self.wires = config.cluster, config, (Wires(), Wires(), Wires(), Wires())
         if config.kernels is not None:
             native.load(config.kernels)
@@ -51,16 +51,16 @@ class ThreadLauncher:
     def start(self, rank: int) -> WorkerThread:
         return WorkerThread(self, rank)
 
-    def transports(self, rank: int, num_ranks: int) -> Transports:  # noqa: ARG002 - mailboxes are for any number
-        """Returns the links of a rank among these."""
+    def transports(self, rank: int, num_ranks: int) -> Transports:  # noqa: ARG002 - wires connect any number of ranks
+        """Return the transports of a rank among `num_ranks` ranks."""
         return memory_transports(self.wires, rank)
 
-    def probe(self, rank: int) -> MemoryProbe | None:  # noqa: ARG002 - of whichever
-        """Returns what counts the memory of a rank's device; the memory of a CPU is not measured."""
+    def probe(self, rank: int) -> MemoryProbe | None:  # noqa: ARG002 - tests override it
+        """Return the memory probe of a rank's device. None: CPU memory is not measured."""
         return None
 
     def disconnect(self, rank: int) -> None:
-        """Ends the links of a rank, so that nobody waits for it, nor it for others."""
+        """Close the transports of a rank, so that it waits for no rank and no rank waits for it."""
         for wires in self.wires:
             wires.close(rank)
 
@@ -72,7 +72,7 @@ class ThreadLauncher:
 
 
 def memory_transports(wires: Sequence[Wires], rank: int) -> Transports:
-    """Returns the links of a rank among threads: over wires for exchanges, rebalances, moves and stages."""
+    """Return the transports of a rank. The wires are for exchanges, rebalances, moves and stages."""
     exchange, rebalances, moves, stages = wires
     return Transports(
         steps=StepLanes.one(MemoryTransport(exchange, rank)),
@@ -84,7 +84,7 @@ def memory_transports(wires: Sequence[Wires], rank: int) -> Transports:
 
 
 class WorkerThread:
-    """A worker in a thread. It cannot be killed: it ends with its step, or with what it waits for."""
+    """A worker in a thread. It cannot be killed: it ends after its step, or when its transports close."""
 
     def __init__(self, launcher: ThreadLauncher, rank: int) -> None:
         self.pid = os.getpid()
@@ -102,16 +102,15 @@ class WorkerThread:
         return self._code
 
     def kill(self) -> None:
-        """Ends its links, so that nobody waits for it, nor it for others."""
         self._launcher.disconnect(self._rank)
 
     def destroy(self) -> None:
-        """Closes its transports and waits for its end; a thread that computes for ever is left behind."""
+        """Close its transports and wait for its end. Abandons a thread that does not end."""
         self.kill()
         try:
             self.wait(_END_TIMEOUT_S)
         except TimeoutError:
-            _log.exception("rank %d hangs and is left behind", self._rank)
+            _log.exception("rank %d hangs, so its thread is abandoned", self._rank)
 
     def _run(self) -> None:
         rank = None
@@ -126,8 +125,8 @@ class WorkerThread:
                 )
             rank.serve(self._commands, self._reports)
             self._code = 0
-        except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-            _log.exception("rank %d fails", self._rank)
+        except Exception as error:  # noqa: BLE001 - report any error to the controller
+            _log.exception("rank %d failed", self._rank)
             send_report(self._reports, failure(self._rank, error))
         finally:
             self.kill()

@@ -1,7 +1,7 @@
-"""Exchanges that take over whole layers, beside the attention exchanges of `attn`.
+"""Exchanges that replace whole attention layers, in addition to the attention exchanges of `attn`.
 
-A model needs nothing of this before its first step with a layerwise part: only then are the calls of its attention
-modules taken over. All other tokens go through to Hugging Face's own forward, before and after.
+The first step with a layerwise part hooks the model's attention modules. Tokens of other parts still use Hugging Face's
+own forward.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class LayerwiseExchange(Protocol):
-    """The channels of one step with one kind of layerwise exchange. Every rank of their groups calls it alike."""
+    """The channels of one step with one kind of layerwise exchange. All ranks of a group make the same calls."""
 
     def begin(self, layer: int) -> None: ...
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Returns the output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""
+        """Return the output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""
 
 
 LAYERWISE = {
@@ -44,16 +44,16 @@ LAYERWISE = {
     GATHER_HIDDEN_SPARSE.kind: ("gather_hidden_sparse", "SparseHiddenLayers"),
     ALLTOALL.kind: ("unsharded_alltoall", "UnshardedLayers"),
 }
-"""The registry of layer exchanges: by kind, the module and its class. Add an exchange here, and its traits in
-`core/exchange.py`. A module is imported at the first step that needs it."""
+"""The registry of layerwise exchanges: by kind, the module and its class. Add an exchange here, and its traits in
+`core/exchange.py`. The first step that needs a module imports it."""
 
 
 @cache
 def _layerwise(kind: str) -> Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]:
     module, name = LAYERWISE[kind]
-    made: Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]
-    made = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return made
+    make: Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]
+    make = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return make
 
 
 class Layerwise:
@@ -66,7 +66,7 @@ class Layerwise:
     def _layers(self) -> dict[int, HookedAttention]:
         modules = attention_modules(self._model.module)
         if modules.keys() != self._model.layers.keys():
-            raise ModelError("its attention is not of a known form: it has no o_proj")
+            raise ModelError("its attention is not supported: it has no o_proj")
         return {layer: HookedAttention(module, self._model.specs) for layer, module in modules.items()}
 
     @cached_property
@@ -76,7 +76,7 @@ class Layerwise:
         return HostWeights(self._model.stored_attention, self._model.module.device)
 
     def step(self, packed: Packed, comm: StepComm, *, pool: KvPool, watch: Stopwatch) -> LayerwiseStep:
-        """Begins a step, in whose packed row the tokens of layerwise channels come last, in the order of these."""
+        """Begin a step. The tokens of layerwise channels are last in its packed row, in the order of the channels."""
         context = StepContext(
             model=self._model,
             layers=self._layers,
@@ -88,13 +88,13 @@ class Layerwise:
         return LayerwiseStep(context, packed)
 
     def close(self) -> None:
-        """Gives the model its own calls back."""
-        for layer in self.__dict__.pop("_layers", {}).values():  # only if a step has taken them over
+        """Restore the model's own attention forwards."""
+        for layer in self.__dict__.pop("_layers", {}).values():  # empty unless a step has hooked them
             layer.close()
 
 
 class LayerwiseStep:
-    """The layerwise channels of one step, whatever their kind."""
+    """The layerwise channels of one step, of all kinds."""
 
     def __init__(self, context: StepContext, packed: Packed) -> None:
         self._channels = channels = [channel for channel in packed.channels if channel.exchange.is_layerwise]
@@ -109,11 +109,11 @@ class LayerwiseStep:
         }
 
     def arguments_alone(self, layer: int) -> Arguments:
-        """Returns what a layer is handed for the tokens of no layerwise channel."""
+        """Return a layer's arguments for the tokens outside layerwise channels."""
         return self._alone[layer]
 
     def output(self, layer: int, hidden: Tensor) -> Tensor:
-        """Returns the output `[tokens, hidden]` of a layer's attention for all tokens of the channels."""
+        """Return the output `[tokens, hidden]` of a layer's attention for all tokens of the channels."""
         for exchange in self._exchanges.values():
             exchange.begin(layer)
         outputs, start = [], 0
@@ -124,5 +124,5 @@ class LayerwiseStep:
         return torch.cat(outputs)
 
     def without_tokens(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Takes part in a layer when this rank has no token."""
+        """Take part in a layer's exchanges when this rank has no token."""
         self.output(layer, torch.empty(0, self._model.module.config.hidden_size, dtype=dtype, device=device))

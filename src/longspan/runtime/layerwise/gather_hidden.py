@@ -1,4 +1,4 @@
-"""`gather_hidden` on the layers of a model: `attn.gather_hidden` around each layer's projections."""
+"""`gather_hidden` for the layers of a model: wraps each layer's projections in `attn.gather_hidden`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HiddenLayers:
     def begin(self, layer: int) -> None: ...
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Gathers, computes this member's heads, and scatters the sums."""
+        """Gather hidden states, compute this member's heads, and reduce-scatter the outputs."""
         context, gathered = self._context, self._gather_hidden(layer, channel)
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The sparse form of `gather_hidden` on the layers of a model."""
+"""Sparse `gather_hidden` for the layers of a model."""
 
 from __future__ import annotations
 
 from longspan.attn.gather_hidden import GatherHidden
-from longspan.attn.sparse.gather_hidden import SparseGatherHidden, SparseLayer
+from longspan.attn.sparse.gather_hidden import SparseGatherHidden
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.gather_hidden import HiddenLayers
 
@@ -12,14 +12,13 @@ class SparseHiddenLayers(HiddenLayers):
     """The `gather_hidden_sparse` channels of one step."""
 
     def _gather_hidden(self, layer: int, channel: Channel) -> GatherHidden:
-        context, setting = self._context, channel.exchange.sparse
-        assert setting is not None, f"{channel.exchange} has a setting"
+        context = self._context
         group, kv, model = context.comm.channel(layer, channel), context.pool.layer(layer), context.model
-        dropped = SparseLayer(
-            setting=setting,
+        return SparseGatherHidden(
+            *(group, channel.parts, kv, model.specs[layer]),
+            setting=channel.exchange.sparse,
             layer=layer,
             num_layers=model.info.num_layers,
             layers=context.pool.layers,
             first_kv_head=model.first_kv_heads[layer],
         )
-        return SparseGatherHidden(group, channel.parts, kv, model.specs[layer], layer=dropped)

@@ -1,5 +1,6 @@
-"""Attention layers, unmodified, computed with other weights than their own: with a share of their heads for tokens that
-several instances gathered, or with all heads where the model has a share of them.
+"""Unmodified attention modules, computed with replaced weights.
+
+The weights are a share of the heads for gathered tokens, or all heads where the rank's model has only a share.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from longspan.core.runs import positions
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, head_counts
 from longspan.model.stages import LayerArguments
-from longspan.model.whole_step import Attend
+from longspan.model.step import Attend
 from longspan.runtime.batch import Channel
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
 Arguments = Mapping[str, Any]
-"""The arguments of a layer, which it hands on to its attention, by name."""
+"""The arguments that a layer passes to its attention, by name."""
 Weights = Mapping[str, Tensor]
 """The parameters of an attention module, by their names in it."""
 
 NAME = "self_attn"
-"""The name of attention in the paths of its parameters, by which they are cut."""
+"""The name of attention in the paths of its parameters. Sharding rules use these paths."""
 
 
 class UnshardedWeights(Protocol):
-    """Fetches the weights of one layer after the other, one ahead: `take(layer)`, then `start(layer + 1)`."""
+    """Prefetches the weights of one layer after another: `take(layer)`, then `start(layer + 1)`."""
 
     def start(self, layer: int) -> None:
-        """Begins to fetch a layer. The layer before it may not have been computed yet; all earlier ones have."""
+        """Start to fetch a layer. The previous layer may still be in computation, all earlier layers are complete."""
 
     def take(self, layer: int) -> Weights:
-        """Returns a layer's weights, valid for what is computed from now on until the next layer but one is started."""
+        """Return a layer's weights. They are valid for later computation, until `start(layer + 2)`."""
 
 
 class HookedAttention:
-    """One attention module of a model, whose calls it takes over. `specs` are what the model's layers compute here.
+    """Replaces the forward of one attention module. `specs` are those of the rank's layers.
 
-    The model is called with an `Attend` that may have a method `layerwise(layer, hidden) -> output` for its last packed
-    tokens, and then has `num_alone`: how many tokens come before those, or None when the step has no such tokens. Its
-    method `arguments_alone(layer)` returns the arguments of a layer for the tokens before.
+    The model is called with an `Attend`. With layerwise parts, its method `layerwise(layer, hidden) -> output` computes
+    the last packed tokens. `num_alone` is the number of tokens before them, or None without such parts. Its method
+    `arguments_alone(layer)` returns a layer's arguments for the tokens before.
     """
 
     def __init__(self, module: nn.Module, specs: tuple[AttnSpec, ...]) -> None:
@@ -63,7 +64,7 @@ class HookedAttention:
         self._module.forward = self._forward
 
     def compute(self, hidden: Tensor, arguments: Arguments, attend: Attend, *, index: int, size: int) -> Tensor:
-        """Returns what one of `size` shares of the heads adds to the output `[tokens, hidden]`, for `hidden` alike."""
+        """Return the partial output `[tokens, hidden]` of share `index` of `size` of the heads, for equal `hidden`."""
         shard = Shard(index=index, size=size, specs=self._specs)
         if (index, size) not in self._shares:
             weights = self._module.named_parameters()
@@ -75,13 +76,13 @@ class HookedAttention:
     def compute_with(
         self, weights: Weights, spec: AttnSpec, hidden: Tensor, arguments: Arguments, attend: Attend
     ) -> Tensor:
-        """Returns the output `[tokens, hidden]` of other weights, with the heads of `spec`."""
+        """Return the output `[tokens, hidden]` with these weights and the heads of `spec`."""
         named = {"hidden_states": hidden[None], **self._own(arguments), "attend": attend}
         with head_counts(self._module, spec):
             output = functional_call(self._module, dict(weights), (), named)
         return _first(output)[0]
 
-    def _call(self, hidden_states: Tensor, **arguments: Any) -> Any:  # noqa: ANN401 - what its model expects
+    def _call(self, hidden_states: Tensor, **arguments: Any) -> Any:  # noqa: ANN401 - the type depends on the model
         attend: Any = arguments.get("attend")
         num_alone = getattr(attend, "num_alone", None)
         if num_alone is None:
@@ -89,23 +90,23 @@ class HookedAttention:
         outputs = []
         if num_alone:
             alone = self._own(attend.arguments_alone(self._layer))
-            made = self._forward(hidden_states=hidden_states[:, :num_alone], **alone, attend=attend)
-            outputs.append(_first(made)[0])
+            output = self._forward(hidden_states=hidden_states[:, :num_alone], **alone, attend=attend)
+            outputs.append(_first(output)[0])
         outputs.append(attend.layerwise(self._layer, hidden_states[0, num_alone:]))
         return torch.cat(outputs)[None], None
 
     def _own(self, arguments: Arguments) -> dict[str, Any]:
-        """Picks the arguments that the layer hands on to its attention."""
+        """Select the arguments that the layer passes to its attention."""
         return {name: arguments[name] for name in self._names if name in arguments}
 
 
-def _first(output: Any) -> Tensor:  # noqa: ANN401 - a tensor, or several
+def _first(output: Any) -> Tensor:  # noqa: ANN401 - a tensor or a tuple
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The rank's side of one step, which layerwise exchanges use. `host_weights` are made when they are asked for."""
+    """The rank's objects of one step that layerwise exchanges use. `host_weights` creates them at the first call."""
 
     model: Model
     layers: Mapping[int, HookedAttention]
@@ -115,9 +116,9 @@ class StepContext:
     watch: Stopwatch
 
     def arguments(self, channel: Channel, members: Iterable[int], rows: slice = slice(None)) -> LayerArguments:
-        """Returns what layers are handed for the tokens of some members, or for some `rows` of these.
+        """Return the layers' arguments for the tokens of members, ordered by member, then by part.
 
-        They are ordered by member, then by part.
+        `rows` selects some of these tokens.
         """
         tokens = [
             (position, length)

@@ -1,9 +1,9 @@
-"""`alltoall` with unsharded weights on one rank of an instance that is split by tensor parallelism, layer by layer.
+"""`alltoall` with unsharded weights on one rank of an instance with tensor parallelism, layer by layer.
 
-Each rank of an instance makes the queries, keys and values of all heads for a slice of its tokens. They are swapped
-inside the instance, so that each rank has its heads for all of them, as ever; `alltoall` between the instances follows.
-Then outputs are swapped back, each rank finishes its slice, and all ranks get all tokens again. The weights come from
-the host's copy, or from the rank's peers, a layer ahead.
+Each rank of an instance computes the queries, keys and values of all heads for a slice of the instance's tokens. The
+ranks exchange them, so that each rank has its heads for all tokens. Then `alltoall` between the instances follows. The
+ranks exchange the outputs back, each computes its slice, and all gather all tokens. Weights come from the host's copy
+or from the rank's peers, one layer ahead.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, WeightSource
+from longspan.core.splits import HeadShare, cut_evenly, split_heads
 from longspan.model.sharding import Shard, attention_modules
 from longspan.runtime.batch import Channel
 from longspan.runtime.layerwise.layers import NAME, StepContext, UnshardedWeights, Weights
@@ -30,16 +30,16 @@ from longspan.runtime.step_comm import WEIGHTS
 
 
 class UnshardedLayers:
-    """The channels of one step that need unsharded weights. All ranks of an instance call it alike."""
+    """The channels of one step that need unsharded weights. All ranks of an instance make the same calls."""
 
     def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
         self._context = context
         self._parts = {c.number: _from_zero(c.parts) for c in channels}
         shard = context.model.shard
         slices = {c.number: slice(*cut_evenly(c.num_tokens, shard.size)[shard.index]) for c in channels}
-        mine = {number: rows for number, rows in slices.items() if rows.stop > rows.start}
+        own_slices = {number: rows for number, rows in slices.items() if rows.stop > rows.start}
         self._arguments = {
-            c.number: context.arguments(c, [c.rank], mine[c.number]) for c in channels if c.number in mine
+            c.number: context.arguments(c, [c.rank], own_slices[c.number]) for c in channels if c.number in own_slices
         }
         used = dict.fromkeys(c.exchange.weights for c in channels if c.num_tokens)
         self._sources = {source: self._fetch(source) for source in used}
@@ -47,17 +47,17 @@ class UnshardedLayers:
         self._start(context.pool.layers[0])
 
     def begin(self, layer: int) -> None:
-        """Waits for the weights of a layer, and starts to fetch those of the next."""
-        self._weights = {source: fetched.take(layer) for source, fetched in self._sources.items()}
+        """Wait for the weights of a layer, and start to fetch the next layer's."""
+        self._weights = {name: source.take(layer) for name, source in self._sources.items()}
         self._start(self._context.pool.after(layer))
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Computes the slice of the tokens that is this rank's, and gathers the rest."""
+        """Compute this rank's slice of the tokens, and gather the other slices."""
         context = self._context
         model, pool, comm = context.model, context.pool, context.comm
         spec = model.info.specs[layer]
         inside = HeadTokenSwap(comm.inside(ALLTOALL.kind), spec, len(hidden))
-        mine = hidden[inside.mine]
+        own_hidden = hidden[inside.own_tokens]
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with context.watch.during("attention"):
@@ -77,15 +77,15 @@ class UnshardedLayers:
                 alltoall(call)
                 return inside.to_tokens(call.out)
 
-        if not len(mine):  # the module cannot run on none
+        if not len(own_hidden):  # the module cannot run on zero tokens
             q, kv = (hidden.new_empty(heads, 0, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads))
             attend(layer, q, kv, kv)
-            return inside.gather(mine)
+            return inside.gather(own_hidden)
         arguments = self._arguments[channel.number][layer]
         weights = self._weights[channel.exchange.weights]
         with model.summed_by(lambda complete: complete):  # nothing to sum over the ranks of the instance
-            made = context.layers[layer].compute_with(weights, spec, mine, arguments, attend)
-        return inside.gather(made)
+            output = context.layers[layer].compute_with(weights, spec, own_hidden, arguments, attend)
+        return inside.gather(output)
 
     def _fetch(self, source: WeightSource | None) -> UnshardedWeights:
         context = self._context
@@ -103,14 +103,14 @@ class UnshardedLayers:
 
 
 def _from_zero(parts: MemberParts) -> MemberParts:
-    """Returns the parts with rows that count from the first of them, which follow each other."""
+    """Return contiguous parts with rows that begin at 0."""
     first = parts[0].rows.start
-    moved = [replace(part, rows=slice(part.rows.start - first, part.rows.stop - first)) for part in parts]
-    return MemberParts(moved, parts.backend)
+    shifted = [replace(part, rows=slice(part.rows.start - first, part.rows.stop - first)) for part in parts]
+    return MemberParts(shifted, parts.backend)
 
 
 class HeadTokenSwap:
-    """One layer of one rank. All ranks of the instance call `to_heads`, `to_tokens` and `gather`, in this order.
+    """Exchanges heads for tokens in one layer. All ranks call `to_heads`, `to_tokens` and `gather`, in this order.
 
     Args:
         group: the ranks of the instance.
@@ -118,7 +118,7 @@ class HeadTokenSwap:
         num_tokens: of the instance.
 
     Attributes:
-        mine: the slice of the tokens that is this rank's.
+        own_tokens: this rank's slice of the tokens.
     """
 
     def __init__(self, group: Group, spec: AttnSpec, num_tokens: int) -> None:
@@ -126,37 +126,37 @@ class HeadTokenSwap:
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self._slices = [slice(first, last) for first, last in cut_evenly(num_tokens, group.size)]
         self._counts = [tokens.stop - tokens.start for tokens in self._slices]
-        self.mine = self._slices[group.rank]
+        self.own_tokens = self._slices[group.rank]
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Swaps queries, keys and values of all heads for this rank's tokens against those of its heads for all tokens.
+        """Exchange q, k, v with all heads and this rank's tokens for q, k, v with its heads and all tokens.
 
         All are `[heads, tokens, head_dim]`.
         """
         me, dim = self._group.rank, self._spec.head_dim
         cut = [[x[h.start : h.stop] for x, h in zip((q, k, v), _kinds(share), strict=True)] for share in self._shares]
-        leaving = {rank: Message.of(cut[rank]) for rank in self._group.others}
-        coming = {
-            rank: Message.room([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
-            for rank in self._group.others
+        sends = {rank: Message.of(cut[rank]) for rank in self._group.peers}
+        receives = {
+            rank: Message.empty([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
+            for rank in self._group.peers
         }
-        self._group.start(sends=leaving, receives=coming, hop=0).wait()
-        by_rank = [cut[me] if rank == me else coming[rank].tensors for rank in range(self._group.size)]
+        self._group.start(sends=sends, receives=receives, hop=0).wait()
+        by_rank = [cut[me] if rank == me else receives[rank].tensors for rank in range(self._group.size)]
         queries, keys, values = (torch.cat(tensors, dim=1) for tensors in zip(*by_rank, strict=True))
         return queries, keys, values
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """Swaps outputs of this rank's heads for all tokens against `[all heads, this rank's tokens, head_dim]`."""
+        """Exchange `[own heads, all tokens, head_dim]` for `[all heads, own tokens, head_dim]`."""
         me, dim = self._group.rank, self._spec.head_dim
-        leaving = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._group.others}
+        sends = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._group.peers}
         shapes = [(len(share.heads), self._counts[me], dim) for share in self._shares]
-        coming = {rank: Message.room([shapes[rank]], out) for rank in self._group.others}
-        self._group.start(sends=leaving, receives=coming, hop=1).wait()
+        receives = {rank: Message.empty([shapes[rank]], out) for rank in self._group.peers}
+        self._group.start(sends=sends, receives=receives, hop=1).wait()
         ranks = range(self._group.size)
-        return torch.cat([out[:, self.mine] if rank == me else coming[rank].tensors[0] for rank in ranks])
+        return torch.cat([out[:, self.own_tokens] if rank == me else receives[rank].tensors[0] for rank in ranks])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Gathers what every rank made of its tokens, `[tokens, width]`."""
+        """Gather the outputs of all ranks to `[tokens, width]`."""
         return gather_rows(self._group, rows, self._counts, hop=2)
 
 
@@ -165,44 +165,44 @@ def _kinds(share: HeadShare) -> tuple[range, range, range]:
 
 
 class HostWeights:
-    """Takes weights from the mapped weight file: views of it on CPUs; on CUDA devices copies, made on a stream.
+    """Weights from the mapped weight file: views on CPUs, copies on a side stream on CUDA devices.
 
-    What is copied is first pinned, layer by layer, and stays so: each rank has the weights of all attention layers once
-    in the memory of its host. Even and odd layers have a buffer each on the device.
+    Before its first copy, a layer is pinned in host memory and stays there, so each rank pins all attention layers.
+    Even and odd layers share one device buffer each.
     """
 
     def __init__(self, stored: Callable[[int], Weights], device: torch.device) -> None:
         self._stored, self._device = stored, device
         self._layers: dict[int, Weights] = {}
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-        self._rooms: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._buffers: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def start(self, layer: int) -> None:
-        """Pins and copies a layer on CUDA devices; on CPUs there is nothing to fetch."""
+        """Start to copy a layer to a CUDA device, from pinned memory. Does nothing on CPUs."""
         if self._stream is None:
             return
         if layer not in self._layers:
             self._layers[layer] = {name: weight.pin_memory() for name, weight in self._stored(layer).items()}
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # who used the buffer before is done with it
-        room = self._rooms[layer % 2]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # earlier layers have used the buffer
+        buffer = self._buffers[layer % 2]
         with torch.cuda.stream(self._stream):
             for name, weight in self._layers[layer].items():
-                if name not in room or room[name].shape != weight.shape:
-                    room[name] = torch.empty_like(weight, device=self._device)
-                room[name].copy_(weight, non_blocking=True)
+                if name not in buffer or buffer[name].shape != weight.shape:
+                    buffer[name] = torch.empty_like(weight, device=self._device)
+                buffer[name].copy_(weight, non_blocking=True)
 
     def take(self, layer: int) -> Weights:
-        """Returns the views, or the copies, which are complete for what is computed from now on."""
+        """Return views or copies. Later work on the current stream waits for the copies."""
         if self._stream is None:
             if layer not in self._layers:
                 self._layers[layer] = self._stored(layer)
             return self._layers[layer]
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return self._rooms[layer % 2]
+        return self._buffers[layer % 2]
 
 
 class PeerWeights:
-    """Gathers weights from the ranks of the instance, which have a share each; `connect` makes a group for every layer.
+    """Gathers weights from the shares of the instance's ranks. `connect` returns a new group for each layer.
 
     All ranks of the instance start and take the same layers in the same order.
     """
@@ -219,50 +219,50 @@ class PeerWeights:
         self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
 
     def start(self, layer: int) -> None:
-        """Sends this rank's share of a layer to the others, and begins to receive theirs."""
+        """Start to send this rank's share of a layer, and to receive the other shares."""
         share, layouts = self._shares[layer], self._layouts(layer)
-        blocks = [share_room(layout, share) for layout in layouts]
+        blocks = [empty_share(layout, share) for layout in layouts]
         blocks[self._shard.index] = share_message(layouts[self._shard.index], share)
         self._pending[layer] = Gathering(self._connect(), blocks), blocks
 
     def take(self, layer: int) -> Weights:
-        """Joins the shares once they are here."""
+        """Wait for the shares and join them."""
         gathering, blocks = self._pending.pop(layer)
         gathering.wait()
         return joined_weights(self._layouts(layer), self._shares[layer], blocks)
 
 
 Layout = Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
-"""Maps a parameter to the dimension of its cut, and to the stretches of a rank's share that no rank before it has."""
+"""Maps a parameter to its sharded dimension, and to the ranges of a rank's share that no lower rank has."""
 
 
 def share_layouts(shard: Shard, layer: int, shapes: Mapping[str, torch.Size]) -> Sequence[Layout]:
-    """Returns what each rank sends of a layer's attention, whose unsharded parameters have these shapes.
+    """Return the layout that each rank sends of a layer's attention. `shapes` are those of unsharded parameters.
 
-    All ranks send equally many stretches of a parameter, and none of what every rank has completely.
+    All ranks send equally many ranges of a parameter. They send no parameter that every rank has completely.
     """
     layouts: list[dict[str, tuple[int, list[tuple[int, int]]]]] = []
-    known: dict[str, list[int]] = {}
+    sent_stops: dict[str, list[int]] = {}
     for index in range(shard.size):
         layouts.append({})
         for name, shape in shapes.items():
             if (pieces := replace(shard, index=index).pieces(f"layers.{layer}.{NAME}.{name}", shape)) is None:
                 continue
             dim, ranges = pieces
-            stops, start, stretches = known.setdefault(name, [0] * len(ranges)), 0, []
+            stops, start, slices = sent_stops.setdefault(name, [0] * len(ranges)), 0, []
             for kind, own in enumerate(ranges):
                 first = min(len(own), max(0, stops[kind] - own.start))
-                stretches.append((start + first, start + len(own)))
+                slices.append((start + first, start + len(own)))
                 start, stops[kind] = start + len(own), max(stops[kind], own.stop)
-            layouts[-1][name] = dim, stretches
+            layouts[-1][name] = dim, slices
     return layouts
 
 
-def share_room(layout: Layout, like: Weights) -> Message:
-    """Allocates a message for what a rank sends; `like` is the share of any rank."""
+def empty_share(layout: Layout, like: Weights) -> Message:
+    """Allocate a message for a rank's share. `like` is the share of any rank."""
     shapes = []
-    for name, (dim, stretches) in layout.items():
-        for start, stop in stretches:
+    for name, (dim, slices) in layout.items():
+        for start, stop in slices:
             shape = list(like[name].shape)
             shape[dim] = stop - start
             shapes.append((tuple(shape), like[name].dtype))
@@ -270,21 +270,21 @@ def share_room(layout: Layout, like: Weights) -> Message:
 
 
 def share_message(layout: Layout, share: Weights) -> Message:
-    """Fills `share_room` from the rank's own share."""
+    """Build the message of the rank's own share, with the shapes of `empty_share`."""
     return Message.of(
         [
             share[name].narrow(dim, start, stop - start)
-            for name, (dim, stretches) in layout.items()
-            for start, stop in stretches
+            for name, (dim, slices) in layout.items()
+            for start, stop in slices
         ]
     )
 
 
 def joined_weights(layouts: Sequence[Layout], share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:
-    """Joins the weights of a layer from the messages of all ranks, and from `share` what every rank has completely."""
-    rooms = [iter(message.tensors) for message in messages]
+    """Join the weights of a layer from all ranks' messages. Unsharded parameters are taken from `share`."""
+    tensors = [iter(message.tensors) for message in messages]
     whole = dict(share)
-    for name, (dim, stretches) in layouts[0].items():
-        pieces = [[next(room) for _ in stretches] for room in rooms]
+    for name, (dim, slices) in layouts[0].items():
+        pieces = [[next(of_rank) for _ in slices] for of_rank in tensors]
         whole[name] = torch.cat([piece for kind in zip(*pieces, strict=True) for piece in kind], dim)
     return whole

@@ -1,31 +1,31 @@
-"""Offline throughput with constant lengths in closed form: Seesaw, appendix A, Eq. 1, with its slips corrected.
+"""Offline throughput with constant lengths in closed form: Seesaw, appendix A, Eq. 1, with corrections.
 
 A layer's forward pass over a micro-batch takes, on every rank (Table 3 of the paper),
 
     T_L = max(T_dm_linear, T_comp_linear) + max(T_dm_attn, T_comp_attn) + T_nw
 
-for weights and products, keys and scores, and sums over the ranks of a stage. A full pipeline ends a pass every
-T_stage = L / PP * T_L, in each of DP instances; a pass moves 1 / PP of an instance's requests on by one token, so it is
-1 / Eq. 1 = b / PP / T_stage. Slips of the paper:
+for weights and products, keys and scores, and sums over the ranks of a stage. In each of DP instances, a full pipeline
+ends a pass every T_stage = L / PP * T_L. A pass advances 1 / PP of an instance's requests by one token, so its rate is
+1 / Eq. 1 = b / PP / T_stage. Corrections of the paper:
 
-- Table 3 has d² in the operations of attention. A score is a product of d numbers, and its value takes as many. So a
-  prompt takes 2 b h_q s² d, half of its pairs being hidden, and a token behind s others 4 b h_q s d, not s².
-- Eq. 1 counts prompts with the times of prefill, and single tokens with those of decoding. A request with N tokens (in
-  Table 2, and nowhere else) takes one prefill, which gives the first of them, and N - 1 passes of decoding.
-- "A micro-batch of b / PP" is of all instances together; one of them finishes b / (PP * DP).
-- s is the prompt in prefill, s + N / 2 on average in decoding, and s + N at the end of it.
-- b_max counts all memory; activations, the driver and what stays unused are not for KV.
+- Table 3 has d² in the operations of attention. A score is a product of d numbers, and its value takes d operations. A
+  prompt therefore takes 2 b h_q s² d, because half of its pairs are masked. A token behind s tokens takes 4 b h_q s d.
+- Eq. 1 counts prompts with the times of prefill, and single tokens with the times of decode. A request with N tokens
+  (in Table 2, and nowhere else) takes one prefill for the first of them, and N - 1 passes of decode.
+- "A micro-batch of b / PP" is of all instances together. One instance finishes b / (PP * DP).
+- s is the prompt in prefill, s + N / 2 on average in decode, and s + N at its end.
+- b_max counts all memory. Activations, the driver and unused memory are not for KV.
 
-The form leaves out what is not small, and is here:
+The paper leaves out some terms that are not small, and are included here:
 
-- parts of the peaks that devices reach, as in `cost/roofline.py`: weights and products are not hidden behind each other
-  altogether, so their maximum is rounded as measured; operators between products; how long all of them take to start;
+- shares of the peaks that devices reach, as in `cost/roofline.py`. Weights and products do not overlap fully, so their
+  maximum is smoothed as measured. Operators between products take time, and all operators take time to start.
 - B_ar(TP) of a ring, and the latency of each sum;
-- the output head, which the last stage has beside its layers, and layers that do not divide;
-- chunked prefill: answers are decoded in the passes that compute prompts, and have fewer of their own;
-- requests that are prefilled hold memory, too, and while PP stages wait for the last pass of a prompt, it idles them;
-- prompts are admitted when they fit, so N / (s + N) of the requests must give way for answers that grow, and are
-  computed anew, s + N / 2 tokens on average;
+- the output head, which the last stage has in addition to its layers, and layers that do not divide;
+- chunked prefill: answers are decoded in the passes that compute prompts, and have fewer passes of their own;
+- requests in prefill hold memory, too. It is idle while PP stages wait for the last pass of a prompt;
+- prompts are admitted when they fit, so growing answers preempt N / (s + N) of the requests. These recompute
+  s + N / 2 tokens on average.
 - of r requests, the first fill the pipeline, and the last do not fill a batch.
 """
 
@@ -40,16 +40,16 @@ from longspan.cost.forward import Roofline
 from longspan.errors import ParameterError
 
 _NUM_PRODUCTS, _NUM_ATTENTION = 4, 2
-"""Operators of a layer that take time to start: products; attention, and what joins its parts."""
+"""Operators of a layer that take time to start: products, and attention with the merge of its parts."""
 _ITERATIONS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineWork:
-    """Requests alike that all come at once.
+    """Equal requests that all arrive at once.
 
     Raises:
-        ParameterError: for less than one of anything.
+        ParameterError: for a value below 1.
     """
 
     num_requests: int
@@ -72,7 +72,7 @@ class OfflineWork:
         return self.input_len + self.output_len / 2
 
     def passed(self, prompt: float, decodes: float) -> Pass:
-        """Makes a pass over so many tokens of prompts and so many decodes."""
+        """Make a pass over tokens of prompts and decodes."""
         return Pass(prompt, self.input_len / 2, decodes, self.mean_len)
 
 
@@ -81,9 +81,9 @@ class Pass(NamedTuple):
 
     Attributes:
         prompt: tokens of prompts.
-        prompt_seen: tokens that each of those sees on average.
+        prompt_seen: tokens that each token of a prompt attends to on average.
         decodes: single tokens.
-        decode_seen: tokens that each of those sees on average.
+        decode_seen: tokens that each decode attends to on average.
     """
 
     prompt: float
@@ -93,7 +93,7 @@ class Pass(NamedTuple):
 
 
 class LayerTerms(NamedTuple):
-    """Seconds of one layer on one rank, as Table 3 has them, and T_L with what the paper leaves out.
+    """Seconds of one layer on one rank by Table 3, and T_L with the terms that the paper leaves out.
 
     Attributes:
         weights_s: T_dm_linear.
@@ -113,7 +113,7 @@ class LayerTerms(NamedTuple):
 
 
 def layer_terms(line: Roofline, one: Pass) -> LayerTerms:
-    """Computes the terms of Table 3, divided by TP where ranks share, at the speeds that devices reach."""
+    """Return the terms of Table 3 at the speeds that devices reach. Shared terms are divided by TP."""
     layer, model, shape = line.layer, line.layer.model, line.layer.model.attention
     device, curve, tokens = layer.device, layer.efficiency.linear, one.prompt + one.decodes
     bytes_per_s, peak = device.bytes_per_s * curve.memory, device.peak(shape.bytes_per_element)
@@ -134,46 +134,46 @@ def layer_terms(line: Roofline, one: Pass) -> LayerTerms:
 
 
 def stage_s(line: Roofline, one: Pass) -> float:
-    """Returns T_stage of the slowest stage: a full pipeline ends a pass so long after the one before."""
+    """Return T_stage of the slowest stage, which is the time between two passes of a full pipeline."""
     layers_s = layer_terms(line, one).total_s * line.layer.model.attention.num_layers
     num_sampled = one.decodes + (1 if one.prompt else 0)
     return max(line.by_stage(layers_s, line.layer.head_s(num_sampled), 0.0))
 
 
 def kv_tokens(line: Roofline, pass_tokens: int) -> float:
-    """Counts the tokens whose KV an instance has room for beside weights and passes of so many tokens."""
+    """Return the tokens whose KV fits into an instance, next to weights and passes of `pass_tokens`."""
     return full_step(line, pass_tokens).kv_room / (line.layer.kv_bytes * max(map(len, line.stages)))
 
 
 def max_batch(line: Roofline, work: OfflineWork, pass_tokens: int) -> float:
-    """Returns b_max of one instance: how many requests it has room for, on average over their answers.
+    """Return b_max of one instance: the number of requests that fit, on average over their answers.
 
     Raises:
-        ValueError: when there is no room for one.
+        ValueError: if no request fits.
     """
-    room = kv_tokens(line, pass_tokens)
-    if room < work.input_len + work.output_len:
+    capacity = kv_tokens(line, pass_tokens)
+    if capacity < work.input_len + work.output_len:
         raise ValueError(
-            f"no request of {work.input_len} + {work.output_len} tokens fits beside a pass over {pass_tokens}: "
+            f"no request of {work.input_len} + {work.output_len} tokens fits next to a pass over {pass_tokens}: "
             f"{full_step(line, pass_tokens).arithmetic}: use more devices, or fewer max_num_batched_tokens"
         )
-    return room / work.mean_len
+    return capacity / work.mean_len
 
 
 def static_throughput(line: Roofline, instances: int, work: OfflineWork, max_num_batched_tokens: int) -> float:
-    """Returns requests per second of one parallel spec with chunked prefill, as the policy `chunked` has it.
+    """Return requests per second of one parallel spec with chunked prefill, as by policy `chunked`.
 
     Args:
         line: the cost model of one of the `instances`.
-        max_num_batched_tokens: tokens of a step, of which each of PP passes under way has an equal part.
+        max_num_batched_tokens: tokens of a step, split evenly over the PP passes in flight.
 
     Raises:
-        ValueError: when no request fits.
+        ValueError: if no request fits.
     """
     num_stages = len(line.stages)
     tokens = -(-max_num_batched_tokens // num_stages)
     largest, own = max_batch(line, work, tokens), work.num_requests / instances
-    # As many as memory never keeps from being prefilled: those that come while one is served.
+    # If memory never delays a prefill, the running requests are the arrivals during one request.
     decodes = tokens * work.num_passes / (work.input_len + work.num_passes)
     passes = work.input_len / (tokens - decodes)
     served_passes = passes + num_stages - 1 + work.num_passes * num_stages
@@ -192,12 +192,12 @@ def static_throughput(line: Roofline, instances: int, work: OfflineWork, max_num
 
 
 def _bound_by_memory(work: OfflineWork, tokens: int, batch: float, num_stages: int) -> tuple[float, float]:
-    """Returns the passes that the prompt of a request takes, and the decodes of every pass, of `batch` requests."""
-    given_way = work.output_len / (work.input_len + work.output_len) if work.num_passes else 0.0
-    prompt_tokens = work.input_len + given_way * work.mean_len
+    """Return the passes of a request's prompt, and the decodes of every pass, with `batch` running requests."""
+    preempted = work.output_len / (work.input_len + work.output_len) if work.num_passes else 0.0
+    prompt_tokens = work.input_len + preempted * work.mean_len
     decode_passes, decodes = work.num_passes * num_stages, 0.0
     passes = prompt_tokens / tokens
-    for _ in range(_ITERATIONS):  # what decodes take of a pass lengthens prefills, in which fewer decode
+    for _ in range(_ITERATIONS):  # tokens of decodes lengthen prefills, in which fewer requests decode
         decodes = batch / num_stages * decode_passes / (decode_passes + passes + num_stages - 1)
         decodes = min(decodes, tokens / 2)
         passes = prompt_tokens / (tokens - decodes)
@@ -212,17 +212,17 @@ def pair_throughput(
     max_num_batched_tokens: int,
     host_kv_tokens: float,
 ) -> float:
-    """Returns requests per second of Seesaw: prompts by one spec until hosts are full, answers by the other.
+    """Return requests per second of Seesaw: prompts by one spec until hosts are full, answers by the other.
 
-    KV leaves and comes over each device's bus beside the passes. Each time the spec changes, all devices get their part
-    of the weights over it, which nothing hides, and the pipeline empties.
+    KV is copied over each device's bus concurrently with the passes. When the spec changes, all devices copy their
+    weights over it without overlap, and the pipeline empties.
 
     Args:
-        prefill, decode: the cost models of an instance by each spec; there are as many `instances` of both.
-        host_kv_tokens: tokens whose KV the memory of all hosts has room for.
+        prefill, decode: the cost models of an instance by each spec. Both have the same number of `instances`.
+        host_kv_tokens: tokens whose KV fits into the memory of all hosts.
 
     Raises:
-        ValueError: when no request fits.
+        ValueError: if no request fits.
     """
     own = work.num_requests / instances
     tokens = -(-max_num_batched_tokens // len(prefill.stages))
@@ -239,12 +239,12 @@ def pair_throughput(
 
 
 def _swap_s(line: Roofline, tokens: float) -> float:
-    """Times KV of so many tokens between an instance and its host, each device over its own bus."""
+    """Return the seconds of KV copies between an instance and its host, each device over its own bus."""
     num_bytes = tokens * line.layer.kv_bytes * max(map(len, line.stages))
     return num_bytes / catalog.link(line.layer.device.bus).bytes_per_s
 
 
 def _weights_s(line: Roofline) -> float:
-    """Times the weights of the fullest device over its bus."""
+    """Return the seconds of the largest weight copy of a device over its bus."""
     num_bytes = max(map(line.layer.model.stage_bytes, line.stages)) / line.layer.tp
     return num_bytes / catalog.link(line.layer.device.bus).bytes_per_s

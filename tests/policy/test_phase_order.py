@@ -23,7 +23,7 @@ from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Part
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.policy.batch_order import PrefillFirst
+from longspan.policy.baselines.phase_order import PrefillFirst
 
 POLICIES = ("prefill-first", "decode-first")
 

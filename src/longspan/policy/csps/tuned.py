@@ -1,6 +1,6 @@
-"""Tuned files: the measurements of `longspan tune csa`, and the loss and speeds to choose by (CSPS §3.2.6).
+"""Tuned files: the measurements of `longspan tune csa`, with fitted loss and speeds (CSPS §3.2.6).
 
-A tuned file is one JSON object. The loss is of the model, wherever it runs; speeds are of the machine that measured.
+A tuned file is one JSON object. The loss belongs to the model on any machine. Speeds are of the machine that measured.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import msgspec
 from longspan.core.sparse import DropMode, SparseSetting
 from longspan.core.sparse_plan import segments_of
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_models import LossModel, LossSample
 from longspan.cost.csa_pipeline import Rates
-from longspan.cost.csa_search import Configuration, Grid, Group, Loss
 from longspan.cost.profile_key import Stored
+from longspan.policy.csps.models import LossModel, LossSample
+from longspan.policy.csps.objective import NO_LOSS
+from longspan.policy.csps.search import Configuration, Grid, Group, Loss
 
-NO_LOSS = 1.0
-"""Points below which a loss counts as none: some prompts do not tell less from nothing."""
 HELD_OUT_EVERY = 5
-"""One point of so many is kept from the fits, as in the paper."""
+"""Every fifth point is held out from the fits, as in the paper."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,12 +33,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         levels: 1 for exact attention.
-        drop: the ratio of level 2, from which the others follow.
+        drop: the ratio of level 2, from which the other ratios follow.
         scores: for each prompt, the probability with which the model answers its pass key.
-        num_found: prompts whose key a greedy answer begins with.
+        num_found: prompts whose greedy answer begins with the key.
         nll: for each prompt, the mean negative log-likelihood of its tokens.
-        ttft_s, attention_s: time to the first token of one of the prompts alone, and seconds of attention of all ranks
-            together; None where that was not timed.
+        ttft_s, attention_s: time to the first token of one prompt alone, and seconds of attention summed over ranks.
+            None if the point was not timed.
     """
 
     num_tokens: int
@@ -57,27 +56,27 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Configuration(self.levels, self.drop)
 
     def points_lost(self, exact: Point) -> float:
-        """Returns the mean probability of keys that is lost, in points of 100."""
+        """Return the lost mean probability of keys, in points of 100."""
         return 100 * (statistics.fmean(exact.scores) - statistics.fmean(self.scores))
 
     def perplexity_gained(self, exact: Point) -> float:
-        """Returns by how many per cent perplexity is higher."""
+        """Return the increase of perplexity in per cent."""
         return 100 * (math.exp(statistics.fmean(self.nll) - statistics.fmean(exact.nll)) - 1)
 
     def loss(self, exact: Point) -> float:
-        """Returns A_d in points: of the score that is lost, or per cent of perplexity, whichever are more.
+        """Return A_d in points: the maximum of the lost score and the per cent of perplexity.
 
-        A model that answers pass keys with hardly any of its attention may have lost much else.
+        A model may answer pass keys with very little of its attention, so the score alone is not enough.
         """
         return max(self.points_lost(exact), self.perplexity_gained(exact))
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The errors of models at points that they were not fitted to.
+    """The errors of the fits at held-out points.
 
     Attributes:
         accuracy: 1 - the mean absolute error of the loss, of 100 points.
-        time_error: the median relative error of times to first token; None where none was timed.
+        time_error: the median relative error of times to first token. None if no point was timed.
     """
 
     num_points: int
@@ -91,9 +90,9 @@ class Tuned(Stored, frozen=True, kw_only=True):
     Attributes:
         tuned_for: the model.
         hosts: the host of each member of the group that measured.
-        machine, data: where, and on which text.
+        machine, data: the machine that measured, and its text.
         rates: of a member of that group, while all members compute.
-        points: all that were measured, in order; none where only choices are to be made.
+        points: all measured points, in order. Empty if the file is only used for choices.
     """
 
     called: ClassVar[str] = "file of longspan tune csa"
@@ -111,36 +110,36 @@ class Tuned(Stored, frozen=True, kw_only=True):
 
     @property
     def brief(self) -> Tuned:
-        """The same without points."""
+        """A copy without points."""
         return msgspec.structs.replace(self, points=())
 
     def levels(self) -> set[int]:
-        """Returns the numbers of levels whose loss is known; exact attention has 1."""
+        """Return the numbers of levels whose loss was measured, and 1 for exact attention."""
         return {1, *(fit.num_ratios + 1 for fit in self.loss.fits)}
 
     def modes(self) -> list[DropMode]:
         return sorted({fit.mode for fit in self.loss.fits})
 
-    def most_without_loss(self, num_tokens: int, levels: int, mode: DropMode) -> float | None:
-        """Returns the largest drop ratio of level 2 of which no loss is predicted; None if any loses something."""
+    def max_drop_without_loss(self, num_tokens: int, levels: int, mode: DropMode) -> float | None:
+        """Return the largest drop ratio of level 2 without a predicted loss, or None if every ratio has a loss."""
         group = Group(shape=self.shape, hosts=self.hosts, rates=self.rates)
-        loss, found = self.loss_in(self.hosts, mode), None
+        loss, largest = self.loss_in(self.hosts, mode), None
         for ratio in Grid().drops:
             if loss(num_tokens, group.mean_drop(Configuration(levels, ratio))) > NO_LOSS:
                 break
-            found = ratio
-        return found
+            largest = ratio
+        return largest
 
     def loss_in(self, hosts: tuple[int, ...], mode: DropMode) -> Loss:
-        """Returns A_d for another group: what counts is the part of all pairs that a level has there.
+        """Return A_d for another group. Ratios are weighted by the share of all pairs that a level has there.
 
-        It is infinite for numbers of levels that were not measured.
+        The loss is infinite for numbers of levels that were not measured.
         """
-        known = self.levels()
+        measured = self.levels()
 
         def loss(num_tokens: int, mean_drop: tuple[float, ...]) -> float:
             levels = len(mean_drop) + 1
-            if levels not in known:
+            if levels not in measured:
                 return math.inf
             here, there = pair_shares(hosts, levels), pair_shares(self.hosts, levels)
             alike = tuple(ratio * own / of for ratio, own, of in zip(mean_drop, here, there, strict=True))
@@ -151,7 +150,7 @@ class Tuned(Stored, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def pair_shares(hosts: tuple[int, ...], levels: int) -> tuple[float, ...]:
-    """Returns the part of all pairs of a query and a key that meet at each level from 2 on, of a long prompt."""
+    """Return the share of all (query, key) pairs that meet at each level from 2 on, for a long prompt."""
     if levels == 1:
         return ()
     count = len(hosts)
@@ -161,21 +160,21 @@ def pair_shares(hosts: tuple[int, ...], levels: int) -> tuple[float, ...]:
 
 
 def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, machine: str, data: str) -> Tuned:
-    """Fits models to points, but for the held-out ones, and says how well they predict those.
+    """Fit the loss and the speeds to points, and measure their errors at the held-out points.
 
     Args:
-        group: the members that measured; of its rates only those of links count.
+        group: the members that measured. Only the links of its rates are used.
     """
     fitted, held_out = split(points)
     samples = loss_samples(group, fitted, points)
     model = LossModel.fit(samples)
     rates = fit_rates(group, fitted)
     errors = [
-        abs(model.predict(one.num_tokens, one.mean_drop, one.mode) - one.loss)
-        for one in loss_samples(group, held_out, points)
+        abs(model.predict(point.num_tokens, point.mean_drop, point.mode) - point.loss)
+        for point in loss_samples(group, held_out, points)
     ]
     timed = replace(group, rates=rates)
-    time_errors = [_time_error(timed, one) for one in held_out if one.ttft_s is not None]
+    time_errors = [_time_error(timed, point) for point in held_out if point.ttft_s is not None]
     return Tuned(
         tuned_for=tuned_for,
         dtype=dtype,
@@ -195,52 +194,54 @@ def tuned(points: Sequence[Point], group: Group, *, tuned_for: str, dtype: str, 
 
 
 def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Returns points to fit, and held-out ones; exact ones are never held out."""
-    sparse = [one for one in points if one.levels > 1]
+    """Return points to fit, and held-out points. Exact points are never held out."""
+    sparse = [point for point in points if point.levels > 1]
     held_out = sparse[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    return [one for one in points if one not in held_out], held_out
+    return [point for point in points if point not in held_out], held_out
 
 
 def loss_samples(group: Group, points: Sequence[Point], exact: Sequence[Point]) -> list[LossSample]:
-    """Compares points with the exact ones of their lengths."""
-    exact_of = {one.num_tokens: one for one in exact if one.levels == 1}
+    """Return the loss of sparse points, compared with the exact points of the same length."""
+    exact_of = {point.num_tokens: point for point in exact if point.levels == 1}
     return [
         LossSample(
-            num_tokens=one.num_tokens,
-            mean_drop=group.mean_drop(one.configuration),
-            mode=one.mode,
-            loss=one.loss(exact_of[one.num_tokens]),
+            num_tokens=point.num_tokens,
+            mean_drop=group.mean_drop(point.configuration),
+            mode=point.mode,
+            loss=point.loss(exact_of[point.num_tokens]),
         )
-        for one in points
-        if one.levels > 1
+        for point in points
+        if point.levels > 1
     ]
 
 
 def fit_rates(group: Group, points: Sequence[Point]) -> Rates:
-    """Finds the speeds of a member: of attention by the seconds that it took in exact points, of the rest by times.
+    """Fit the speeds of a member: attention to its seconds in exact points, and the rest to times to first token.
 
     Both are medians, so that single slow runs hardly count.
     """
     shape = group.shape
     heads = shape.num_heads * shape.num_layers
     pairs_per_s = [
-        heads * one.num_tokens**2 / 2 / one.attention_s for one in points if one.levels == 1 and one.attention_s
+        heads * point.num_tokens**2 / 2 / point.attention_s
+        for point in points
+        if point.levels == 1 and point.attention_s
     ]
-    known = statistics.median(pairs_per_s) if pairs_per_s else group.rates.pairs_per_s
-    rates = msgspec.structs.replace(group.rates, pairs_per_s=known, qkv_s=0.0, linear_s=0.0, rest_s=0.0)
-    rest_s = _rest_s(replace(group, rates=rates), [one for one in points if one.ttft_s is not None])
+    median = statistics.median(pairs_per_s) if pairs_per_s else group.rates.pairs_per_s
+    rates = msgspec.structs.replace(group.rates, pairs_per_s=median, qkv_s=0.0, linear_s=0.0, rest_s=0.0)
+    rest_s = _rest_s(replace(group, rates=rates), [point for point in points if point.ttft_s is not None])
     return msgspec.structs.replace(rates, rest_s=rest_s)
 
 
 def _rest_s(group: Group, points: Sequence[Point]) -> float:
-    """Returns the seconds per token outside of attention with the least error: a weighted median."""
-    found = []
-    for one in points:
-        assert one.ttft_s is not None, "it was timed"
-        rest_s = one.ttft_s - replace(group, mode=one.mode).ttft_s(one.num_tokens, one.configuration)
-        found.append((rest_s / one.num_tokens, one.num_tokens / one.ttft_s))
-    half = sum(weight for _, weight in found) / 2
-    for value, weight in sorted(found):
+    """Return the seconds per token outside of attention with the least error, which is a weighted median."""
+    weighted = []
+    for point in points:
+        assert point.ttft_s is not None, "the point was timed"
+        rest_s = point.ttft_s - replace(group, mode=point.mode).ttft_s(point.num_tokens, point.configuration)
+        weighted.append((rest_s / point.num_tokens, point.num_tokens / point.ttft_s))
+    half = sum(weight for _, weight in weighted) / 2
+    for value, weight in sorted(weighted):
         half -= weight
         if half <= 0:
             return max(0.0, value)
@@ -248,5 +249,5 @@ def _rest_s(group: Group, points: Sequence[Point]) -> float:
 
 
 def _time_error(group: Group, point: Point) -> float:
-    assert point.ttft_s is not None, "it was timed"
+    assert point.ttft_s is not None, "the point was timed"
     return abs(replace(group, mode=point.mode).ttft_s(point.num_tokens, point.configuration) / point.ttft_s - 1)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from test_csa_pipeline import GROUP, RATES, invented
 
-from longspan.cost.csa_models import LossModel, LossSample, TimeTable
 from longspan.cost.csa_pipeline import LinkSpeed
-from longspan.cost.csa_search import Configuration, Grid, Group, least_loss, least_ttft
+from longspan.policy.csps.models import LossModel, LossSample, TimeTable
+from longspan.policy.csps.search import Configuration, Grid, Group, least_loss, least_ttft
 
 GRID = Grid(
     drops=tuple(round(0.05 * number, 2) for number in range(20)), near_pieces=(1, 2, 4, 8, 16), far_pieces=(1, 2, 4)
@@ -88,8 +88,8 @@ def test_the_table_has_the_enumerated_at_its_points(table) -> None:
         there = GROUP.with_link(link)
         for max_loss in (0.0, 2.0, 5.0):
             chosen, best = (
-                table.least_ttft(length, link, invented, max_loss),
-                least_ttft(there, length, invented, max_loss, GRID),
+                least_ttft(table.choices(length, link, invented), max_loss),
+                least_ttft(GRID.choices(there, length, invented), max_loss),
             )
             assert chosen.configuration == best.configuration
             assert chosen.ttft_s == pytest.approx(best.ttft_s)
@@ -113,11 +113,12 @@ def test_choices_are_nearly_as_good_as_enumeration(table) -> None:
     cases = held_out(50)
     for num_tokens, there, by_loss, most in cases:
         if by_loss:
-            chosen = table.least_ttft(num_tokens, there.bytes_per_s, invented, most)
-            best = least_ttft(there, num_tokens, invented, most, GRID)
+            chosen = least_ttft(table.choices(num_tokens, there.bytes_per_s, invented), most)
+            best = least_ttft(GRID.choices(there, num_tokens, invented), most)
         else:
-            chosen = table.least_loss(num_tokens, there.bytes_per_s, invented, most)
-            best = least_loss(there, num_tokens, invented, most, GRID)
+            choices = table.choices(num_tokens, there.bytes_per_s, invented)
+            chosen = least_loss(choices, most / (1 + table.margin))
+            best = least_loss(GRID.choices(there, num_tokens, invented), most)
         ttft_s = there.ttft_s(num_tokens, chosen.configuration)
         loss = invented(num_tokens, there.mean_drop(chosen.configuration))
         assert ttft_s <= 1.05 * best.ttft_s
@@ -133,7 +134,7 @@ def test_a_fitted_loss_keeps_nearly_to_the_constraint(table, model) -> None:
     over = []
     for num_tokens, there, by_loss, most in held_out(50):
         if by_loss:
-            chosen = table.least_ttft(num_tokens, there.bytes_per_s, model.of_mode("qkv"), most)
+            chosen = least_ttft(table.choices(num_tokens, there.bytes_per_s, model.of_mode("qkv")), most)
             assert chosen.loss <= most
             over.append(invented(num_tokens, there.mean_drop(chosen.configuration)) - most)
     assert max(over) < 0.5
@@ -148,19 +149,17 @@ def test_choosing_evaluates_the_loss_once_for_each_option(table) -> None:
         return invented(num_tokens, mean_drop)
 
     assert len(table.options) == 2 * len(GRID.drops)
-    for choose, most in ((table.least_ttft, 0.0), (table.least_loss, 1e9)):
-        asked.clear()
-        assert choose(50000, 3e9, counted, most) is not None
-        assert len(asked) <= len(table.options)
+    assert least_ttft(table.choices(50000, 3e9, counted), 0.0) is not None
+    assert asked == table.mean_drop
 
 
 def test_lengths_outside_the_table_are_refused(table) -> None:
     with pytest.raises(ValueError, match="1000 tokens, but the table has 16384 to 262144: train another"):
-        table.least_ttft(1000, 3e9, invented, 1.0)
+        table.choices(1000, 3e9, invented)
     with pytest.raises(ValueError, match="bytes/s"):
-        table.least_loss(50000, 3e11, invented, 1.0)
-    assert table.least_loss(50000, 3e9, invented, 1e-9) is None
-    assert table.least_ttft(50000, 3e9, lambda *_: 1.0, 0.5) is None
+        table.choices(50000, 3e11, invented)
+    assert least_loss(table.choices(50000, 3e9, invented), 1e-9) is None
+    assert least_ttft(table.choices(50000, 3e9, lambda *_: 1.0), 0.5) is None
 
 
 def test_on_one_host_the_link_inside_is_the_table_s() -> None:

@@ -1,11 +1,14 @@
-"""The page of a simulation: what was simulated, numbers, the slowest requests, and pictures; policies side by side."""
+"""The HTML page of a simulation: settings, metrics, slowest requests and charts, with all policies side by side.
+
+Importing this module needs plotly, which is optional and slow to import.
+"""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +18,20 @@ from longspan.core.quantities import number, quantity, seconds
 from longspan.cost import catalog
 from longspan.cost.catalog import Kernels
 from longspan.errors import ParameterError
+from longspan.extras.timeline import Block, Record, Timeline, TimeSplit, Transfer, roles_of
 from longspan.sim.run import Served, percentile
-from longspan.sim.timeline import Block, Record, Timeline, TimeSplit, Transfer, roles_of
 
-if TYPE_CHECKING:
+try:
     from plotly.graph_objects import Bar, Figure, Scatter
+    from plotly.offline import get_plotlyjs
+    from plotly.subplots import make_subplots
+except ImportError:
+    raise ParameterError("report", "needs plotly: pip install 'longspan[report]'") from None
 
 _MAX_BARS, _MAX_POINTS, _NUM_SLOWEST = 20_000, 5000, 10
 _SAME_TIME_S = 1e-9
 _LABELLED_PART = 0.005
-"""A part of the whole time: shorter blocks have no room for a number."""
+"""Fraction of the whole time. Shorter blocks get no label."""
 _NUMBERS = {"minsize": 8, "mode": "hide"}
 _LAYOUT: dict[str, Any] = {"margin": {"l": 70, "r": 20, "t": 30, "b": 50}, "template": "plotly_white"}
 _GOLDEN_ANGLE = 137.508
@@ -43,14 +50,6 @@ td { padding: .1em 1em .1em 0; white-space: nowrap; } td + td { text-align: righ
 """
 
 
-def check_report() -> None:
-    """Raises ValueError when the drawing library is missing, with the remedy."""
-    try:
-        import plotly.graph_objects  # noqa: F401, PLC0415  # optional, and slow to import
-    except ImportError:
-        raise ParameterError("report", "needs plotly: pip install 'longspan[report]'") from None
-
-
 def html_report(
     records: Sequence[Record],
     numbers: Sequence[Mapping[str, float | None]],
@@ -59,103 +58,101 @@ def html_report(
     hardware: str | None,
     attention: Kernels,
 ) -> str:
-    """Writes the page.
+    """Return the page.
 
     Args:
         records: one for each policy.
-        numbers: of each, as they are printed.
-        settings: what was simulated, in words.
-        hardware: the device whose data sheet steps were computed from; None when they were measured.
-        attention: the kernels that were computed with.
+        numbers: the printed metrics of each policy.
+        settings: the settings of the simulation, by name.
+        hardware: the device whose data sheet gives the times of steps. None for measured times.
+        attention: the attention kernels of the cost model.
     """
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415  # optional
-
-    title = f"longspan simulate: {settings['model']}, {', '.join(one.policy for one in records)}"
+    policies = [record.policy for record in records]
+    title = f"longspan simulate: {settings['model']}, {', '.join(policies)}"
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
         f"<h1>{html.escape(title)}</h1>",
         _table((), [(name, _words(value)) for name, value in settings.items()]),
-        _compared(records, numbers),
-        _accuracy(hardware, attention, [one.policy for one in records]),
+        _compared(policies, numbers),
+        _accuracy(hardware, attention, policies),
         _slowest(records),
     ]
     for name, note, figure in _figures(records):
-        drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name.lower().replace(" ", "-"))
-        parts.append(f"<h2>{name}</h2><p>{html.escape(note)}</p>{drawn}")
+        chart = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name.lower().replace(" ", "-"))
+        parts.append(f"<h2>{name}</h2><p>{html.escape(note)}</p>{chart}")
     return "\n".join([*parts, "</body></html>"]) + "\n"
 
 
 # ---------------------------------------------------------------- tables
 
 
-def _compared(records: Sequence[Record], numbers: Sequence[Mapping[str, float | None]]) -> str:
+def _compared(policies: Sequence[str], numbers: Sequence[Mapping[str, float | None]]) -> str:
     rows = [
-        (quantity(name, None)[0], *(quantity(name, one.get(name))[1] for one in numbers))
-        for name in dict.fromkeys(name for one in numbers for name in one)
+        (quantity(name, None)[0], *(quantity(name, metrics.get(name))[1] for metrics in numbers))
+        for name in dict.fromkeys(name for metrics in numbers for name in metrics)
     ]
-    return _table(("", *(one.policy for one in records)) if len(records) > 1 else (), rows)
+    return _table(("", *policies) if len(policies) > 1 else (), rows)
 
 
 def _accuracy(hardware: str | None, attention: Kernels, policies: Sequence[str]) -> str:
-    """Tells the recorded errors of such predictions; or, if there are none, which others there are."""
+    """Return the recorded prediction errors for this hardware and these policies, or all errors if there are none."""
     computed, served = catalog.errors()
-    parts = ["<h2>How far from reality</h2>"]
+    parts = ["<h2>Accuracy</h2>"]
     if hardware is not None:
         kind = hardware.partition("-")[0]
-        found = [one for one in computed if (one.hardware, one.attention) == (kind, attention)]
-        told = f"Prefills and decodes computed for {kind}, {attention} attention, against what papers measured."
-        if not found:
-            told = f"No paper's times were compared for {kind} with {attention} attention. Those that were:"
-            found = list(computed)
-        missing = [policy for policy in policies if not any(policy in one.policies for one in found)]
+        matching = [error for error in computed if (error.hardware, error.attention) == (kind, attention)]
+        note = f"Prefills and decodes computed for {kind}, {attention} attention, against times measured in papers."
+        if not matching:
+            note = f"No times of a paper were compared for {kind} with {attention} attention. All comparisons:"
+            matching = list(computed)
+        missing = [policy for policy in policies if not any(policy in error.policies for error in matching)]
         if missing:
-            told += f" None of them was measured with what {', '.join(missing)} does."
+            note += f" None of them applies to {', '.join(missing)}."
         rows = [
-            (one.what, f"{one.hardware}, {one.attention}", f"{one.mean:g} %", one.worst, ", ".join(one.policies))
-            for one in found
+            (e.what, f"{e.hardware}, {e.attention}", f"{e.mean:g} %", e.worst, ", ".join(e.policies)) for e in matching
         ]
-        parts += [f"<p>{html.escape(told)}</p>", _table(("", "kind", "mean error", "worst", "as served by"), rows)]
-    chosen = [one for one in served if one.policy in policies] or list(served)
-    told = "Latencies of served requests, simulated by a profile of two CPU instances near full load, over real ones."
-    missing = [policy for policy in policies if policy not in {one.policy for one in served}]
+        parts += [f"<p>{html.escape(note)}</p>", _table(("", "kind", "mean error", "worst", "as served by"), rows)]
+    chosen = [error for error in served if error.policy in policies] or list(served)
+    note = "Errors of simulated latencies against real ones, with a profile of two CPU instances near full load."
+    missing = [policy for policy in policies if policy not in {error.policy for error in served}]
     if missing:
-        told += f" Those of {', '.join(missing)} have not been compared."
+        note += f" There is no comparison for {', '.join(missing)}."
     errors = [
-        (one.policy, *(f"{value:+g} %" for value in (one.ttft_p50, one.ttft_p90, one.tbt_p50, one.tbt_p90)))
-        for one in chosen
+        (error.policy, *(f"{value:+g} %" for value in (error.ttft_p50, error.ttft_p90, error.tbt_p50, error.tbt_p90)))
+        for error in chosen
     ]
     head = ("", "TTFT P50", "TTFT P90", "TBT P50", "TBT P90")
-    return "\n".join([*parts, f"<p>{html.escape(told)}</p>", _table(head, errors)])
+    return "\n".join([*parts, f"<p>{html.escape(note)}</p>", _table(head, errors)])
 
 
 _SPLIT = ("queue", "compute", "exposed communication", "transfer", "decode")
 
 
 def _slowest(records: Sequence[Record]) -> str:
-    """Lists the requests with the latest first tokens, below the mean of all."""
+    """Return a table of the requests with the highest TTFT, after a row with the mean of all requests."""
     head = ("request", "arrived", "prompt", "cached", "answer", "TTFT", "end to end", *_SPLIT)
     note = (
-        "By TTFT. Queue: no step of it runs before its first token. Compute and exposed communication: the steps with "
-        "its prompt, which others may share. Transfer: until its KV is where it decodes. These five add up to the time "
-        "from end to end."
+        "By TTFT. Queue: before its first token, no step of the request runs. Compute and exposed communication: steps "
+        "with its prompt, which may include other requests. Transfer: until its KV is on the decode instance. The five "
+        "times add up to the end-to-end time."
     )
     parts = [f"<h2>Slowest requests</h2><p>{note}</p>"]
     for record in records:
         served, split = record.result.served, record.timeline.split
         if not served:
             continue
-        rows = [_request_row("mean", served, [split(one) for one in served])]
-        slowest = sorted(served, key=lambda one: -one.ttft_s)[:_NUM_SLOWEST]
-        rows += [_request_row(str(one.index), [one], [split(one)]) for one in slowest]
-        named = f"<p><b>{html.escape(record.policy)}</b></p>" if len(records) > 1 else ""
-        parts.append(named + _table(head, rows))
+        rows = [_request_row("mean", served, [split(request) for request in served])]
+        slowest = sorted(served, key=lambda request: -request.ttft_s)[:_NUM_SLOWEST]
+        rows += [_request_row(str(request.index), [request], [split(request)]) for request in slowest]
+        title = f"<p><b>{html.escape(record.policy)}</b></p>" if len(records) > 1 else ""
+        parts.append(title + _table(head, rows))
     return "\n".join(parts)
 
 
 def _request_row(name: str, served: Sequence[Served], splits: Sequence[TimeSplit]) -> tuple[str, ...]:
-    """Writes the means of some requests; exposed communication that is not told apart is part of computing."""
+    """Return a row with the means of requests. Unknown exposed communication is part of compute."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -165,11 +162,11 @@ def _request_row(name: str, served: Sequence[Served], splits: Sequence[TimeSplit
         name,
         seconds(served[0].arrival_s) if len(served) == 1 else "",
         *(
-            number(round(mean([getattr(one, f"num_{what}_tokens") for one in served])))
+            number(round(mean([getattr(request, f"num_{what}_tokens") for request in served])))
             for what in ("prompt", "cached", "output")
         ),
-        seconds(mean([one.ttft_s for one in served])),
-        seconds(mean([one.e2e_s for one in served])),
+        seconds(mean([request.ttft_s for request in served])),
+        seconds(mean([request.e2e_s for request in served])),
         *(seconds(mean(values)) if values else "in compute" for values in times),
     )
 
@@ -190,33 +187,31 @@ def _words(value: object) -> str:
     return number(value) if isinstance(value, int | float) else str(value)
 
 
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- charts
 
 
 def _figures(records: Sequence[Record]) -> list[tuple[str, str, Figure]]:
-    note = "Part of all requests whose first token came within so many seconds."
-    lengths = "Against the prompt's tokens, cached ones included."
+    note = "Fraction of requests by maximum TTFT."
+    lengths = "TTFT by prompt tokens, including cached tokens."
     return [
         ("Instances", *_over_time(records)),
         ("TTFT by length", lengths + _thinned(records), _by_length(records)),
         ("TTFT", note, _distribution(records, lambda record: record.result.ttfts_s)),
         (
             "TBT",
-            "Part of all times between tokens that were at most so long.",
+            "Fraction of all times between tokens by maximum time.",
             _distribution(records, lambda record: record.result.tbts_s),
         ),
     ]
 
 
 def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
-    """Draws what shares the axis of time: instances of each policy; TTFTs, the queue and KV of all policies."""
-    from plotly.subplots import make_subplots  # noqa: PLC0415  # optional
-
+    """Plot all charts over time: the instances of each policy, then TTFTs, the queue and KV of all policies."""
     named, note = len(records) > 1, ""
-    names = [_names(one.cluster) for one in records]
-    heights = [_ROW_PX * len(one) + 20 for one in names] + 3 * [_LINE_PX]
-    titles = [one.policy if named else "" for one in records]
-    titles += ["TTFT, by arrival", "Requests that wait", "KV blocks, held and cached"]
+    names = [_names(record.cluster) for record in records]
+    heights = [_ROW_PX * len(rows) + 20 for rows in names] + 3 * [_LINE_PX]
+    titles = [record.policy if named else "" for record in records]
+    titles += ["TTFT, by arrival", "Waiting requests", "KV blocks, held and cached"]
     total = sum(heights) + _GAP_PX * (len(heights) - 1)
     figure = make_subplots(
         rows=len(heights),
@@ -234,8 +229,8 @@ def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
         for offset, lines in enumerate((_ttfts(record), _queue(record), _kv(record)), start=1):
             for line in lines:
-                called = " ".join(filter(None, (record.policy if named else "", line.name)))
-                line.update(name=called, marker={"color": colour}, showlegend=offset != 1 or named)
+                name = " ".join(filter(None, (record.policy if named else "", line.name)))
+                line.update(name=name, marker={"color": colour}, showlegend=offset != 1 or named)
                 figure.add_trace(line, len(records) + offset, 1)
     for row, unit in enumerate(("seconds", "requests", "% of blocks"), start=len(records) + 1):
         figure.update_yaxes(title=unit, rangemode="tozero", row=row, col=1)
@@ -243,36 +238,33 @@ def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
     figure.update_xaxes(title="seconds", row=len(heights), col=1)
     figure.update_layout(height=total + 140, bargap=0.12, barmode="overlay", uniformtext=_NUMBERS, **_LAYOUT)
     figure.update_layout(legend={"orientation": "h", "yanchor": "top", "y": -60 / total})
-    return f"{note} Zooming one picture zooms all with the same axis of time.", figure
+    return f"{note} Zooming one chart zooms all charts over time.", figure
 
 
 def _ttfts(record: Record) -> list[Scatter]:
-    served = _points(record)
-    return [_scatter(record, [one.arrival_s for one in served])]
+    return [_scatter(record, [request.arrival_s for request in _points(record)])]
 
 
 def _queue(record: Record) -> list[Scatter]:
-    return [_steps(record, [one.num_waiting for one in record.timeline.moments], "waiting", "solid")]
+    return [_steps(record, [moment.num_waiting for moment in record.timeline.moments], "waiting", "solid")]
 
 
 def _kv(record: Record) -> list[Scatter]:
-    """Draws by role what requests held, and above it what was cached for others."""
+    """Plot by role the held blocks, and above them the held or cached blocks, in percent."""
     lines = []
     for role in roles_of(record.cluster):
-        words = "" if role == "all" else f"{role} "
-        held = [100 * one.held[role] for one in record.timeline.moments]
-        cached = [100 * one.cached[role] for one in record.timeline.moments]
+        prefix = "" if role == "all" else f"{role} "
+        held = [100 * moment.held[role] for moment in record.timeline.moments]
+        cached = [100 * moment.cached[role] for moment in record.timeline.moments]
         both = [sum(pair) for pair in zip(held, cached, strict=True)]
-        lines.append(_steps(record, held, f"{words}held", _LINES[role]))
-        lines.append(_steps(record, both, f"{words}held or cached", "dot"))
+        lines.append(_steps(record, held, f"{prefix}held", _LINES[role]))
+        lines.append(_steps(record, both, f"{prefix}held or cached", "dot"))
     return lines
 
 
 def _steps(record: Record, values: Sequence[float], name: str, dash: str) -> Scatter:
-    from plotly.graph_objects import Scatter  # noqa: PLC0415  # optional
-
     return Scatter(
-        x=[one.at_s for one in record.timeline.moments],
+        x=[moment.at_s for moment in record.timeline.moments],
         y=values,
         mode="lines",
         line={"shape": "hv", "dash": dash},
@@ -281,47 +273,43 @@ def _steps(record: Record, values: Sequence[float], name: str, dash: str) -> Sca
 
 
 def _points(record: Record) -> Sequence[Served]:
-    """Returns some of the requests, evenly spread, if they are too many to be drawn."""
+    """Return all requests, or an even selection if there are more than `_MAX_POINTS`."""
     served = record.result.served
     return served[:: -(-len(served) // _MAX_POINTS) or 1]
 
 
 def _thinned(records: Sequence[Record]) -> str:
-    most = max((len(one.result.served) for one in records), default=0)
-    return f" Of every {-(-most // _MAX_POINTS)} requests one is shown." if most > _MAX_POINTS else ""
+    max_requests = max((len(record.result.served) for record in records), default=0)
+    return f" Of every {-(-max_requests // _MAX_POINTS)} requests one is shown." if max_requests > _MAX_POINTS else ""
 
 
 def _by_length(records: Sequence[Record]) -> Figure:
     figure = _figure("tokens", "seconds")
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
-        points = _scatter(record, [one.num_prompt_tokens for one in _points(record)])
+        points = _scatter(record, [request.num_prompt_tokens for request in _points(record)])
         figure.add_trace(points.update(name=record.policy, marker={"color": colour}))
     figure.update_layout(showlegend=len(records) > 1)
-    if all(one.ttft_s > 0 for record in records for one in record.result.served):
+    if all(request.ttft_s > 0 for record in records for request in record.result.served):
         figure.update_xaxes(type="log")
         figure.update_yaxes(type="log")
     return figure
 
 
 def _scatter(record: Record, x: Sequence[float]) -> Scatter:
-    """Draws a point per request, at its TTFT."""
-    from plotly.graph_objects import Scatter  # noqa: PLC0415  # optional
-
+    """Plot a point per request, with its TTFT as y."""
     served = _points(record)
-    words = [
-        f"request {one.index}<br>{one.num_prompt_tokens:,} tokens, {one.num_cached_tokens:,} cached<br>"
-        f"TTFT {seconds(one.ttft_s)}"
-        for one in served
+    texts = [
+        f"request {request.index}<br>{request.num_prompt_tokens:,} tokens, {request.num_cached_tokens:,} cached<br>"
+        f"TTFT {seconds(request.ttft_s)}"
+        for request in served
     ]
     return Scatter(
-        x=x, y=[one.ttft_s for one in served], mode="markers", name="TTFT", hovertext=words, hoverinfo="text"
+        x=x, y=[request.ttft_s for request in served], mode="markers", name="TTFT", hovertext=texts, hoverinfo="text"
     )
 
 
 def _distribution(records: Sequence[Record], times: Callable[[Record], NDArray[np.float64]]) -> Figure:
-    """Draws the cumulative distributions of some times, with percentiles marked."""
-    from plotly.graph_objects import Scatter  # noqa: PLC0415  # optional
-
+    """Plot the cumulative distribution of times per policy, with marked percentiles."""
     figure, positive = _figure("seconds", "%"), True
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
         times_s = times(record)
@@ -352,8 +340,6 @@ def _distribution(records: Sequence[Record], times: Callable[[Record], NDArray[n
 
 
 def _figure(x: str, y: str) -> Figure:
-    from plotly.graph_objects import Figure  # noqa: PLC0415  # optional
-
     figure = Figure()
     figure.update_layout(height=360, **_LAYOUT)
     figure.update_xaxes(title=x)
@@ -361,37 +347,36 @@ def _figure(x: str, y: str) -> Figure:
     return figure
 
 
-# ---------------------------------------------------------------- what instances did
+# ---------------------------------------------------------------- instances over time
 
 
-def _shown(timeline: Timeline, most: int) -> tuple[Sequence[Block], str]:
-    """Returns the first blocks, as many as can be drawn, and a note about them."""
+def _shown(timeline: Timeline, max_blocks: int) -> tuple[Sequence[Block], str]:
+    """Return the first blocks, at most `max_blocks`, and a note about them."""
     note = (
-        "Each request has a colour of its own, and its number where there is room; each block is what one step "
-        "computes of its prompt; grey are decodes; thin bars are its KV on its way to that instance."
+        "Each request has its own colour, and long blocks show its number. Each block is a prompt chunk in one step. "
+        "Grey blocks are decodes. Thin bars are KV transfers to that instance."
     )
-    blocks = _joined(sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance, one.stage)))
-    if timeline.complete and len(blocks) <= most:
+    blocks = _joined(sorted(timeline.blocks, key=lambda block: (block.start_s, block.instance, block.stage)))
+    if timeline.complete and len(blocks) <= max_blocks:
         return blocks, note
-    blocks = blocks[:most]
+    blocks = blocks[:max_blocks]
     return blocks, f"{note} Shown are the first {blocks[-1].start_s:,.1f} seconds."
 
 
 def _joined(blocks: Sequence[Block]) -> list[Block]:
-    """Joins neighbouring decodes of an instance in which as many requests take part."""
-    found: list[Block] = []
-    last: dict[tuple[int, int], int] = {}
-    """The latest block of each stage of an instance, as its index."""
-    for one in blocks:
-        row = one.instance, one.stage
-        before = found[last[row]] if row in last else None
-        both_decode = before is not None and one.index is None is before.index and one.stop == before.stop
-        if before is not None and both_decode and one.start_s - before.end_s < _SAME_TIME_S:
-            found[last[row]] = replace(before, end_s=one.end_s)
+    """Join consecutive decodes of a stage with equally many requests."""
+    joined: list[Block] = []
+    last: dict[tuple[int, int], int] = {}  # by instance and stage: the index of its latest block
+    for block in blocks:
+        row = block.instance, block.stage
+        before = joined[last[row]] if row in last else None
+        both_decode = before is not None and block.index is None is before.index and block.stop == before.stop
+        if before is not None and both_decode and block.start_s - before.end_s < _SAME_TIME_S:
+            joined[last[row]] = replace(before, end_s=block.end_s)
         else:
-            last[row] = len(found)
-            found.append(one)
-    return found
+            last[row] = len(joined)
+            joined.append(block)
+    return joined
 
 
 def _names(cluster: Cluster) -> list[str]:
@@ -402,45 +387,41 @@ def _names(cluster: Cluster) -> list[str]:
 
 
 def _gantt(blocks: Sequence[Block], cluster: Cluster) -> Bar:
-    from plotly.graph_objects import Bar  # noqa: PLC0415  # optional
-
-    wide_s = _LABELLED_PART * max((one.end_s for one in blocks), default=0.0)
+    wide_s = _LABELLED_PART * max((block.end_s for block in blocks), default=0.0)
     return Bar(
         orientation="h",
-        y=[cluster.rows[one.instance, one.stage] for one in blocks],
-        base=[one.start_s for one in blocks],
-        x=[one.end_s - one.start_s for one in blocks],
+        y=[cluster.rows[block.instance, block.stage] for block in blocks],
+        base=[block.start_s for block in blocks],
+        x=[block.end_s - block.start_s for block in blocks],
         marker={
-            "color": ["#ddd" if one.index is None else _colour(one.index) for one in blocks],
-            "line": {"width": [0.0 if one.index is None else 0.5 for one in blocks], "color": "white"},
+            "color": ["#ddd" if block.index is None else _colour(block.index) for block in blocks],
+            "line": {"width": [0.0 if block.index is None else 0.5 for block in blocks], "color": "white"},
         },
-        text=["" if one.index is None or one.end_s - one.start_s <= wide_s else str(one.index) for one in blocks],
+        text=["" if b.index is None or b.end_s - b.start_s <= wide_s else str(b.index) for b in blocks],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        hovertext=[_described(one) for one in blocks],
+        hovertext=[_described(block) for block in blocks],
         hoverinfo="text",
         showlegend=False,
     )
 
 
 def _moved(transfers: Sequence[Transfer], cluster: Cluster) -> Bar:
-    """Draws transfers as thin bars at the lower edge of the instances that receive them."""
-    from plotly.graph_objects import Bar  # noqa: PLC0415  # optional
-
-    bars = [(target, one) for one in transfers for target in one.targets]
+    """Plot transfers as thin bars at the lower edge of the receiving instances."""
+    bars = [(target, move) for move in transfers for target in move.targets]
     return Bar(
         orientation="h",
         y=[cluster.rows[target, 0] for target, _ in bars],
-        base=[one.start_s for _, one in bars],
-        x=[one.end_s - one.start_s for _, one in bars],
+        base=[move.start_s for _, move in bars],
+        x=[move.end_s - move.start_s for _, move in bars],
         width=0.2,
         offset=0.24,
-        marker={"color": [_colour(one.index) for _, one in bars], "line": {"width": 0.5, "color": "#222"}},
+        marker={"color": [_colour(move.index) for _, move in bars], "line": {"width": 0.5, "color": "#222"}},
         hovertext=[
-            f"KV of request {one.index}<br>{one.num_blocks:,} blocks, instances {', '.join(map(str, one.sources))} to "
-            f"{', '.join(map(str, one.targets))}<br>{one.start_s:.3f} to {one.end_s:.3f} s"
-            for _, one in bars
+            f"KV of request {move.index}<br>{move.num_blocks:,} blocks, instances {', '.join(map(str, move.sources))} "
+            f"to {', '.join(map(str, move.targets))}<br>{move.start_s:.3f} to {move.end_s:.3f} s"
+            for _, move in bars
         ],
         hoverinfo="text",
         showlegend=False,
@@ -448,7 +429,7 @@ def _moved(transfers: Sequence[Transfer], cluster: Cluster) -> Bar:
 
 
 def _colour(index: int) -> str:
-    """Gives neighbours in the order of arrival hues that are far apart; others differ at least in lightness."""
+    """Return a colour. Consecutive arrivals get distant hues, similar hues differ in lightness."""
     return f"hsl({index * _GOLDEN_ANGLE % 360:.0f}, 62%, {48 + 8 * (index % 3)}%)"
 
 

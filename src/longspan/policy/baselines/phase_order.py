@@ -1,9 +1,9 @@
 """Steps of prompts or of decodes, never of both, in the two orders that Seesaw compares with its own (section 2.2).
 
-`prefill-first` is vLLM's continuous batching before chunked prefill: whoever fits is prefilled before anybody decodes,
-and who ends makes room at once. `decode-first` is the static batching of FasterTransformer: requests are admitted until
-no more fit, and the next ones when all of these have been decoded to the end. Each request is on one instance, and each
-instance is in a phase of its own.
+`prefill-first` is vLLM's continuous batching before chunked prefill. All prompts that fit are prefilled before any
+request decodes. A finished request frees its blocks at once. `decode-first` is the static batching of
+FasterTransformer. Requests are admitted until no more fit, and the next requests after all of these have finished. Each
+request is on one instance, and each instance has its own phase.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PrefillFirst(Policy, name="prefill-first"):
     _is_static = False
 
     def plan(self, view: ClusterView) -> Plan:
-        """Goes on with prompts and admits others; then decodes where there is nothing to prefill.
+        """Continue prompts and admit new ones. Then decode on the instances without prompts.
 
-        Who comes back with all of its KV has nothing to prefill, and is admitted to a step of decodes.
+        A request that resumes with all of its KV has no prompt to compute, and is admitted to a step of decodes.
         """
         open_instances = self._open(view)
         prompts, prefilling = Batch(view, frozenset(self.instances)), set[int]()
@@ -36,30 +36,30 @@ class PrefillFirst(Policy, name="prefill-first"):
                 prompts.add(_next_part(request, prompts.budget))
         self._admit(view.startable, prompts, open_instances, decode=False)
         if prompts.loads:
-            return prompts.plan()  # what they take is known when decodes are planned
+            return prompts.plan()  # the next plan sees the blocks of the loads
 
         decodes = Batch(view, prompts.instances.difference(prefilling, *(part.group for part in prompts.parts)))
         for request in decodes.running():
             decodes.add(_next_part(request, decodes.budget))
         num_admitted = sum(part.hit is not None for part in prompts.parts)
         self._admit(islice(view.startable, num_admitted, None), decodes, open_instances, decode=True)
-        first, then = prompts.plan(), decodes.plan()
-        return Plan(preempted=first.preempted + then.preempted, batches=first.batches + then.batches)
+        prefill, decode = prompts.plan(), decodes.plan()
+        return Plan(preempted=prefill.preempted + decode.preempted, batches=prefill.batches + decode.batches)
 
     def _open(self, view: ClusterView) -> tuple[int, ...]:
-        """Returns the instances that take new requests."""
+        """Return the instances that admit new requests."""
         if not (self._is_static and view.startable):
             return self.instances
         return tuple(i for i in self.instances if not any(map(_has_decoded, view.running.on(i))))
 
     def _admit(
-        self, line: Iterable[RequestView], batch: Batch, open_instances: tuple[int, ...], *, decode: bool
+        self, candidates: Iterable[RequestView], batch: Batch, open_instances: tuple[int, ...], *, decode: bool
     ) -> None:
-        """Admits those to a batch that only `decode`, or those that do not or have to be loaded, until one has to wait.
+        """Admit requests that `decode`, or requests with prompts or loads, until a request has to wait.
 
-        One that gave way has been in a batch before, and comes back as soon as it fits anywhere.
+        A preempted request has been in a batch before, and resumes on any instance as soon as it fits.
         """
-        for request in batch.waiting(line):
+        for request in batch.waiting(candidates):
             part = admit_alone(request, batch.budget, self.instances if request.was_admitted else open_instances)
             if part is not None and (part.stop > part.start and is_decode(request, part.start)) == decode:
                 batch.add(part)
@@ -70,7 +70,7 @@ def _next_part(request: RequestView, budget: Budget) -> ScheduledPart | None:
 
 
 def _has_decoded(request: RequestView) -> bool:
-    """Tells whether a request has had a token scheduled behind its first one, perhaps before it gave way."""
+    """Return True if a token behind the first one was scheduled, perhaps before the request was preempted."""
     return max(request.num_scheduled, request.num_known - 1) > request.num_prompt
 
 

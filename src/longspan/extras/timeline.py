@@ -1,4 +1,4 @@
-"""A record of what a simulation did, and where the time of each request went; as a trace for Perfetto, too."""
+"""A record of the work of each instance and the time of each request in a simulation, also as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MAX_BLOCKS, _MAX_MOMENTS = 500_000, 2000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """The work of a stage of an instance for some time: a chunk of one request's prompt, or the decodes of a step.
+    """A time interval of a pipeline stage: a chunk of one request's prompt, or the decodes of a step.
 
     Attributes:
-        index: of the request among the arrivals; None for decodes.
-        start, stop: of the chunk, in tokens of the request; of decodes, 0 and how many there were.
+        index: of the request among the arrivals. None for decodes.
+        start, stop: of the chunk, in tokens of the request. For decodes, 0 and their number.
     """
 
     instance: int
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """KV blocks on their way to other instances; `index` is that of the request among the arrivals."""
+    """A transfer of KV blocks to other instances. `index` is the request's position among the arrivals."""
 
     index: int
     start_s: float
@@ -54,9 +54,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The number of requests that waited, and by role the parts of all KV blocks that requests held, and that were free
-    with contents that may be found again.
-    """
+    """A snapshot: the number of waiting requests, and by role the fractions of held and of cached KV blocks."""
 
     at_s: float
     num_waiting: int
@@ -66,15 +64,15 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSplit:
-    """The seconds of a request, which add up to its time from arrival to the last token.
+    """The seconds of a request by cause. They add up to the time from arrival to the last token.
 
     Attributes:
-        queue_s: before its first token, while no step of it runs.
-        compute_s: in steps with a part of its prompt, beside what follows; others' tokens in these steps included.
-        exposed_communication_s: of the slowest member of its group in these steps, for messages that nothing hides;
-            None when the cost does not tell, and compute has it, too.
-        transfer_s: from its first token until its KV is where it decodes.
-        decode_s: the rest.
+        queue_s: before its first token, while none of its steps runs.
+        compute_s: in steps with a part of its prompt, without exposed communication. Other requests share these steps.
+        exposed_communication_s: not overlapped communication in these steps, of the slowest member of its group. If the
+            cost model does not give it, this is None, and `compute_s` includes it.
+        transfer_s: from its first token until its KV is on the decode instance.
+        decode_s: the remaining time.
     """
 
     queue_s: float
@@ -85,20 +83,20 @@ class TimeSplit:
 
 
 def roles_of(cluster: Cluster) -> dict[str, Sequence[int]]:
-    """Returns the instances that prefill and those that decode, or all as `all`."""
+    """Return the instances by role: `prefill` and `decode`, or `all` without roles."""
     if not cluster.has_roles:
         return {"all": cluster.instances}
     return {"prefill": cluster.prefill, "decode": cluster.decode}
 
 
 class Timeline:
-    """Writes down what a simulation does, by the callbacks of `watching`.
+    """Records a simulation through the callbacks of `observers`.
 
     Attributes:
-        blocks: the first, in the order in which steps were planned.
-        transfers: the first, in the order in which they ended.
-        complete: whether `blocks` and `transfers` are all.
-        moments: a bounded number, evenly spread over the whole time.
+        blocks: the first `_MAX_BLOCKS` blocks, in the order in which steps were planned.
+        transfers: the first `_MAX_BLOCKS` transfers, in the order in which they ended.
+        complete: whether `blocks` and `transfers` contain everything.
+        moments: a bounded number of snapshots, evenly spread over the whole time.
     """
 
     def __init__(self) -> None:
@@ -114,8 +112,8 @@ class Timeline:
         """By request: begin and end of each transfer."""
         self._sampled: set[int] = set()
 
-    def watching(self, cost: StepCost) -> Observers:
-        """Returns the callbacks to give to `simulate`; the cost tells what steps spend on messages."""
+    def observers(self, cost: StepCost) -> Observers:
+        """Return the callbacks for a simulation. `cost` gives the exposed communication of steps."""
         return Observers(
             ran=lambda ran: self._ran(ran, cost),
             moved=self._moved,
@@ -124,25 +122,25 @@ class Timeline:
             lost=self._lost,
         )
 
-    def split(self, one: Served) -> TimeSplit:
-        """Says where the time of a request went."""
-        first_s = one.arrival_s + one.ttft_s
-        busy_s, exposed_s, covered_s, is_told = 0.0, 0.0, one.arrival_s, True
-        for start_s, end_s, messages_s in self._steps[one.index]:
+    def split(self, request: Served) -> TimeSplit:
+        """Return the seconds of a request by cause."""
+        first_s = request.arrival_s + request.ttft_s
+        busy_s, exposed_s, covered_s, has_exposed = 0.0, 0.0, request.arrival_s, True
+        for start_s, end_s, messages_s in self._steps[request.index]:
             own_s = min(end_s, first_s) - max(start_s, covered_s)
             if own_s > 0:  # steps of a request may overlap where its group grows
                 busy_s, covered_s = busy_s + own_s, end_s
-                is_told = is_told and messages_s is not None
+                has_exposed = has_exposed and messages_s is not None
                 exposed_s += (messages_s or 0.0) * own_s / (end_s - start_s)
-        second_s = first_s + one.tbt_s[0] if one.tbt_s else first_s
-        ends_s = [end_s for start_s, end_s in self._arrived_at[one.index] if start_s < second_s]
+        second_s = first_s + request.tbt_s[0] if request.tbt_s else first_s
+        ends_s = [end_s for start_s, end_s in self._arrived_at[request.index] if start_s < second_s]
         transfer_s = max(0.0, min(second_s, max(ends_s, default=first_s)) - first_s)
         return TimeSplit(
-            queue_s=max(0.0, one.ttft_s - busy_s),
+            queue_s=max(0.0, request.ttft_s - busy_s),
             compute_s=busy_s - exposed_s,
-            exposed_communication_s=exposed_s if is_told else None,
+            exposed_communication_s=exposed_s if has_exposed else None,
             transfer_s=transfer_s,
-            decode_s=one.e2e_s - one.ttft_s - transfer_s,
+            decode_s=request.e2e_s - request.ttft_s - transfer_s,
         )
 
     def _ran(self, ran: StepTiming, cost: StepCost) -> None:
@@ -154,7 +152,7 @@ class Timeline:
             self._add(instance, stage, ran.forward, start_s, end_s)
 
     def _note_steps(self, ran: StepTiming, cost: StepCost) -> None:
-        """Notes the step for all requests in it that have no token yet."""
+        """Record the step for all its requests without a first token."""
         parts = [part for part in ran.forward.parts if part.request_id not in self._sampled]
         if not parts:
             return
@@ -170,7 +168,7 @@ class Timeline:
         return self._indices.get(request_id, request_id)
 
     def _add(self, instance: int, stage: int, forward: Forward, start_s: float, end_s: float) -> None:
-        """Shares the time of a step on one stage among its chunks and all its decodes, by their tokens."""
+        """Split the time of a step on one stage among its chunks and its decodes, by their tokens."""
         chunks: list[tuple[Part, int]] = []
         num_decodes = 0
         for part in forward.parts:
@@ -202,7 +200,7 @@ class Timeline:
     def _moved(self, ran: MoveTiming) -> None:
         index, move = self._index(ran.move.request_id), ran.move
         if move.way != "across":
-            return  # only instances are shown
+            return  # a timeline shows no copies to or from hosts
         self._arrived_at[index].append((ran.start_s, ran.end_s))
         if len(self.transfers) >= _MAX_BLOCKS:
             self.complete = False
@@ -219,11 +217,11 @@ class Timeline:
         )
 
     def _lost(self, at_s: float) -> None:
-        """Cuts off all that had not ended at that time."""
-        self.blocks = [replace(one, end_s=min(one.end_s, at_s)) for one in self.blocks if one.start_s < at_s]
+        """Truncate all blocks and steps at the time of the loss."""
+        self.blocks = [replace(block, end_s=min(block.end_s, at_s)) for block in self.blocks if block.start_s < at_s]
         for index, steps in self._steps.items():
-            self._steps[index] = [_until(at_s, *step) for step in steps if step[0] < at_s]
-        self._sampled.clear()  # who has a token may have a step more, which does not count
+            self._steps[index] = [_truncated(at_s, *step) for step in steps if step[0] < at_s]
+        self._sampled.clear()  # `split` ignores steps after the first token
 
     def _moment(self, at_s: float, engine: Engine) -> None:
         if at_s < self._next_s:
@@ -240,15 +238,14 @@ class Timeline:
         self._next_s = at_s + self._every_s
 
 
-def _until(at_s: float, start_s: float, end_s: float, exposed_s: float | None) -> tuple[float, float, float | None]:
-    """Cuts off a step."""
+def _truncated(at_s: float, start_s: float, end_s: float, exposed_s: float | None) -> tuple[float, float, float | None]:
     kept_s = min(end_s, at_s)
     return start_s, kept_s, None if exposed_s is None else exposed_s * (kept_s - start_s) / (end_s - start_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A policy's run of a workload, for pictures and traces."""
+    """The run of a workload with one policy, for reports and traces."""
 
     policy: str
     cluster: Cluster
@@ -260,22 +257,22 @@ class Record:
 
 
 _KINDS = ("instances", "requests", "transfers")
-"""The processes that viewers show, for each run."""
+"""The trace processes of each run."""
 
 
 def chrome_trace(records: Sequence[Record]) -> str:
-    """Writes a row per stage of an instance with what it did, one per request from arrival to end, transfers, counters.
+    """Return a Perfetto trace as JSON: rows of stages and of requests, transfers, and counters.
 
-    Returns:
-        JSON for Perfetto, with processes of their own for each of several runs.
+    Each run has its own trace processes.
     """
-    events = [event for place, one in enumerate(records) for event in _events(one, place, named=len(records) > 1)]
+    is_named = len(records) > 1
+    events = [event for number, record in enumerate(records) for event in _events(record, number, named=is_named)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
 
 
-def _events(record: Record, place: int, *, named: bool) -> Iterator[dict[str, Any]]:
+def _events(record: Record, run: int, *, named: bool) -> Iterator[dict[str, Any]]:
     result, timeline = record.result, record.timeline
-    instances, requests, transfers = (len(_KINDS) * place + number for number in range(1, len(_KINDS) + 1))
+    instances, requests, transfers = (len(_KINDS) * run + number for number in range(1, len(_KINDS) + 1))
     names = [("process_name", instances + number, 0, kind) for number, kind in enumerate(_KINDS)]
     if named:
         names = [(what, process, thread, f"{record.policy}: {name}") for what, process, thread, name in names]
@@ -285,13 +282,13 @@ def _events(record: Record, place: int, *, named: bool) -> Iterator[dict[str, An
         yield {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
     for block in timeline.blocks:
         yield _of_block(block) | {"pid": instances, "tid": rows[block.instance, block.stage]}
-    for one in result.served:
-        times = {"ttft_s": one.ttft_s, "e2e_s": one.e2e_s} | asdict(timeline.split(one))
-        tokens = {"prompt_tokens": one.num_prompt_tokens, "output_tokens": one.num_output_tokens}
-        common = {"cat": "request", "id": one.index, "pid": requests, "tid": 0, "name": f"request {one.index}"}
-        yield common | {"ph": "b", "ts": one.arrival_s * 1e6, "args": tokens | times}
-        yield common | {"ph": "n", "ts": (one.arrival_s + one.ttft_s) * 1e6, "args": {"what": "first token"}}
-        yield common | {"ph": "e", "ts": one.finished_s * 1e6}
+    for request in result.served:
+        times = {"ttft_s": request.ttft_s, "e2e_s": request.e2e_s} | asdict(timeline.split(request))
+        tokens = {"prompt_tokens": request.num_prompt_tokens, "output_tokens": request.num_output_tokens}
+        common = {"cat": "request", "id": request.index, "pid": requests, "tid": 0, "name": f"request {request.index}"}
+        yield common | {"ph": "b", "ts": request.arrival_s * 1e6, "args": tokens | times}
+        yield common | {"ph": "n", "ts": (request.arrival_s + request.ttft_s) * 1e6, "args": {"what": "first token"}}
+        yield common | {"ph": "e", "ts": request.finished_s * 1e6}
     for number, move in enumerate(timeline.transfers):
         common = {"cat": "transfer", "id": number, "pid": transfers, "tid": 0, "name": f"request {move.index}"}
         about = {"from": list(move.sources), "to": list(move.targets), "blocks": move.num_blocks}

@@ -10,23 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invented_tuned import RATES, TINY_SHAPE, invented_tuned
-from refusals import refused
 
-from longspan.core.cluster import Cluster, ParallelSpec, locations_of_ranks
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL
+from longspan.core.locations import locations_of_ranks
 from longspan.core.policy import Policy
-from longspan.cost.csa_search import least_loss, least_ttft
+from longspan.core.splits import ParallelSpec
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
 from longspan.cost.profile_key import ProfileKey
-from longspan.policy.csa_auto import GRID, CsaChooser, Objective, bucket, rates_of
+from longspan.errors import ParameterError
+from longspan.policy.csps.chooser import GRID, CsaChooser, bucket, rates_of
+from longspan.policy.csps.objective import Objective
+from longspan.policy.csps.search import least_loss, least_ttft
 from longspan.policy.facts import Facts, known_facts
 from longspan.policy.registry import make_policy
 
 TUNED = invented_tuned()
-FACTS = Facts(shape=TINY_SHAPE, cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")))
+FACTS = Facts(
+    shape=TINY_SHAPE,
+    cluster=Cluster(spec=ParallelSpec.parse("4"), locations=locations_of_ranks(4, "2")),
+)
 HOSTS = (0, 0, 1, 1)
-CHOOSER = CsaChooser(TUNED, FACTS, HOSTS, ())
+CHOOSER = CsaChooser(TUNED, FACTS, range(4), "alltoall")
 
 
 def csps(**options: str) -> Policy:
@@ -37,7 +43,7 @@ def csps(**options: str) -> Policy:
 def test_without_an_objective_nothing_is_lost() -> None:
     setting = csps().sparse(3000, 16, 10_000)
     assert setting is not None and setting.num_levels == 2
-    most = TUNED.most_without_loss(3445, 2, setting.mode)
+    most = TUNED.max_drop_without_loss(3445, 2, setting.mode)
     assert most is not None and 0 < setting.ratio(1, 0, 2) <= most + 1e-9
     assert csps().sparse(90, 16, 10_000) is None, "one instance computes it"
 
@@ -67,7 +73,7 @@ def test_a_target_that_cannot_be_met_is_come_near() -> None:
 
 
 def test_where_any_drop_loses_nothing_is_dropped() -> None:
-    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, HOSTS, ())
+    chooser = CsaChooser(invented_tuned(kv=5000.0, qkv=5000.0), FACTS, range(4), "alltoall")
     found = chooser.choose(4000, 4, Objective())
     assert (found.configuration.levels, found.configuration.drop, found.choice.loss) == (2, 0, 0)
 
@@ -77,21 +83,22 @@ def test_where_any_drop_loses_nothing_is_dropped() -> None:
 def test_choices_are_as_quick_as_enumeration_s(num_tokens: int, most: float, is_target: bool) -> None:
     """And keep to the constraint, at the length that stands for the prompt's."""
     length = bucket(num_tokens)
-    best_s = min(table.least_ttft(length, g.bytes_per_s, lambda *_: 0.0, 1.0).ttft_s for g, table in CHOOSER.tables(4))
+    tables = CHOOSER.tables(4)
+    best_s = min(one.ttft_s for g, table in tables for one in table.choices(length, g.bytes_per_s, lambda *_: 0.0))
     objective = Objective(target_s=best_s * (1 + most / 5)) if is_target else Objective(max_loss=most)
     chosen = CHOOSER.choose(num_tokens, 4, objective)
     enumerated = []
     for group, _ in CHOOSER.tables(4):
         loss = TUNED.loss_in(HOSTS, group.mode)
         if objective.target_s is None:
-            enumerated.append(least_ttft(group, length, loss, objective.most_lost, GRID))
+            enumerated.append(least_ttft(GRID.choices(group, length, loss), objective.loss_bound))
         else:
-            enumerated.append(least_loss(group, length, loss, objective.target_s, GRID))
+            enumerated.append(least_loss(GRID.choices(group, length, loss), objective.target_s))
     known = [one for one in enumerated if one is not None]
     if not known or not chosen.is_met:
         return
     if objective.target_s is None:
-        assert chosen.choice.loss <= objective.most_lost
+        assert chosen.choice.loss <= objective.loss_bound
         assert chosen.choice.ttft_s <= 1.05 * min(one.ttft_s for one in known)
     else:
         [group] = [group for group, _ in CHOOSER.tables(4) if group.mode == chosen.mode]
@@ -137,7 +144,7 @@ def test_speeds_are_the_profile_s_if_there_is_one() -> None:
     assert rates_of(TUNED, without, HOSTS) == TUNED.rates
 
 
-def test_the_log_names_the_speeds_and_the_limit_of_a_target() -> None:
+def test_users_hear_whose_speeds_and_how_far_a_target_reaches() -> None:
     assert csps().hint == "csa goes by speeds of none, where its file was tuned: run longspan profile"
     [least_s, most_s] = (CHOOSER.choose(length, 4, Objective(max_loss=1e9)).choice.ttft_s for length in (4096, 16384))
     some = csps(target_ttft=str((least_s + most_s) / 2)).hint
@@ -190,7 +197,7 @@ def test_mistakes_are_refused(options: dict[str, str], words: str) -> None:
         assert policy.settings == csps().settings
 
 
-def test_more_instances_divide_the_work_outside_attention() -> None:
+def test_more_instances_have_less_each_of_what_is_not_attention() -> None:
     rest = [rates_of(TUNED, FACTS, (0,) * members).rest_s for members in (2, len(TUNED.hosts), 8)]
     assert rest[1] == TUNED.rates.rest_s
     assert rest[0] * 2 == pytest.approx(rest[1] * len(TUNED.hosts)) == pytest.approx(rest[2] * 8)
@@ -198,7 +205,7 @@ def test_more_instances_divide_the_work_outside_attention() -> None:
 
 def test_a_file_of_another_model_is_refused() -> None:
     other = Facts(shape=TINY_SHAPE.__class__(**{**vars(TINY_SHAPE), "num_layers": 5}), cluster=FACTS.cluster)
-    with refused("csa"):
+    with pytest.raises(ParameterError, match="was tuned for invented with num_layers 4, but the model here has 5"):
         make_policy("csps", num_instances=4, options={"csa": TUNED.to_json()}, facts=other)
 
 

@@ -11,8 +11,8 @@ from invented_tuned import RATES, TINY_SHAPE, invented_points, invented_tuned
 
 from longspan.core.sparse import is_tuned
 from longspan.cost.csa_pipeline import LinkSpeed
-from longspan.cost.csa_search import Group
-from longspan.cost.csa_tuned import HELD_OUT_EVERY, Point, Tuned, fit_rates, pair_shares, split, tuned
+from longspan.policy.csps.search import Group
+from longspan.policy.csps.tuned import HELD_OUT_EVERY, Point, Tuned, fit_rates, pair_shares, split, tuned
 
 GROUP = Group(shape=TINY_SHAPE, hosts=(0, 0, 1, 1), rates=RATES)
 
@@ -88,12 +88,12 @@ def test_fewer_members_lose_less() -> None:
 def test_the_largest_ratio_without_loss() -> None:
     """40 points by the square of the mean ratio, and half of the layers drop any: a point at about 0.32."""
     found = invented_tuned()
-    most = found.most_without_loss(2048, 2, "kv")
+    most = found.max_drop_without_loss(2048, 2, "kv")
     assert most is not None and 0.26 <= most <= 0.32
-    of_queries = found.most_without_loss(2048, 2, "qkv")
+    of_queries = found.max_drop_without_loss(2048, 2, "qkv")
     assert of_queries is not None and of_queries < most
-    assert found.most_without_loss(2048, 3, "kv") is None, "level 3 drops half at least"
-    assert invented_tuned(kv=0.0).most_without_loss(2048, 2, "kv") == 0.98
+    assert found.max_drop_without_loss(2048, 3, "kv") is None, "level 3 drops half at least"
+    assert invented_tuned(kv=0.0).max_drop_without_loss(2048, 2, "kv") == 0.98
 
 
 def test_links_are_left_as_they_were_measured() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from refusals import refused
@@ -13,11 +15,13 @@ from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
-from longspan.cost.closed_form import OfflineWork, Pass, kv_tokens, layer_terms, pair_throughput, static_throughput
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.topology import Devices
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Arrival, Workload, text
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
+from closed_form import OfflineWork, Pass, kv_tokens, layer_terms, pair_throughput, static_throughput
 
 MODEL, HARDWARE, GPUS = "llama-2-70b", "a10", 8
 WORK = OfflineWork(num_requests=100, input_len=3000, output_len=100)

@@ -1,4 +1,4 @@
-"""LoongServe's decode: a request's KV is moved to as few members of its group as have room, and decodes there."""
+"""LoongServe: before its decode, the KV of a request is moved to as few members of its group as can hold it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.facts import Facts
-from longspan.policy.group_parts import GroupParts, check_exchange
+from longspan.policy.group_parts import GroupParts
 from longspan.policy.routing import goes_on
+from longspan.policy.sharing import check_exchange
 from longspan.policy.tetris import GroupOptions, planner_of
 from longspan.policy.tetris.execution import Cdsp, Planned, QueueTimes
 from longspan.policy.tetris.planner import Planner
 
 
 def decoding_on(request: RequestView) -> set[int]:
-    """Returns the instances that a request decodes on, or will once its prompt is done."""
+    """Return the instances that a request decodes on, or will decode on after its prefill."""
     if request.num_scheduled <= request.num_prompt:
         return {request.table[-1].instance}
     return {ref.instance for ref in request.table}
 
 
 class AloneParts(GroupParts):
-    """Schedules decodes that nobody else takes part in.
+    """Schedules decodes on instances that have one request each.
 
     Attributes:
-        spare: idle instances, to which a request that lacks room can grow.
+        spare: idle instances that a request without free blocks may use, too.
     """
 
     spare: Sequence[int] = ()
 
     def next(self, request: RequestView, budget: Budget, most: int, partition: int = 0) -> ScheduledPart | None:
-        """Schedules the next token of a decode. The first one takes the KV along to where all following ones are."""
+        """Schedule the next token of a decode. The first token moves the KV to the owners of all later tokens."""
         start = request.num_scheduled
         if request.num_tokens - start != 1:
             return super().next(request, budget, most, partition)
@@ -71,19 +72,20 @@ class AloneParts(GroupParts):
 
 
 def _scaled_down(request: RequestView, budget: Budget) -> tuple[tuple[int, int], ...]:
-    """Gives blocks to members so that as few as possible hold any: first the one with the last block, which may not be
-    full and stays, then those with most room.
+    """Return moves of blocks after which as few members as possible hold any.
+
+    The member with the last block stays, as that may not be full, then the members with the most free and own blocks.
     """
     table = request.table
     held = Counter(ref.instance for ref in table)
     last = table[-1].instance
-    room = {i: budget.blocks[i] - budget.reserved[i] for i in request.group}
-    ordered = [last, *sorted(set(held) - {last}, key=lambda i: (-room[i] - held[i], i))]
+    free = {i: budget.blocks[i] - budget.reserved[i] for i in request.group}
+    ordered = [last, *sorted(set(held) - {last}, key=lambda i: (-free[i] - held[i], i))]
     kept, total = 0, 0
     while total < len(table):
-        total += max(0, room[ordered[kept]]) + held[ordered[kept]]
+        total += max(0, free[ordered[kept]]) + held[ordered[kept]]
         kept += 1
-    receivers = [instance for instance in ordered[:kept] for _ in range(room[instance])]
+    receivers = [instance for instance in ordered[:kept] for _ in range(free[instance])]
     leaving = [index for index, ref in enumerate(table) if ref.instance not in ordered[:kept]]
     return tuple(zip(leaving, receivers, strict=False))
 
@@ -113,7 +115,7 @@ class LoongServeOptions:
 
 
 class _Reserved(QueueTimes):
-    """Instances that decode, of which nobody knows when they will be free."""
+    """Queue times that are infinite for decoding instances, because the end of an answer is unknown."""
 
     reserved: frozenset[int] = frozenset()
 
@@ -121,7 +123,7 @@ class _Reserved(QueueTimes):
         return [math.inf if i in self.reserved else wait for i, wait in enumerate(super().waits_s(now_s))]
 
     def is_old(self, now_s: float) -> bool:
-        """Returns True: correcting is cheap, since few prompts are planned."""
+        """Return True: corrections are cheap, because few prompts are planned."""
         del now_s
         return True
 
@@ -137,10 +139,10 @@ class LoongServe(Cdsp, name="loongserve"):
         self._group_parts: AloneParts = parts
         self._queue: _Reserved = _Reserved(len(instances))
         self._closed: frozenset[int] = frozenset()
-        """Instances on which no other prompt begins: decode there has them, or still has to leave them."""
+        """Instances on which no prompt begins, because a request decodes there or its KV has not moved away yet."""
 
     def plan(self, view: ClusterView) -> Plan:
-        """Plans only as many prompts as could begin; by the time of the others all may have changed."""
+        """Plan at most one prompt per instance. Later prompts are planned with newer loads."""
         return super().plan(replace(view, startable=view.startable[: len(self.instances)]))
 
     def _update_plans(self, view: ClusterView) -> None:
@@ -168,7 +170,7 @@ class LoongServe(Cdsp, name="loongserve"):
 
 
 class LoongServeDisagg(Cdsp, name="loongserve-disagg"):
-    """Runs one prompt at a time per group; instances of their own decode."""
+    """Runs one prompt at a time per group. Other instances decode."""
 
     Options = LoongServeOptions
     knows_roles = True

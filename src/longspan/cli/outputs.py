@@ -1,0 +1,43 @@
+"""Output of verbs: notes on stderr, tables, and files of results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def note(text: str) -> None:
+    """Print a line for the user to stderr."""
+    print(f"longspan: {text}", file=sys.stderr)
+
+
+def number_table(title: str, *columns: str) -> Table:
+    """Return a table with columns of numbers. A column without a name has texts."""
+    from rich.table import Table  # noqa: PLC0415 - needed by verbs with tables only
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    return table
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raise ValueError, before a run, for a file that cannot be written after it."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag}: the folder {str(path.parent)!r} does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        reason = "Is a directory" if path.is_dir() else "Permission denied"
+        raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
+
+
+def write_result(flag: str, path: Path, content: str) -> None:
+    """Write the results of a run to a file, or raise ValueError."""
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from None

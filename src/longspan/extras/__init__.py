@@ -1,0 +1,1 @@
+"""Reports, timelines and traces of simulations. Imported on first use only."""

@@ -1,0 +1,100 @@
+"""The arguments of one step of a model, and its state that transformers does not hand to every module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longspan.attn.paged import PagedKv, PagedPlan
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`
+
+It may have a method `single_tokens() -> SingleTokens | None`. If the result is not None, the step may be computed as a
+whole, without calls of `Attend`.
+"""
+Reduce = Callable[[Tensor], Tensor]
+"""Sums `[1, tokens, hidden]` over the ranks of tensor parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """One packed row of tokens, of one request or several. `Attend` keeps the requests apart.
+
+    Tensors are int64 on the host. Only where `Attend` has no `single_tokens` may they be on the device.
+
+    Attributes:
+        tokens, positions: `[tokens]`, at least one token.
+        keep: `[n]`, the indices of the tokens whose logits are computed. With n = 0 there are none.
+        rope_lengths: `[tokens]`, the pinned length of each token's request, which only longrope models read.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    keep: Tensor
+    rope_lengths: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleTokens:
+    """The KV that a step reads and writes if each of its tokens is the only one of its request.
+
+    The KV of each token is stored at `blocks`, `offsets` (`[tokens]` int64 on the host). Each layer has one pool in
+    `kv`, and in `plans` its reads for one query per token.
+    """
+
+    blocks: Tensor
+    offsets: Tensor
+    kv: Sequence[PagedKv]
+    plans: Sequence[PagedPlan]
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """The state of one call of a model's modules.
+
+    The arguments are those of `Trunk.run`, on the device. Hooks set the results: `base_output` of the module below the
+    head, or `passed`, the hidden states `[1, tokens, width]` for the next stage.
+    """
+
+    rope_lengths: Tensor | None = None
+    hidden: Tensor | None = None
+    reduce: Reduce | None = None
+    base_output: Any = None  # its first item is the hidden states, also in transformers' output classes
+    passed: Tensor | None = None
+
+
+class CurrentStep:
+    """The state of the call in progress, for the hooks and the replaced modules of one model.
+
+    transformers hands the keyword arguments of a call to layers and attention, which is how `Attend` gets there.
+    It hands none to `rotary_emb`, to norms and to projections, and hooks cannot return a value to the caller. So hooks
+    and replaced modules read and write this state. Only `during` sets it, and a model computes one call at a time.
+    """
+
+    def __init__(self) -> None:
+        self._state: StepState | None = None
+
+    @contextmanager
+    def during(self, state: StepState) -> Iterator[None]:
+        """Set the state for one call. Calls may nest: the outer state returns at the end."""
+        outer, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = outer
+
+    @property
+    def state(self) -> StepState:
+        assert self._state is not None, "modules of a model are called inside `during`"
+        return self._state
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Sum a partial result over the ranks of tensor parallelism."""
+        reduce = self.state.reduce
+        assert reduce is not None, "a share of a model needs the sums over all shares"
+        return reduce(partial)

@@ -1,0 +1,143 @@
+"""The ways to compute a step of a model: layer by layer as transformers does, or a step of single tokens as a whole.
+
+`Model` chooses one of them at load. Fused layers and whole steps are used only after a dry run, at positions up to the
+context length, agreed with the modules. A CUDA graph replays the operators of the plain forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.attn.paged import on_device
+from longspan.model.skeleton import trunk_path
+from longspan.model.stages import Stage
+from longspan.model.step import Attend, CurrentStep, Reduce, Rows, SingleTokens, StepState
+
+if TYPE_CHECKING:
+    from longspan.model.graph_step import GraphStep
+    from longspan.model.whole_step import WholeStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The output of one step.
+
+    Attributes:
+        result: float32 logits `[n, vocab]` of the tokens in `Rows.keep`. A stage before the last has the hidden states
+            `[1, tokens, width]` for the next stage instead.
+        last_hidden: the final hidden states `[tokens, hidden]`. This and `head` are None before the last stage, and in
+            steps computed as a whole.
+        head: computes float32 logits `[n, vocab]` of more tokens of the step from their indices `[n]`, n > 0.
+    """
+
+    result: Tensor
+    last_hidden: Tensor | None = None
+    head: Callable[[Tensor], Tensor] | None = None
+
+    def logits(self, indices: Sequence[int]) -> Tensor:
+        assert self.head is not None, "only the last stage computes logits, layer by layer"
+        return self.head(torch.tensor(indices, device=self.result.device))
+
+
+class Trunk(Protocol):
+    """Computes the layers of a rank, and the head if it has the last layer."""
+
+    def run(self, rows: Rows, attend: Attend, *, hidden: Tensor | None = None, reduce: Reduce | None = None) -> Output:
+        """Compute one step.
+
+        Args:
+            attend: is called once per layer, in order, with q, k and v after RoPE. They may be strided views, and
+                `attend` may keep them.
+            hidden: the hidden states from the stage before, `[1, tokens, width]`; None for the first stage.
+            reduce: sums partial results over the ranks of tensor parallelism, which all call it in the same order.
+        """
+
+    def release_pool(self) -> None:
+        """Release the KV pool that the latest step read in place."""
+
+
+class LayerTrunk:
+    """Calls the model of transformers, layer by layer: the plain forward, or the forward with fused layers."""
+
+    def __init__(self, module: PreTrainedModel, stage: Stage | None, step: CurrentStep, device: torch.device) -> None:
+        self._module, self._stage, self._current, self._device = module, stage, step, device
+        self._path = trunk_path(module)
+        module.get_submodule(self._path).register_forward_hook(self._keep_output)
+
+    @torch.no_grad()
+    def run(self, rows: Rows, attend: Attend, *, hidden: Tensor | None = None, reduce: Reduce | None = None) -> Output:
+        stage, module = self._stage, self._module
+        assert rows.tokens.shape == rows.positions.shape and rows.tokens.numel() > 0, rows
+        assert (hidden is None) == (stage is None or stage.is_first), "all stages but the first continue another"
+        row = rows.tokens, rows.positions, rows.keep, rows.rope_lengths
+        tokens, positions, keep, rope_lengths = on_device(row, self._device)
+        arguments = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
+        state = StepState(rope_lengths=rope_lengths, hidden=hidden, reduce=reduce)
+        with self._current.during(state):
+            if stage is not None and not stage.is_last:
+                getattr(module, module.base_model_prefix)(**arguments)
+                assert state.passed is not None, "the model has called its last layer"
+                return Output(result=state.passed)
+            logits: Tensor = module(logits_to_keep=keep, **arguments).logits[0]
+        head = partial(self._head, state.base_output, {**arguments, "attend": None})
+        return Output(result=logits.float(), last_hidden=state.base_output[0][0], head=head)
+
+    def all_logits(self, tokens: Tensor, positions: Tensor, rope_lengths: Tensor, attend: Attend) -> Tensor:
+        """Compute float32 logits `[tokens, vocab]` of a whole model."""
+        keep = torch.arange(len(tokens), device=tokens.device)
+        return self.run(Rows(tokens=tokens, positions=positions, keep=keep, rope_lengths=rope_lengths), attend).result
+
+    def release_pool(self) -> None:
+        """Do nothing: this trunk reads KV through `attend` only."""
+
+    @torch.no_grad()
+    def _head(self, base_output: object, arguments: dict[str, Any], keep: Tensor) -> Tensor:
+        """Compute logits from the output of the module below the head, which does not run."""
+        below = self._module.get_submodule(self._path)
+        self._module.set_submodule(self._path, _Replay(base_output))
+        try:
+            logits: Tensor = self._module(logits_to_keep=keep, **arguments).logits[0]
+        finally:
+            self._module.set_submodule(self._path, below)
+        return logits.float()
+
+    def _keep_output(self, _layers: nn.Module, _inputs: object, output: object) -> None:
+        self._current.state.base_output = output
+
+
+class SingleTokenTrunk:
+    """Computes steps of single tokens by `step`, where that is possible, and all other steps by `layers`."""
+
+    def __init__(self, step: WholeStep | GraphStep, layers: Trunk) -> None:
+        self.step, self._layers = step, layers
+
+    @torch.no_grad()
+    def run(self, rows: Rows, attend: Attend, *, hidden: Tensor | None = None, reduce: Reduce | None = None) -> Output:
+        single: SingleTokens | None = attend.single_tokens() if hasattr(attend, "single_tokens") else None
+        if single is not None:
+            assert len(rows.keep) == len(rows.tokens), "such a step samples after every token"
+            logits = self.step(rows.tokens, rows.positions, rows.rope_lengths, single)
+            if logits is not None:
+                return Output(result=logits.float())
+        return self._layers.run(rows, attend, hidden=hidden, reduce=reduce)
+
+    def release_pool(self) -> None:
+        self.step.release_pool()
+
+
+class _Replay(nn.Module):
+    """Replaces the module below the head, and returns its earlier output."""
+
+    def __init__(self, output: object) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: object, **__: object) -> object:
+        return self._output

@@ -1,0 +1,133 @@
+"""Predicted seconds of prefills by group size, and of decode steps on one instance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.core.exchange import Exchange
+from longspan.cost.profile import DecodeFit, PrefillTime
+from longspan.policy.facts import Facts
+from longspan.policy.tetris import expected_times, measured_times, sp_times
+
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+NumberT = TypeVar("NumberT", float, Numbers)
+
+_EFFICIENCY, _MIN_EFFICIENCY = 0.9, 2 / 3
+"""Wanted fraction of a step that prefills and decodes for the tokens of the prefill, and the lower bound of it for a
+given `target_tbt`. The rest is the start of the step and the decodes. Longer steps delay answers as long in all.
+"""
+_MIN_TOKEN_S = 1e-5
+"""Lower bound for the seconds of a decode step, for a fit that rounds to zero. No device is as quick."""
+_GUESSED_DECODE = DecodeFit(mean_error=0.0, max_error=0.0, num_samples=0, start_s=0.02, request_s=1e-4, context_s=1e-7)
+"""Decode-time fit used when no profile was measured."""
+
+
+class Estimates:
+    """Predicted seconds of prefills by group size, and of decode steps of one instance.
+
+    Attributes:
+        sizes: of groups, ascending: 1, 2, 4 and so on, and all instances.
+        token_s: seconds of a decode step with a single request and no context. It is the unit of all times of `auto`:
+            a machine with half the speed gets the same decisions at half the rate.
+
+    Args:
+        target_s: wanted bound for a step that prefills and decodes; None for the shortest that is efficient.
+    """
+
+    def __init__(
+        self, facts: Facts, exchanges: Collection[Exchange], num_instances: int, target_s: float | None
+    ) -> None:
+        self._times = group_times(facts, exchanges, num_instances)
+        self.sizes = tuple(self._times)
+        fits = {} if facts.profile is None else facts.profile.decode_fits()
+        alone = next((fit for (members, _), fit in fits.items() if members == 1), None)
+        self._decode = alone or _GUESSED_DECODE
+        self.token_s = max(_MIN_TOKEN_S, self._decode.seconds(1, 0))
+        terms = [(one.start_s, one.token_s, one.cached_s, one.square_s) for one in self._times.values()]
+        self._terms = np.array(terms).T
+        self._target_s = math.inf if target_s is None and alone is None else target_s  # a guess cuts no steps
+
+    def prefill_s(self, members: int, new_tokens: int, cached_tokens: int, max_tokens: int) -> float:
+        """Predict a prefill in steps of at most `max_tokens` per member."""
+        times, chunk = self._on(members), max_tokens * members
+        num_full, rest = divmod(new_tokens, chunk)
+        squares = num_full * chunk**2 + rest**2  # attention of each step to its own tokens
+        pairs = cached_tokens * new_tokens + (new_tokens**2 - squares) / 2
+        starts_s = times.start_s * (num_full + bool(rest))
+        return starts_s + times.token_s * new_tokens + times.cached_s * pairs + times.square_s * squares
+
+    def prefills_s(self, new_tokens: int, cached_tokens: int, max_tokens: int) -> tuple[Numbers, Numbers]:
+        """Predict a prefill on groups of all sizes, without and with decodes in the same steps: [num_sizes] each."""
+        start_s, token_s, cached_s, square_s = self._terms
+        found, whole = [], np.array(self.sizes, float) * max_tokens
+        in_time = whole
+        if self.cuts_steps:
+            slope = token_s + cached_s * (cached_tokens + new_tokens / 2)
+            left_s = self._mixed_step_s(start_s, self.token_s) - start_s - self.token_s
+            in_time = 2 * left_s / (slope + np.sqrt(slope**2 + 4 * square_s * left_s))
+        for chunk, step_s in ((whole, start_s), (np.minimum(whole, in_time), start_s + self.token_s)):
+            num_full = np.floor(new_tokens / chunk)
+            rest = new_tokens - num_full * chunk
+            squares = num_full * chunk**2 + rest**2
+            pairs = cached_tokens * new_tokens + (new_tokens**2 - squares) / 2
+            starts_s = step_s * (num_full + (rest > 0))
+            found.append(starts_s + token_s * new_tokens + cached_s * pairs + square_s * squares)
+        return found[0], found[1]
+
+    @property
+    def cuts_steps(self) -> bool:
+        """Whether steps that prefill and decode are bounded."""
+        return self._target_s != math.inf
+
+    def max_tokens(self, members: int, cached_tokens: int, decode_s: float) -> float:
+        """Return the prefill tokens of a step that also decodes, which takes `decode_s` alone."""
+        times = self._on(members)
+        step_s = float(self._mixed_step_s(times.start_s, decode_s))
+        return times.most_tokens(step_s - decode_s, cached_tokens)
+
+    def _mixed_step_s(self, start_s: NumberT, decode_s: float) -> NumberT:
+        """Return the wanted seconds of a step that prefills and decodes."""
+        if self._target_s is None:
+            return (start_s + decode_s) / (1 - _EFFICIENCY)
+        step_s: NumberT = np.maximum(self._target_s, (start_s + decode_s) / (1 - _MIN_EFFICIENCY))
+        return step_s
+
+    def step_s(self, decodes: NumberT, context: NumberT) -> NumberT:
+        """Predict decode steps of instances, for requests that have `context` tokens together."""
+        fit = self._decode
+        return fit.start_s + fit.request_s * decodes + fit.context_s * context
+
+    def _size(self, members: int) -> int:
+        """Return the largest known size up to `members`. Running requests may have groups of any size."""
+        return members if members in self._times else max(size for size in self.sizes if size <= members)
+
+    def _on(self, members: int) -> PrefillTime:
+        return self._times[self._size(members)]
+
+
+def group_times(facts: Facts, exchanges: Collection[Exchange], num_instances: int) -> dict[int, PrefillTime]:
+    """Predict prefills on 1, 2, 4 and so on instances, and on all."""
+    times = sp_times(facts, exchanges, "auto", num_instances)
+    measured = measured_times(facts, exchanges)
+    missing = {1, num_instances} - times.keys()
+    times |= {size: found for size, found in measured.items() if size in missing}
+    largest = max(measured, default=0)
+    for size, expected in expected_times(facts, missing - times.keys()).items():
+        times[size] = _scaled(measured[largest], largest / size) if largest else expected
+    return dict(sorted(times.items()))
+
+
+def _scaled(times: PrefillTime, factor: float) -> PrefillTime:
+    """Scale all terms but the start."""
+    return PrefillTime(
+        start_s=times.start_s,
+        token_s=times.token_s * factor,
+        cached_s=times.cached_s * factor,
+        square_s=times.square_s * factor,
+    )

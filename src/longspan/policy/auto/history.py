@@ -1,0 +1,65 @@
+"""Recent prompts and answers, from which `auto` expects the next ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+_NUM_PROMPTS = 128
+"""Rates are means over this many prompts. More give steadier rates, which follow a change of the load later. The error
+of a rate is about a tenth.
+"""
+_PROMPTS_PER_MEDIAN = 8
+"""Medians are computed after this many further prompts, since sorting takes time."""
+_FIRST_ANSWER, _NUM_ANSWERS = 200.0, 20
+"""Expected tokens of an answer before any has ended, and the number of answers in the moving average."""
+MAX_BUSY = 0.9
+"""Upper bound for the busy fraction of instances: expected waits grow with 1 / (1 - fraction)."""
+
+
+class History:
+    """Statistics of the last prompts and answers.
+
+    Attributes:
+        usual_s, usual_fastest_s: median seconds of recent prompts on one instance, and on their fastest groups.
+        answer_tokens: expected tokens of an answer.
+
+    Args:
+        token_s: seconds of a decode step with a single request.
+    """
+
+    def __init__(self, token_s: float) -> None:
+        self._token_s = self.usual_s = self.usual_fastest_s = token_s
+        self.answer_tokens = _FIRST_ANSWER
+        self._prompts: deque[tuple[float, float, float]] = deque(maxlen=_NUM_PROMPTS)
+        self._total_s, self._num_added, self._num_answers = 0.0, 0, 1
+
+    @property
+    def answer_s(self) -> float:
+        """Seconds of an expected answer that decodes alone."""
+        return self.answer_tokens * self._token_s
+
+    def add_prompt(self, arrival_s: float, single_s: float, fastest_s: float) -> None:
+        prompts = self._prompts
+        if len(prompts) == _NUM_PROMPTS:
+            self._total_s -= prompts[0][1]
+        prompts.append((arrival_s, single_s, fastest_s))
+        self._total_s += single_s
+        self._num_added += 1
+        if self._num_added < _PROMPTS_PER_MEDIAN or self._num_added % _PROMPTS_PER_MEDIAN == 0:
+            self.usual_s = median([single for _, single, _ in prompts])
+            self.usual_fastest_s = median([fastest for _, _, fastest in prompts])
+
+    def add_answer(self, num_tokens: int) -> None:
+        self._num_answers = min(self._num_answers + 1, _NUM_ANSWERS)
+        self.answer_tokens += (num_tokens - self.answer_tokens) / self._num_answers
+
+    def rates(self, now_s: float) -> tuple[float, float]:
+        """Return prompts per second, and the seconds of one instance that they take per second.
+
+        The span of the mean is at least a usual prefill, or the first prompts would count as a high rate.
+        """
+        if not self._prompts:
+            return 0.0, 0.0
+        span_s = max(self.usual_s, now_s - self._prompts[0][0])
+        return len(self._prompts) / span_s, max(0.0, self._total_s) / span_s

@@ -1,0 +1,228 @@
+"""Models fitted to measurements and enumerations: the loss of accuracy, and the time by configuration (§3.2.6).
+
+Both are values that are stored as JSON. The paper trains regression models for the best configuration itself. Here a
+table has the least time for each number of levels and drop ratio, by prompt length and link speed, and is interpolated.
+One table therefore serves both objectives, any constraint and any model of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from typing import Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.core.sparse import DropMode
+from longspan.policy.csps.search import Choice, Configuration, Grid, Group, Loss
+
+_POWERS = ((1, 2), (1, 2, 4))
+"""Powers of the ratios that a fit may use, the smaller set first."""
+_CHECKED_EVERY = 4
+"""Every fourth option of a table is checked halfway between points. Neighbouring options differ little."""
+_MAX_ROUNDS = 5000
+"""Upper bound for the rounds of coordinate descent in a fit."""
+_SAMPLES_PER_WEIGHT = 5
+"""Lower bound for the samples per weight, so that the fit does not follow noise."""
+
+
+class LossSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A measured loss in points of score, by tokens and mean drop ratio of each level from 2 on."""
+
+    num_tokens: int
+    mean_drop: tuple[float, ...]
+    mode: DropMode
+    loss: float
+
+
+class _LossFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fit of one number of levels and one mode: a weight for each level, power and length."""
+
+    num_ratios: int
+    mode: DropMode
+    powers: tuple[int, ...]
+    lengths: list[int]
+    weights: list[float]
+
+    def predict(self, num_tokens: int, mean_drop: Sequence[float]) -> float:
+        features = _features(num_tokens, mean_drop, self.powers, self.lengths)
+        return sum(feature * weight for feature, weight in zip(features, self.weights, strict=True))
+
+
+class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model of A_d = F(L_in, N_v, p): sums of powers of mean drop ratios, with weights of at least 0.
+
+    The loss therefore never falls when a ratio rises. Weights are linear in the logarithm of the length between
+    measured lengths, and constant beyond them. Each number of levels and mode has its own fit.
+
+    Attributes:
+        rms: the root mean square of the residuals of all fits, in points.
+    """
+
+    fits: list[_LossFit]
+    rms: float
+
+    @classmethod
+    def fit(cls, samples: Sequence[LossSample], max_lengths: int = 4) -> Self:
+        """Fit all samples by least squares."""
+        fits, squares = [], 0.0
+        kinds = {(len(sample.mean_drop), sample.mode) for sample in samples} - {(0, "kv"), (0, "qkv")}
+        for num_ratios, mode in sorted(kinds):
+            own = [sample for sample in samples if (len(sample.mean_drop), sample.mode) == (num_ratios, mode)]
+            fits.append(_best_fit(own, max_lengths))
+            squares += sum((fits[-1].predict(one.num_tokens, one.mean_drop) - one.loss) ** 2 for one in own)
+        return cls(fits=fits, rms=math.sqrt(squares / max(1, len(samples))))
+
+    def predict(self, num_tokens: int, mean_drop: tuple[float, ...], mode: DropMode) -> float:
+        """Predict the lost points. Exact attention loses none.
+
+        Raises:
+            ValueError: for a number of levels or a mode that was not measured.
+        """
+        if not mean_drop:
+            return 0.0
+        for fit in self.fits:
+            if (fit.num_ratios, fit.mode) == (len(mean_drop), mode):
+                return fit.predict(num_tokens, mean_drop)
+        raise ValueError(f"no loss was measured with {len(mean_drop) + 1} levels and drops of {mode}: measure some")
+
+    def of_mode(self, mode: DropMode) -> Loss:
+        return lambda num_tokens, mean_drop: self.predict(num_tokens, mean_drop, mode)
+
+
+def _best_fit(samples: Sequence[LossSample], max_lengths: int) -> _LossFit:
+    """Fit samples of one number of levels and mode, with as many weights as the number of samples allows.
+
+    The lengths of weights split the sorted samples evenly, so that each weight is fitted to equally many samples.
+    """
+    measured = sorted({sample.num_tokens for sample in samples})
+    allowed = [
+        (len(powers) * count, powers, count)
+        for powers in _POWERS
+        for count in range(1, min(max_lengths, len(measured)) + 1)
+        if _SAMPLES_PER_WEIGHT * len(powers) * count * len(samples[0].mean_drop) <= len(samples)
+    ]
+    _, powers, count = max(allowed, default=(0, _POWERS[0], 1))
+    ordered = sorted(sample.num_tokens for sample in samples)
+    lengths = sorted({ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)})
+    return _fit(samples, powers, lengths)
+
+
+def _fit(samples: Sequence[LossSample], powers: tuple[int, ...], lengths: list[int]) -> _LossFit:
+    rows = np.array([_features(one.num_tokens, one.mean_drop, powers, lengths) for one in samples])
+    weights = _least_squares(rows, np.array([one.loss for one in samples]))
+    return _LossFit(len(samples[0].mean_drop), samples[0].mode, powers, lengths, weights.tolist())
+
+
+def _features(
+    num_tokens: int, mean_drop: Sequence[float], powers: Sequence[int], lengths: Sequence[int]
+) -> list[float]:
+    """Return the powers of all ratios, split over the lengths next to `num_tokens`."""
+    shares = [0.0] * len(lengths)
+    for index, share in _between(num_tokens, lengths):
+        shares[index] += share
+    return [share * ratio**power for ratio in mean_drop for power in powers for share in shares]
+
+
+def _between(value: float, points: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """Yield the indices of the two points around a value, and their shares by logarithm. At an end, yield the end."""
+    right = bisect_right(points, value)
+    if right in {0, len(points)}:
+        yield max(0, right - 1), 1.0
+        return
+    share = math.log(value / points[right - 1]) / math.log(points[right] / points[right - 1])
+    yield right - 1, 1 - share
+    yield right, share
+
+
+def _least_squares(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve for weights of at least 0 by coordinate descent, until changes are below 1e-6 of the largest weight."""
+    gram, goal = rows.T @ rows, rows.T @ values
+    weights = np.zeros(len(goal))
+    for _ in range(_MAX_ROUNDS):
+        before = weights.copy()
+        for index in np.flatnonzero(gram.diagonal()):
+            step = (goal[index] - gram[index] @ weights) / gram[index, index]
+            weights[index] = max(0.0, weights[index] + step)
+        if np.abs(weights - before).max() <= 1e-6 * weights.max():
+            break
+    return weights
+
+
+class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The least time to first token of a group by levels and drop ratio, for some lengths and link speeds.
+
+    Attributes:
+        lengths: in tokens, ascending.
+        links: speeds of the slowest link in bytes per second, ascending.
+        options: levels and drop ratios.
+        mean_drop: for each option, the mean ratio by level from 2 on.
+        cells: seconds and quickest micro-partitions, by length, link and option.
+        margin: the largest relative error of interpolated times halfway between lengths and links.
+    """
+
+    lengths: list[int]
+    links: list[float]
+    options: list[Configuration]
+    mean_drop: list[tuple[float, ...]]
+    cells: list[list[list[tuple[float, tuple[int, ...]]]]]
+    margin: float = 0.0
+
+    @classmethod
+    def train(cls, group: Group, lengths: Sequence[int], links: Sequence[float], grid: Grid) -> Self:
+        """Make a table by enumeration, and check interpolated times halfway between its points."""
+        options, cells = grid.options(group), []
+        for length in lengths:
+            row = []
+            for linked in map(group.with_link, links):
+                quickest = (grid.quickest(linked, length, option) for option in options)
+                row.append([(ttft_s, configuration.micro_partitions) for ttft_s, configuration in quickest])
+            cells.append(row)
+        drops = [group.mean_drop(option) for option in options]
+        table = cls(lengths=list(lengths), links=list(links), options=options, mean_drop=drops, cells=cells)
+        return msgspec.structs.replace(table, margin=table._worst(group))
+
+    def choices(self, num_tokens: int, bytes_per_s: float, loss: Loss) -> list[Choice]:
+        """Return each option with its interpolated time, its loss, and the micro-partitions of the nearest cell.
+
+        Logarithms of times are interpolated between logarithms of lengths and speeds.
+
+        Raises:
+            ValueError: for a length or a speed beyond those of the table.
+        """
+        for unit, value, points in (("tokens", num_tokens, self.lengths), ("bytes/s", bytes_per_s, self.links)):
+            if not points[0] <= value <= points[-1]:
+                raise ValueError(f"{value:g} {unit}, but the table has {points[0]:g} to {points[-1]:g}: train another")
+        around = [
+            (a * b, self.cells[i][j])
+            for i, a in _between(num_tokens, self.lengths)
+            for j, b in _between(bytes_per_s, self.links)
+        ]
+        _, nearest = max(around, key=lambda weighted: weighted[0])
+        choices = []
+        for index, option in enumerate(self.options):
+            ttft_s = math.exp(sum(share * math.log(cell[index][0]) for share, cell in around))
+            configuration = Configuration(option.levels, option.drop, nearest[index][1])
+            choices.append(Choice(configuration, ttft_s, loss(num_tokens, self.mean_drop[index])))
+        return choices
+
+    def _worst(self, group: Group) -> float:
+        """Return the largest share by which the simulated time of an option exceeds the interpolated time."""
+        halfway = product(*(_halfway(points) for points in (self.lengths, self.links)))
+        return max(
+            0.0,
+            *(
+                group.with_link(link).ttft_s(int(length), choice.configuration) / choice.ttft_s - 1
+                for length, link in halfway
+                for choice in self.choices(int(length), link, lambda *_: 0.0)[::_CHECKED_EVERY]
+            ),
+        )
+
+
+def _halfway(points: Sequence[float]) -> list[float]:
+    """Return the geometric means of neighbouring points, or the point itself if there is only one."""
+    return [math.sqrt(a * b) for a, b in pairwise(points)] or list(points)

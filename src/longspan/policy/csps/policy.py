@@ -1,0 +1,157 @@
+"""CSPS: long prompts by sequence parallelism, with attention that drops distant, unimportant tokens (Zhang and Shen).
+
+Policy `context` plans the prompts. Each instance has a partition of neighbouring tokens. Neighbouring partitions are on
+instances near each other, and heads are sent (`alltoall`, the paper's SP-NTP). The last instance of a prompt has the
+last tokens, and prefills short prompts in the same step. A setting (`core/sparse.py`) has the drop ratio of each
+level. It is part of the request, and requests share cached KV only if their settings are equal.
+
+Decodes attend to all KV, and send queries. With roles, the KV of a shared prompt goes to several instances that only
+decode, concurrently with short requests (SP decode, §4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from longspan.core.locations import hosts_of
+from longspan.core.policy import Policy
+from longspan.core.sparse import SparseSetting
+from longspan.core.sparse_plan import segments_of
+from longspan.core.view import ClusterView, Plan, ScheduledPart
+from longspan.errors import ParameterError
+from longspan.policy.batching import Batch
+from longspan.policy.context import Context
+from longspan.policy.csps.placement import ByPartition
+from longspan.policy.csps.settings import CsaConfig, CspsOptions
+from longspan.policy.facts import Facts
+from longspan.policy.routing import Router
+
+if TYPE_CHECKING:
+    from longspan.policy.csps.chooser import CsaChooser
+
+
+class Csps(Policy, name="csps"):
+    """Plans long prompts by policy `context`, and chooses the setting of sparse attention for each."""
+
+    Options = CspsOptions
+    changeable = ("csa", "max_accuracy_loss", "target_ttft")
+    knows_roles = shards_decodes = True
+
+    def __init__(self, instances: tuple[int, ...], options: CspsOptions, facts: Facts) -> None:
+        super().__init__(instances, options, facts)
+        self.whole_prompts = True
+        by_partition = partial(ByPartition, size=options.partition)
+        self._context = Context(instances, options, facts, chain_cuts=None, placement=by_partition)
+        assert isinstance(self._context.placement, ByPartition)
+        self._placement = self._context.placement
+        self._facts, self._shape = facts, facts.shape
+        self._hosts = hosts_of([facts.location(instance) for instance in instances])
+        self._decode = tuple(sorted(facts.decode, key=facts.location))
+        self._use(options)
+
+    def _use(self, options: CspsOptions) -> None:
+        """Use these settings of sparse attention for new requests."""
+        self._check(options.config)
+        chooser = None
+        if options.tuned is not None and self._shape is not None:
+            chooser = self._chooser_of(options, self._group_sizes(options))
+        self._chooser, self._config, self._objective = chooser, options.config, options.objective
+
+    def _chooser_of(self, options: CspsOptions, sizes: Sequence[int]) -> CsaChooser:
+        from longspan.policy.csps.chooser import CsaChooser  # noqa: PLC0415 - settings in a file choose nothing
+
+        assert options.tuned is not None, "csa is a tuned file"
+        return CsaChooser(options.tuned, self._facts, self.instances, options.exchange, sizes=sizes)
+
+    def _group_sizes(self, options: CspsOptions) -> Sequence[int]:
+        """Return the numbers of instances that may share a prompt: all, or any with a partition or a profile."""
+        largest = len(self.instances)
+        varies = options.partition != "auto" or self._facts.profile is not None
+        return range(2 if varies else max(2, largest), largest + 1)
+
+    def _check(self, config: CsaConfig | None) -> None:
+        """Raise ParameterError unless the drop ratios fit the layers and KV heads of the model."""
+        if config is None or self._shape is None:
+            return
+        layers, heads = len(config.table()), {len(by_head) for by_head in config.table()}
+        for unit, given, actual in (
+            ("layers", layers, self._shape.num_layers),
+            ("KV heads", max(heads), self._shape.num_kv_heads),
+        ):
+            if given not in (1, actual):
+                raise ParameterError("csa", f"has drop ratios of {given} {unit}, but the model has {actual}", given)
+
+    @property
+    def capacity(self) -> int:
+        return self._context.capacity
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Plan as `context`. With roles, plan the instances that only decode, too.
+
+        The KV of a prompt goes to at most as many decode instances as have computed it. They then step together.
+        """
+        prefills = self._context.plan(view)
+        if not self._decode:
+            return prefills
+        router, batch = Router(view, self._decode), Batch(view, frozenset(self._decode))
+        for request in batch.running():
+            batch.add(self._context.parts.next(request, batch.budget, view.max_num_batched_tokens))
+        decodes = batch.plan()
+        batches = tuple([tuple([_routed(part, router) for part in parts]) for parts in prefills.batches])
+        return Plan(
+            preempted=prefills.preempted + decodes.preempted,
+            loads=tuple([_routed(part, router) for part in prefills.loads]),
+            batches=batches + decodes.batches,
+        )
+
+    def sparse(self, num_prompt_tokens: int, block_size: int, num_blocks: int) -> SparseSetting | None:
+        """Return the setting of a prompt on several instances, with a partition for each. None for one instance."""
+        config = self._config
+        members = self._placement.num_members(num_prompt_tokens, block_size, num_blocks)
+        if self._chooser is not None and members > 1:
+            config = self._chosen(self._chooser, num_prompt_tokens, members)
+        if config is None or config.levels == 1 or members == 1:
+            return None
+        sized = self._placement.sized(num_prompt_tokens, block_size, num_blocks)
+        wanted = -(-num_prompt_tokens // block_size)
+        return SparseSetting(
+            partition=-(-wanted // members) * block_size if sized is None else sized[1],
+            segments=segments_of(members, self._hosts[:members], config.levels),
+            drop=config.table(),
+            mode=config.drop_mode,
+            micro_partitions=config.pieces(),
+            samples=config.samples,
+            rate_by=config.rate_by,
+        )
+
+    def _chosen(self, chooser: CsaChooser, num_prompt_tokens: int, members: int) -> CsaConfig:
+        chosen = chooser.choose(num_prompt_tokens, members, self._objective)
+        levels, drop, pieces = msgspec.structs.astuple(chosen.configuration)
+        by_level = dict(enumerate(pieces, 2)) or 1
+        return CsaConfig(levels=levels, drop=drop, drop_mode=chosen.mode, micro_partitions=by_level)
+
+    def merged(self, changes: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Return the options after a change. A new objective or new settings replace the earlier objective."""
+        objectives = {"max_accuracy_loss", "target_ttft"}
+        dropped = objectives if "csa" in changes or objectives & changes.keys() else set()
+        return {**{name: value for name, value in self.given.items() if name not in dropped}, **changes}
+
+    def change(self, options: CspsOptions) -> None:
+        self._use(options)
+        super().change(options)
+
+    @property
+    def hint(self) -> str | None:
+        if self.options.tuned is None or self._shape is None or self._facts.cluster is None:
+            return None
+        return self._chooser_of(self.options, ()).hint(self.options.objective)
+
+
+def _routed(part: ScheduledPart, router: Router) -> ScheduledPart:
+    """Add the decode instances to the first part of a request."""
+    return part if part.hit is None else replace(part, targets=router.route(part.request, len(part.group)))

@@ -1,0 +1,193 @@
+"""Configurations of sparse attention for one group, and the best of them by an objective (CSPS §3.2.6, supplement B).
+
+A configuration has a number of levels, the drop ratio of level 2 and micro-partitions for each level. The number of
+levels depends on the hosts of the group. The ratios of further levels follow from that of level 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import msgspec
+
+from longspan.core.exchange import ALLTOALL
+from longspan.core.sparse import MAX_LEVELS, DropMode, SparseSetting
+from longspan.core.sparse_plan import ratios_by_rule, segments_of
+from longspan.cost.architecture import ModelShape
+from longspan.cost.csa_pipeline import Rates
+from longspan.cost.csa_price import prompt_s
+
+STEP = 0.02
+"""Distance between two drop ratios of a grid (supplement B)."""
+_MAX_DEVIATION = 0.2
+"""Upper bound for the difference between the ratio of a layer and the mean ratio."""
+
+Loss = Callable[[int, tuple[float, ...]], float]
+"""A_d in points, by tokens of the prompt and mean drop ratio of each level from 2 on. Exact attention has no ratios."""
+
+
+class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Levels (1 is exact attention), the drop ratio of level 2, and micro-partitions of the levels from 2 on."""
+
+    levels: int
+    drop: float = 0.0
+    micro_partitions: tuple[int, ...] = ()
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A configuration with its predicted time to first token and its predicted loss in points."""
+
+    configuration: Configuration
+    ttft_s: float
+    loss: float
+
+
+def least_ttft(choices: Iterable[Choice], max_loss: float) -> Choice | None:
+    """Return the quickest choice that loses at most `max_loss` points (Eq. 8), or None if every choice loses more."""
+    return min(
+        (choice for choice in choices if choice.loss <= max_loss), key=lambda choice: choice.ttft_s, default=None
+    )
+
+
+def least_loss(choices: Iterable[Choice], max_ttft_s: float) -> Choice | None:
+    """Return the choice of least loss that takes at most `max_ttft_s` (Eq. 9), or None if every choice takes longer.
+
+    Of equal losses the quicker choice is returned.
+    """
+    in_time = (choice for choice in choices if choice.ttft_s <= max_ttft_s)
+    return min(in_time, key=lambda choice: (choice.loss, choice.ttft_s), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The members that share prompts of one model, and how they compute them.
+
+    Attributes:
+        hosts: the host of each member, with members of one host next to each other.
+        racks: the number of racks of these hosts.
+        kind: the exact exchange whose sparse form computes the prompts.
+        deviations: one standard deviation of attention scores per layer. The ratio of a layer is proportional to its
+            deviation, within 0.2 of the mean ratio. If empty, all layers have the same ratio.
+    """
+
+    shape: ModelShape
+    hosts: tuple[int, ...]
+    rates: Rates
+    racks: int = 1
+    kind: str = ALLTOALL.kind
+    mode: DropMode = "qkv"
+    block_size: int = 16
+    samples: int = 64
+    deviations: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.deviations and len(self.deviations) != self.shape.num_layers:
+            given, layers = len(self.deviations), self.shape.num_layers
+            raise ValueError(f"{given} standard deviations given for {layers} layers: give one for each")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Speed of the slowest link: between hosts if the group has several, else inside the host."""
+        return (self.rates.between if len(set(self.hosts)) > 1 else self.rates.inside).bytes_per_s
+
+    def with_link(self, bytes_per_s: float) -> Group:
+        """Return a copy with another speed of the slowest link."""
+        name = "between" if len(set(self.hosts)) > 1 else "inside"
+        speed = msgspec.structs.replace(getattr(self.rates, name), bytes_per_s=bytes_per_s)
+        return replace(self, rates=msgspec.structs.replace(self.rates, **{name: speed}))
+
+    def levels(self) -> tuple[int, ...]:
+        """Return the numbers of levels to try. A group on several hosts or racks has more levels."""
+        fewest = 3 if self.racks > 1 else 2 if len(set(self.hosts)) > 1 else 1
+        largest = len(segments_of(len(self.hosts), self.hosts, MAX_LEVELS)) + 1
+        return tuple(levels for levels in (fewest, fewest + 1) if levels <= largest) or (largest,)
+
+    def layer_ratios(self, drop: float) -> list[float]:
+        """Return the ratio of level 2 in each layer. The first and the last layer drop nothing."""
+        layers = self.shape.num_layers
+        inner = self.deviations[1:-1] or (1.0,) * (layers - 2)
+        ratios = []
+        for deviation in inner:
+            ratio = drop * deviation * len(inner) / sum(inner)
+            bounded = min(max(ratio, drop - _MAX_DEVIATION), drop + _MAX_DEVIATION)
+            ratios.append(min(1.0, max(0.0, round(bounded / STEP) * STEP)) if self.deviations else drop)
+        return [0.0, *ratios, 0.0][:layers] if layers > 1 else [0.0]
+
+    def mean_drop(self, configuration: Configuration) -> tuple[float, ...]:
+        """Return the mean ratio over layers of each level from 2 on."""
+        ratios = self.layer_ratios(configuration.drop)
+        inner = [ratios_by_rule(ratio, configuration.levels) for ratio in ratios[1:-1]]
+        return tuple(sum(level) / len(ratios) for level in zip(*inner, strict=True)) or (0.0,) * (
+            configuration.levels - 1
+        )
+
+    def partition(self, num_tokens: int) -> int:
+        """Return the tokens of a partition, rounded up to whole blocks."""
+        return -(-num_tokens // (len(self.hosts) * self.block_size)) * self.block_size
+
+    def settings(self, configuration: Configuration) -> dict[str, object]:
+        """Return the content of a settings file (`--csa`) for a configuration."""
+        by_layer = [ratios_by_rule(ratio, configuration.levels) for ratio in self.layer_ratios(configuration.drop)]
+        by_level = dict(enumerate(map(list, zip(*by_layer, strict=True)), 2))
+        return {
+            "levels": configuration.levels,
+            "drop": {level: ratios[1] if len(set(ratios[1:-1])) == 1 else ratios for level, ratios in by_level.items()},
+            "drop_mode": self.mode,
+            "micro_partitions": dict(enumerate(configuration.micro_partitions, 2)),
+            "samples": self.samples,
+        }
+
+    def setting(self, num_tokens: int, configuration: Configuration) -> SparseSetting | None:
+        """Return the setting of a whole prompt, or None for exact attention."""
+        levels = configuration.levels
+        if levels == 1:
+            return None
+        return SparseSetting(
+            partition=self.partition(num_tokens),
+            segments=segments_of(len(self.hosts), self.hosts, levels),
+            drop=tuple((ratios_by_rule(ratio, levels),) for ratio in self.layer_ratios(configuration.drop)),
+            mode=self.mode,
+            micro_partitions=configuration.micro_partitions,
+            samples=self.samples,
+        )
+
+    def ttft_s(self, num_tokens: int, configuration: Configuration) -> float:
+        """Predict T_a + R L_in of a whole prompt, by the speeds of the group alone (Eq. 6)."""
+        setting, partition = self.setting(num_tokens, configuration), self.partition(num_tokens)
+        return prompt_s(setting, num_tokens, partition, self.hosts, self.shape, self.rates, self.kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The configurations that are enumerated.
+
+    Attributes:
+        drops: ratios of level 2, ascending.
+        near_pieces, far_pieces: micro-partitions of level 2, and of further levels.
+    """
+
+    drops: tuple[float, ...] = tuple(round(STEP * number, 2) for number in range(50))
+    near_pieces: tuple[int, ...] = tuple(range(1, 17))
+    far_pieces: tuple[int, ...] = tuple(range(1, 9))
+
+    def options(self, group: Group) -> list[Configuration]:
+        """Return one configuration without micro-partitions for each number of levels and drop ratio."""
+        return [Configuration(n, drop) for n in group.levels() for drop in (self.drops if n > 1 else (0.0,))]
+
+    def _pieces(self, levels: int) -> Iterator[tuple[int, ...]]:
+        """Yield the micro-partitions of the levels from 2 on."""
+        yield from product(*[self.near_pieces, *[self.far_pieces] * (levels - 2)][: levels - 1])
+
+    def quickest(self, group: Group, num_tokens: int, option: Configuration) -> tuple[float, Configuration]:
+        """Return the least seconds of an option and its micro-partitions. Of equally quick ones the fewest win."""
+        cut = (Configuration(option.levels, option.drop, pieces) for pieces in self._pieces(option.levels))
+        timed = ((group.ttft_s(num_tokens, configuration), configuration) for configuration in cut)
+        return min(timed, key=lambda pair: (pair[0], pair[1].micro_partitions))
+
+    def choices(self, group: Group, num_tokens: int, loss: Loss) -> Iterator[Choice]:
+        """Yield the options of a group, each with its quickest micro-partitions."""
+        for option in self.options(group):
+            ttft_s, configuration = self.quickest(group, num_tokens, option)
+            yield Choice(configuration, ttft_s, loss(num_tokens, group.mean_drop(option)))

@@ -1,0 +1,208 @@
+"""Options of `csps`, and the settings of sparse attention in a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from longspan.core.exchange import ALLTOALL, exchange_of, with_sparse_form
+from longspan.core.sparse import MAX_LEVELS, MAX_PIECES, DropMode, RateBy, is_tuned
+from longspan.core.sparse_plan import ratios_by_rule
+from longspan.errors import ParameterError
+from longspan.policy.context import ContextOptions
+from longspan.policy.csps.objective import Objective
+from longspan.policy.shards import Shape
+
+if TYPE_CHECKING:
+    from longspan.policy.csps.tuned import Tuned
+
+_OFF = "off"
+
+Ratios = float | list[float | list[float]]
+"""One ratio, or one per layer, or for each layer one per KV head."""
+
+
+class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of sparse attention in a file.
+
+    Attributes:
+        levels: the number of levels. 1 drops nothing.
+        micro_partitions: pieces in which tokens are sent, at all levels from 2 on or by level.
+        samples: queries of each member that rate keys.
+        rate_by: as of `SparseSetting`.
+        drop: the ratio of level 2, from which those of further levels follow, or the ratios by level. A level without
+            a ratio drops nothing.
+    """
+
+    levels: int = 3
+    drop: float | dict[int, Ratios] = {}
+    drop_mode: DropMode = "qkv"
+    micro_partitions: int | dict[int, int] = 1
+    samples: int = 64
+    rate_by: RateBy = "layer"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= MAX_LEVELS:
+            raise ValueError(f"levels are 1 to {MAX_LEVELS}, but {self.levels} given")
+        pieces = self.micro_partitions if isinstance(self.micro_partitions, dict) else {2: self.micro_partitions}
+        for level, number in pieces.items():
+            if not 1 <= number <= MAX_PIECES:
+                raise ValueError(f"micro_partitions are 1 to {MAX_PIECES}, but {number} given")
+            if isinstance(self.micro_partitions, dict) and not 2 <= level <= self.levels:
+                raise ValueError(f"micro_partitions name level {level}, but have levels 2 to {self.levels}")
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, but {self.samples} given")
+        if isinstance(self.drop, dict) and (odd := sorted(set(self.drop) - set(range(2, self.levels + 1)))):
+            raise ValueError(f"drop names level {odd[0]}, but ratios are of levels 2 to {self.levels}")
+        for ratios in self.drop.values() if isinstance(self.drop, dict) else ():
+            if _has_none(ratios):
+                raise ValueError("drop has an empty list: give a ratio for each layer, or KV head, or one for all")
+        for ratio in _numbers([self.drop] if isinstance(self.drop, float) else [*self.drop.values()]):
+            if not 0 <= ratio <= 1:
+                raise ValueError(f"drop ratios are from 0 to 1, but {ratio:g} given")
+
+    @classmethod
+    def parse(cls, text: str) -> CsaConfig:
+        """Parse JSON, or raise ParameterError."""
+        try:
+            return msgspec.json.decode(text.encode(), type=cls)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            problem = f"is {_OFF}, auto or settings as JSON, but {text[:60]!r} given ({error})"
+            raise ParameterError("csa", problem, text[:60]) from error
+
+    def pieces(self) -> tuple[int, ...]:
+        """Return the micro-partitions of each level from 2 on."""
+        given = self.micro_partitions
+        return tuple(given.get(level, 1) if isinstance(given, dict) else given for level in range(2, self.levels + 1))
+
+    def table(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        """Return the ratios by layer, KV head and level. A single entry is for all layers, or heads."""
+        if isinstance(self.drop, float):
+            return ((ratios_by_rule(self.drop, self.levels),),)
+        by_level = [self.drop.get(level, 0.0) for level in range(2, self.levels + 1)]
+        num_layers = _common("layers", [1 if isinstance(ratios, float) else len(ratios) for ratios in by_level])
+        table = []
+        for layer in range(num_layers):
+            of_layer = [ratios if isinstance(ratios, float) else ratios[layer] for ratios in by_level]
+            num_heads = _common("KV heads", [1 if isinstance(ratios, float) else len(ratios) for ratios in of_layer])
+            heads = range(num_heads)
+            table.append(tuple(tuple(r if isinstance(r, float) else r[head] for r in of_layer) for head in heads))
+        return tuple(table)
+
+
+def _has_none(ratios: Ratios | list[float]) -> bool:
+    return isinstance(ratios, list) and (not ratios or any(isinstance(ratio, list) and not ratio for ratio in ratios))
+
+
+def _numbers(ratios: Sequence[float | list[float]] | Sequence[Ratios]) -> list[float]:
+    numbers: list[float] = []
+    for ratio in ratios:
+        numbers += [ratio] if isinstance(ratio, float) else _numbers(ratio)
+    return numbers
+
+
+def _common(unit: str, counts: Sequence[int]) -> int:
+    """Return the number of ratios that all levels have, or 1 if each has one."""
+    largest = max(counts, default=1)
+    if set(counts) - {1, largest}:
+        problem = f"has drop ratios of {sorted(set(counts))} {unit}: give all levels as many"
+        raise ParameterError("csa", problem, largest)
+    return largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class CspsOptions(ContextOptions):
+    """Options of `csps`: those of `context`, and the drops of sparse attention.
+
+    Attributes:
+        csa: `off` for exact attention, the settings of sparse attention as JSON, or a tuned file, which chooses the
+            settings of each prompt.
+        max_accuracy_loss: upper bound for the points of score that chosen settings lose. By default they lose none.
+        target_ttft: seconds to the first token, within which chosen settings lose least. Excludes the bound above.
+        partition: upper bound for the tokens of a prompt on each instance, from which the length gives the number of
+            instances. `memory` is half of an instance's KV memory. With `auto`, `threshold` decides the number, and all
+            instances have equally many tokens.
+    """
+
+    exchange: str = ALLTOALL.kind
+    layout: Literal["auto", "zigzag", "striped", "contiguous"] = "contiguous"
+    csa: str = _OFF
+    max_accuracy_loss: float | None = None
+    target_ttft: float | None = None
+    partition: int | Literal["auto", "memory"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_objective()
+        self._check_partition()
+        if self.csa == _OFF:
+            return
+        if self.tuned is None:
+            _ = CsaConfig.parse(self.csa).table()
+        for name, unset in (("weights", "auto"), ("fractions", "")):
+            if (value := getattr(self, name)) != unset:
+                problem = f"and csa exclude each other, but {value} given: leave one of them out"
+                raise ParameterError(name, problem, value)
+        is_able = self.exchange != "auto" and exchange_of(self.exchange).has_sparse_form
+        if not is_able or self.layout not in {"auto", "contiguous"}:
+            given = f"layout {self.layout}" if is_able else self.exchange
+            able = ", ".join(exchange.kind for exchange in with_sparse_form())
+            problem = f"is for exchange {able} and layout contiguous, but {given} given: leave one of them out"
+            raise ParameterError("csa", problem, _OFF)
+
+    def _check_partition(self) -> None:
+        if self.partition == "auto":
+            return
+        if self.partition != "memory" and self.partition < 1:
+            raise ParameterError("partition", f"must be at least 1, but {self.partition} given", self.partition)
+        given = {"threshold": (self.threshold, "auto"), "fractions": (self.fractions, "")}
+        for name, (value, unset) in given.items():
+            if value != unset:
+                problem = f"({self.partition}) says how prompts are shared, but {name} {value} given: leave one out"
+                raise ParameterError("partition", problem, self.partition)
+        if self.layout not in {"auto", "contiguous"}:
+            problem = f"is for layout contiguous, but layout {self.layout} given: leave one of them out"
+            raise ParameterError("partition", problem, self.partition)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The layout of prompts. Neighbouring pieces are on instances near each other."""
+        shape = super().shape
+        return replace(shape, in_order=shape.layout == "contiguous")
+
+    def _check_objective(self) -> None:
+        objectives = {"max_accuracy_loss": self.max_accuracy_loss, "target_ttft": self.target_ttft}
+        given = {name: value for name, value in objectives.items() if value is not None}
+        for name, value in given.items():
+            if not 0 <= value < math.inf or (name == "target_ttft" and not value):
+                least = "above 0" if name == "target_ttft" else "from 0 on"
+                raise ParameterError(name, f"must be a number {least}, but {value:g} given", value)
+            if self.tuned is None:
+                csa = self.csa if self.csa == _OFF else "settings of its own"
+                raise ParameterError(name, f"is for csa auto, or a tuned file, but csa is {csa}", value)
+        if len(given) > 1:
+            problem = f"and max_accuracy_loss {self.max_accuracy_loss:g} exclude each other: leave one of them out"
+            raise ParameterError("target_ttft", problem, self.target_ttft)
+
+    @cached_property
+    def tuned(self) -> Tuned | None:
+        """The tuned file, if `csa` is one."""
+        if not is_tuned(self.csa):
+            return None
+        from longspan.policy.csps.tuned import Tuned  # noqa: PLC0415 - settings in a file need no fits
+
+        return Tuned.from_json(self.csa)
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(max_loss=self.max_accuracy_loss or 0.0, target_s=self.target_ttft)
+
+    @cached_property
+    def config(self) -> CsaConfig | None:
+        """The settings of all prompts, if `csa` has them."""
+        return None if self.csa == _OFF or self.tuned is not None else CsaConfig.parse(self.csa)
