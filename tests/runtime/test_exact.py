@@ -191,7 +191,7 @@ CHATS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize(("setup", "block_size"), zip(CHATS, cycle((16, 256)), strict=False))
+@pytest.mark.parametrize(("setup", "block_size"), list(zip(CHATS, cycle((16, 256)), strict=False)))
 def test_chats_share_a_system_prompt(engines: Engines, tiny: Path, oracle: Oracle, setup: str, block_size: int) -> None:
     """It is no multiple of a block. Two users, more at once, and then each goes on with a conversation of its own."""
     arguments, policy, options = CHATS[setup]
