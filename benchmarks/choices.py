@@ -46,7 +46,7 @@ from longspan.workload.arrivals import Arrival, Workload, arrival_times, prompt_
 from longspan.workload.requests import draw_lengths, make_workload, quantiles
 from longspan.workload.spec import WorkloadSpec
 
-_POLICIES = (
+POLICIES = (
     *("auto", "chunked", "context", "tetris", "fixed-sp 2", "fixed-sp 4", "fixed-sp 8", "loongserve"),
     *("decode-first", "prefill-first"),
 )
@@ -70,7 +70,7 @@ _TRACES = {
     "arxiv, answers of 200": "arxiv_summarization_lengths.csv.gz",
 }
 _NAMED, _MIXTURE = ("short", "medium", "long"), "chats and documents"
-_MEASURED = "as profiled"
+MEASURED = "as profiled"
 _SMALL = ("up to 6K", "up to 6K, in bursts")
 _SHORT_INPUT, _SHORT_OUTPUT = {"0": 100, "1": 6000}, {"0": 8, "1": 64}
 _DRAWN = {
@@ -136,10 +136,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one cluster, two workloads, two loads")
     parser.add_argument("--traces", type=Path, help="folder of traces; without it their cells are left out")
     parser.add_argument("--profile", type=Path, help="of a machine; without it its cells are left out")
-    parser.add_argument("--clusters", nargs="+", choices=(*_CLUSTERS, _MEASURED), default=(*_CLUSTERS, _MEASURED))
+    parser.add_argument("--clusters", nargs="+", choices=(*_CLUSTERS, MEASURED), default=(*_CLUSTERS, MEASURED))
     parser.add_argument("--workloads", nargs="+", choices=_WORKLOADS)
     parser.add_argument("--loads", type=float, nargs="+", default=_LOADS)
-    parser.add_argument("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--num-requests", type=int, default=400)
     parser.add_argument("--json", type=Path, help="where points are kept, and taken from")
     parser.add_argument("--plots", type=Path, help="an HTML page with all metrics over loads; needs plotly")
@@ -160,7 +160,7 @@ def main() -> int:
         jobs = [
             pool.submit(_measure, cluster, workload, policy, todo, number, files)
             for cluster, workload, policy in product(clusters, workloads, asked.policies)
-            if _is_possible(cluster, workload, policy, files)
+            if is_possible(cluster, workload, policy, files)
             and (todo := [load for load in loads if (cluster, workload, load, policy) not in known])
         ]
         for job in tqdm(jobs, desc="policies", disable=None):
@@ -168,14 +168,14 @@ def main() -> int:
             if asked.json is not None:
                 asked.json.write_bytes(msgspec.json.format(msgspec.json.encode([*others, *found]), indent=1) + b"\n")
     if asked.plots is not None:
-        _plot(found, asked.plots)
-    return _report(found)
+        plot(found, asked.plots)
+    return report(found)
 
 
-def _is_possible(cluster: str, workload: str, policy: str, files: Files) -> bool:
+def is_possible(cluster: str, workload: str, policy: str, files: Files) -> bool:
     name, _, sp = policy.partition(" ")
-    if cluster == _MEASURED or workload in _SMALL:
-        if cluster != _MEASURED or workload not in _SMALL or files.profile is None:
+    if cluster == MEASURED or workload in _SMALL:
+        if cluster != MEASURED or workload not in _SMALL or files.profile is None:
             return False
         return _num_measured(files.profile) % int(sp or 1) == 0
     if cluster in _TAIL_CLUSTERS or workload in _ONLY_ON:
@@ -239,8 +239,8 @@ def _references(
     """Return the highest rate, and the TTFT and mean TBT of each request on an idle cluster."""
     requests = _requests(workload, number, files)
     offline = requests.one_by_one(0.0)
-    groups = "fixed-sp 2" if cluster == _MEASURED else "fixed-sp 4"
-    names = [one for one in ("chunked", groups) if _is_possible(cluster, workload, one, files)]
+    groups = "fixed-sp 2" if cluster == MEASURED else "fixed-sp 4"
+    names = [one for one in ("chunked", groups) if is_possible(cluster, workload, one, files)]
     runs = [_experiment(cluster, policy, files).run(offline) for policy in names]
     highest = max(len(run.served) / run.makespan_s for run in runs)
     alone = requests.one_by_one(_GAP_S)
@@ -260,7 +260,7 @@ def _references(
 
 @lru_cache(maxsize=16)
 def _experiment(cluster: str, policy: str, files: Files) -> Experiment:
-    if cluster == _MEASURED:
+    if cluster == MEASURED:
         assert files.profile is not None, "its cells are left out"
         profile = Profile.from_json(files.profile.read_text(encoding="utf-8"))
         number = _num_measured(files.profile)
@@ -303,7 +303,7 @@ def _requests(workload: str, number: int, files: Files) -> Workload:
 # ---------------------------------------------------------------- report
 
 
-def _report(found: Sequence[Point]) -> int:
+def report(found: Sequence[Point]) -> int:
     failures, regrets = [], Table(title="auto, over the best of all others by each metric alone", title_justify="left")
     for name in ("cluster", "workload", "load", "goodput", *_TIMES):
         regrets.add_column(name, justify="left" if name in {"cluster", "workload"} else "right")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from interpreted import Run
     from oracle import Oracle
 
-# The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
-# has a deadline: machines that others use, too, stall now and then. `make test` runs a quarter of all examples,
+# The same examples on every run, so that results repeat. LONGSPAN_RANDOM_TESTS=1 draws new ones. None has a deadline,
+# since shared machines stall now and then. `make test` runs an eighth of all examples,
 # `make test-all` runs them with --hypothesis-profile=large.
 _derandomize = "LONGSPAN_RANDOM_TESTS" not in os.environ
 settings.register_profile("large", derandomize=_derandomize, deadline=None)
 settings.register_profile("small", derandomize=_derandomize, deadline=None)
 settings.load_profile("small")
-_FEWEST_EXAMPLES = 10
+_MIN_EXAMPLES = 10
 
 
 def pytest_configure() -> None:
@@ -42,9 +43,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a server come first: nobody steals them from the process that has it, to start another.
+    """Run tests that share a server first, so that no other process takes some and starts a second server.
 
-    In the small profile a test runs a quarter of the examples that its settings name.
+    In the small profile a test runs an eighth of the examples that its settings name.
     """
     items.sort(key=lambda item: "tetris_server" not in getattr(item, "fixturenames", ()))
     if settings.get_current_profile_name() != "small":
@@ -52,8 +53,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for test in {id(item.function): item.function for item in items if isinstance(item, pytest.Function)}.values():
         own = getattr(test, "_hypothesis_internal_use_settings", None)
         if own is not None:
-            fewer = min(own.max_examples, max(_FEWEST_EXAMPLES, own.max_examples // 4))
+            fewer = min(own.max_examples, max(_MIN_EXAMPLES, own.max_examples // 8))
             test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all tests and imported modules out of later garbage collections.
+
+    Else Python collects so rarely that the tensors of hundreds of ended engines stay in memory.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -69,7 +79,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """The command line sets what signals do; afterwards they do what they did."""
+    """Restore the handlers of signals that the command line sets."""
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -79,7 +89,7 @@ def signals() -> Iterator[None]:
 
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
-    """The command line starts no engine; see `fake_llm.py`."""
+    """The command line starts no engine, see `fake_llm.py`."""
     import fake_llm
 
     del signals
@@ -101,7 +111,7 @@ def thread_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
 
 @pytest.fixture
 def events(tmp_path: Path) -> Iterator[Path]:
-    """The model to give to engine cores, which are fake: they write here what they are told."""
+    """The model for fake engine cores, which write their events to this file."""
     from fake_engine_install import fake_engine_installed
 
     with fake_engine_installed():
@@ -137,7 +147,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
-    """What Hugging Face says of them; see `Oracle` for longrope."""
+    """Hugging Face as the reference for these models. See `Oracle` for longrope."""
     from oracle import Oracle
 
     return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}
@@ -153,7 +163,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def oracle(tiny: Path) -> Oracle:
-    """What Hugging Face says of it."""
+    """Hugging Face as the reference for this model."""
     from oracle import Oracle
 
     return Oracle(tiny)
@@ -171,7 +181,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def odd_oracle(odd: Path) -> Oracle:
-    """What Hugging Face says of it."""
+    """Hugging Face as the reference for this model."""
     from oracle import Oracle
 
     return Oracle(odd)
@@ -189,7 +199,7 @@ def engines() -> Iterator[Engines]:
 
 @pytest.fixture(scope="session")
 def speaking(speaking_model: Path) -> Iterator[ThreadLLM]:
-    """An engine of a model that can be talked to, which tests share; none may change its policy."""
+    """A shared engine of a model with a tokenizer. Tests must not change its policy."""
     from engines import ThreadLLM
 
     with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
@@ -198,7 +208,7 @@ def speaking(speaking_model: Path) -> Iterator[ThreadLLM]:
 
 @pytest.fixture(scope="session")
 def assert_interpreted() -> Iterator[Run]:
-    """Runs a comparison where Triton interprets; what fails there fails here."""
+    """Run a comparison in a process where Triton interprets. Its failures are raised here."""
     from interpreted import interpreting_process
 
     with interpreting_process() as run:
@@ -207,7 +217,7 @@ def assert_interpreted() -> Iterator[Run]:
 
 @pytest.fixture(scope="session")
 def smollm2_oracle() -> Oracle:
-    """What Hugging Face says of the default model."""
+    """Hugging Face as the reference for the default model."""
     from oracle import Oracle
 
     from longspan.model.source import smollm2_folder

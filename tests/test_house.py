@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from house import House
 FOLDER = Path(__file__).parent / "limits"
 PROMPT = """
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from engines import ThreadLLM
 from longspan import SamplingParams
@@ -57,6 +62,24 @@ def test_known_offenders_do_not_grow_and_there_are_no_others(house: House, kind:
     for name, lines in measured.items():
         limit = limits()[package_of(house, name)].get(kind, {}).get(name.removeprefix("longspan."), 0)
         assert lines <= limit, f"{name} has {lines} lines"
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yield the private attributes that a file uses of objects other than `self`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and re.match(r"_(?!_|replace$)", node.attr):
+            owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+            if not (isinstance(owner, ast.Name) and owner.id in {"self", "cls", "super"}):
+                yield node.attr
+
+
+def test_tests_use_few_private_attributes(house: House) -> None:
+    """Only names of the sources count, and none of other packages."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in house.files.values())
+    names = set(re.findall(r"(?:self\.|def |class |^ *)(_\w+)", text, re.MULTILINE))
+    files = Path(__file__).parent.rglob("*.py")
+    uses = {path.stem: num for path in files if (num := sum(name in names for name in private_names(path)))}
+    assert sum(uses.values()) <= limits()["root"]["private_in_tests"], uses
 
 
 def test_no_modules_import_each_other(house: House) -> None:

@@ -120,7 +120,7 @@ def test_memory_is_the_lowest_limit_on_the_way_up(
     assert found == Memory(total=total * GIB, available=available * GIB, is_limited=total < 64)
 
 
-def test_a_machine_with_less_than_the_limit_has_what_it_has(tmp_path: Path) -> None:
+def test_a_limit_above_the_memory_of_the_machine_changes_nothing(tmp_path: Path) -> None:
     files = memory_v2("job", 60 * GIB, 2 * GIB)
     found = limits.memory(tree(tmp_path, groups="0::/job", mounts=V2, files=files))
     assert (found.total, found.available) == (60 * GIB, 48 * GIB)

@@ -13,6 +13,7 @@ from cluster import Cluster, Setup
 from engines import ThreadLLM
 from fake_llm import FakeLLM, run
 from oracle import Oracle, assert_exact
+from refusals import refused
 from test_cost_model import step_cost
 from torch import Tensor
 from transports import Wires, run_members
@@ -79,7 +80,7 @@ def test_a_policy_schedules_it_in_the_simulated_engine_and_its_steps_have_a_cost
 
 
 def test_its_layouts_are_kept(added: Exchange) -> None:
-    with pytest.raises(ValueError, match=r"exchange broadcast .* layout contiguous given: use zigzag"):
+    with refused("exchange"):
         Cluster(Setup(num_instances=2, policy="context", options={"exchange": added.kind, "layout": "contiguous"}))
     assert added in kinds.exchanges()
     assert added not in kinds.of_any_layout(), "automatic choices ignore layouts"

@@ -55,7 +55,7 @@ def test_every_exchange_has_a_line(ranks: int) -> None:
     assert rows["ring_kv"][3] == rows["gather_kv"][3] == rows["gather_kv, dense"][3]
 
 
-def test_bytes_are_told_by_link_and_drawn_from_the_seed() -> None:
+def test_bytes_are_reported_by_link_and_follow_from_the_seed() -> None:
     one = check("--ranks", "4", "--exchange", "gather_kv", "--cases", "3", LONGSPAN_HOSTS="2")
     assert (one.returncode, len(one.stdout.splitlines())) == (0, 2)
     for line in one.stdout.splitlines():
@@ -77,7 +77,7 @@ def test_bytes_are_told_by_link_and_drawn_from_the_seed() -> None:
         (["--device", "tpu"], ["--device", "tpu"]),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, since they are found before any other starts."""

@@ -164,7 +164,7 @@ SHAPES = ((4, 4, 16), (2, 4, 16), (2, 4, 16))
         ([((Run(0, 8, 2),), (Run(1, 8, 2),))], SHAPES, {}, "member 0 must ascend in steps of 1"),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     runs: object, shapes: Sequence[Sequence[int]], options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):

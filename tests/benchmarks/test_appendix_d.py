@@ -59,7 +59,7 @@ def test_samples_on_two_sides_of_a_line_are_separated(alpha: float, beta: float,
 
 
 def test_samples_that_no_line_separates_are_named() -> None:
-    """The rule follows the samples that matter and names the others."""
+    """The rule follows the relevant samples and names the remaining ones."""
     truth = AppendixD(alpha=1.0, beta=0.5, gamma=-5.0)
     samples = [sample(new, cached, truth.score(new, cached)) for new, cached in GRID]
     noise = RingSample(new_tokens=16384, cached_tokens=0, ring_kv_s=1.0, ring_q_s=0.999)
@@ -73,7 +73,7 @@ def test_a_ring_that_always_won_is_always_chosen() -> None:
         assert fit.missed == ()
 
 
-def test_a_tie_belongs_to_nobody() -> None:
+def test_a_tie_is_no_miss() -> None:
     """It does not count as missed, whatever the rule says."""
     tied = sample(64, 0, 0.0)
     assert fit_appendix_d([tied]).missed == ()
@@ -94,7 +94,7 @@ def test_a_profile_has_a_rule_for_groups_that_did_both_rings() -> None:
     assert ring_rule(profile, 1) is None
 
 
-def test_what_is_no_measurement_is_refused() -> None:
+def test_files_without_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match="not a measured prefill"):
         RingSample(new_tokens=1, cached_tokens=0, ring_kv_s=0.0, ring_q_s=1.0)
     with pytest.raises(ValueError, match="measure both rings"):

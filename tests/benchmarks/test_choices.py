@@ -1,4 +1,4 @@
-"""The comparison of the default policy with fixed ones: what it requires, and a small part of it."""
+"""The comparison of the default policy with fixed ones: its requirements, and a small part of it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def point(policy: str, workload: str = "short", **numbers: float) -> choices.Poi
         ({"goodput": 0.89}, "chats and documents", 0),
     ],
 )
-def test_what_is_required_of_the_default(
+def test_requirements_of_the_default_policy(
     ours: dict[str, float], workload: str, fails: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only the policy with the highest goodput counts."""
     others = [point("chunked", workload), point("context", workload, goodput=0.5, ttft_p99=0.1, e2e_p50=0.1)]
-    assert choices._report([point("auto", workload, **ours), *others]) == (1 if fails else 0)
+    assert choices.report([point("auto", workload, **ours), *others]) == (1 if fails else 0)
     assert f"{fails} requirements failed" in capsys.readouterr().out
 
 
@@ -47,20 +47,20 @@ def test_cells_that_are_left_out(tmp_path: Path) -> None:
     profile.write_text(machine(2).to_json(), encoding="utf-8")
     none, both = choices.Files(), choices.Files(tmp_path, profile)
     sheets, small = "1x8 A100, 8B", "up to 6K"
-    assert choices._is_possible(sheets, "short", "fixed-sp 8", none)
-    assert not choices._is_possible(sheets, "splitwise_conv", "auto", none)
-    assert choices._is_possible(sheets, "splitwise_conv", "auto", both)
-    assert not choices._is_possible(sheets, small, "auto", both)
-    assert not choices._is_possible(choices._MEASURED, small, "auto", none)
-    assert not choices._is_possible(choices._MEASURED, "short", "auto", both)
-    able = {policy for policy in choices._POLICIES if choices._is_possible(choices._MEASURED, small, policy, both)}
-    assert set(choices._POLICIES) - able == {"fixed-sp 4", "fixed-sp 8"}
+    assert choices.is_possible(sheets, "short", "fixed-sp 8", none)
+    assert not choices.is_possible(sheets, "splitwise_conv", "auto", none)
+    assert choices.is_possible(sheets, "splitwise_conv", "auto", both)
+    assert not choices.is_possible(sheets, small, "auto", both)
+    assert not choices.is_possible(choices.MEASURED, small, "auto", none)
+    assert not choices.is_possible(choices.MEASURED, "short", "auto", both)
+    able = {policy for policy in choices.POLICIES if choices.is_possible(choices.MEASURED, small, policy, both)}
+    assert set(choices.POLICIES) - able == {"fixed-sp 4", "fixed-sp 8"}
 
 
 def test_a_page_of_plots(tmp_path: Path) -> None:
     cells = product(("auto", "chunked"), "ab", (0.2, 0.5))
     points = [point(policy, workload, load=load) for policy, workload, load in cells]
-    choices._plot(points, tmp_path / "plots.html")
+    choices.plot(points, tmp_path / "plots.html")
     page = (tmp_path / "plots.html").read_text(encoding="utf-8")
     assert page.count('"name":"chunked"') == 2 * 6
 

@@ -44,7 +44,7 @@ def cell(ours: float) -> Cell:
         (choice({"a": (True, True)}), choice({"a": (4, 4), "b": (8, 16)})),
     ],
 )
-def test_a_rule_tells_what_holds_from_what_fails(holding: Check, failing: Check) -> None:
+def test_a_rule_separates_true_claims_from_false_ones(holding: Check, failing: Check) -> None:
     assert holding.rule == failing.rule and holding.rule in RULES
     assert Claim("1", "So it is.", holding).verdict == "holds"
     assert Claim("1", "So it is.", failing).verdict == "fails"
@@ -76,7 +76,7 @@ def test_only_required_claims_that_do_not_hold_make_a_script_fail(
         ("CSPS", csps.claims),
     ],
 )
-def test_kept_verdicts_are_those_of_today(paper: str, found: Callable[[], list[Claim]]) -> None:
+def test_recorded_verdicts_equal_new_ones(paper: str, found: Callable[[], list[Claim]]) -> None:
     assert KEPT["papers"][paper] == [claim.row() for claim in found()], "run make claims"
 
 
@@ -217,7 +217,7 @@ def test_lengths_of_csps_have_the_medians_of_table_2() -> None:
         assert inputs[990] == pytest.approx(data_set.input_len[1], rel=0.05) and inputs == sorted(inputs)
 
 
-def test_a_rate_lies_between_those_that_were_simulated() -> None:
+def test_a_rate_lies_between_simulated_rates() -> None:
     response_s = {0.5: 10.0, 1.0: 20.0, 2.0: 80.0}
     assert csps.rate_at(10.0, response_s) == pytest.approx(0.5)
     assert csps.rate_at(40.0, response_s) == pytest.approx(2**0.5)

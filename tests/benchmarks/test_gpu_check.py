@@ -35,7 +35,7 @@ def executable(path: Path, script: str) -> Path:
     return path
 
 
-def test_versions_are_told_with_what_the_driver_says(
+def test_versions_include_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = ", ".join(["Card 9", "580.1", *map(str, range(7)), "Disabled"])
@@ -126,7 +126,7 @@ def test_a_prompt_is_measured_again_as_often_as_wanted_with_the_kernel_that_is_w
     assert json.loads((shape / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_what_is_left_of_a_prompt_goes_by_what_was_computed() -> None:
+def test_remaining_prompt_tokens_follow_from_computed_tokens() -> None:
     def seconds(tokens: int) -> float:
         return 1e-3 * tokens + 1e-7 * tokens**2
 
@@ -137,7 +137,7 @@ def test_what_is_left_of_a_prompt_goes_by_what_was_computed() -> None:
     assert gpu_8b.affordable(known, 64000, seconds(20000) + 1e-3) == 20000
     assert gpu_8b.affordable(known, 64000, 0.0) == 1000
     assert gpu_8b.affordable(known[:1], 2000, 2 * known[0][1]) == 2000
-    assert gpu_8b.affordable([], 64000, 0.0) == 64000, "somebody must be first"
+    assert gpu_8b.affordable([], 64000, 0.0) == 64000, "the first one always runs"
 
 
 def test_a_forced_kernel_reaches_the_workers(tiny: Path) -> None:
@@ -156,7 +156,7 @@ def test_the_twin_fails_when_a_percentile_is_far_off(capsys: pytest.CaptureFixtu
     assert "FAIL: TTFT and TBT within 5% wanted" in capsys.readouterr().out
 
 
-def test_wheels_are_all_that_is_required_there_but_what_pytorch_brings() -> None:
+def test_wheels_are_the_requirements_without_those_of_pytorch() -> None:
     roots = ["accelerate", "uvicorn[standard]; python_version > '3.0'"]
     found = gpu_wheels.closure(roots, "3.12", {"torch": None})
     assert {"accelerate", "numpy", "safetensors", "uvicorn", "h11"} <= found
@@ -181,7 +181,7 @@ def test_nothing_that_a_machine_has_without_an_index_is_a_wheel() -> None:
     assert gpu_wheels.closure(["torch>=2.11", "transformers>=5.0,<6", "numpy>=2.0", "pytest"], "3.12", there) == set()
 
 
-def test_operators_of_pytorch_take_what_longspan_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_of_pytorch_accept_our_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     found = gpu_versions.schemas()
     assert {*found} == {*gpu_versions.OPERATORS} and all(one["fits"] for one in found.values())
     swapped = {"_scaled_dot_product_flash_attention": ("key", "query"), "_no_such_operator": ("query",)}

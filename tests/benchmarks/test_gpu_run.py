@@ -192,7 +192,7 @@ def test_a_check_that_takes_too_long_says_where_it_was_and_later_checks_have_the
             signal.signal(one, handler)
     first, second, third = report_in(tmp_path)["checks"]
     assert [one["status"] for one in (first, second, third)] == ["timed out", "timed out", "passed"]
-    assert first["limit_s"] == 3.0 and second["limit_s"] == 1.5, "what is left beyond the others' seconds, or the most"
+    assert first["limit_s"] == 3.0 and second["limit_s"] == 1.5, "the remaining seconds, or the limit"
     assert "KeyboardInterrupt" in first["tail"][-1], "Python says where it was"
     assert "at work" in " ".join(second["tail"])
 
@@ -201,7 +201,7 @@ def test_a_check_that_takes_too_long_says_where_it_was_and_later_checks_have_the
 
 
 @pytest.mark.parametrize("line", ["x" * 5000, "short"], ids=["long", "short"])
-def test_the_last_lines_of_each_failed_check_fit_into_what_a_caller_sees(tmp_path: Path, line: str) -> None:
+def test_the_last_lines_of_each_failed_check_fit_into_the_summary(tmp_path: Path, line: str) -> None:
     script = f'i=0; while [ $i -lt 40 ]; do i=$((i+1)); echo "$i {line}"; done; exit 1'
     result, report = run_checks("full", tmp_path, script)
     assert len(result.stdout) < PRINTED - 1000
@@ -236,7 +236,7 @@ def wheel(folder: Path) -> None:
         archive.writestr("carried-1.0.dist-info/RECORD", "")
 
 
-def test_checks_find_what_is_in_wheels(tmp_path: Path) -> None:
+def test_checks_find_packages_from_wheels(tmp_path: Path) -> None:
     wheel(tmp_path)
     script = f'if [ "$2" = pip ]; then exec {sys.executable} "$@"; else exec {sys.executable} -m carried; fi'
     result, report = run_checks("quick", tmp_path, script, WHEELS=str(tmp_path))
@@ -277,7 +277,7 @@ def test_number(number):
     [("assert number != 4", "failed", 5), ("pytest.skip('no device')", "failed", 0), ("assert True", "passed", 6)],
 )
 def test_results_of_tests_are_in_the_report(tmp_path: Path, body: str, status: str, passed: int) -> None:
-    """By pytest with the plugins that the check names, and no others."""
+    """By pytest with exactly the plugins that the check names."""
     (tmp_path / "test_some.py").write_text(TESTS.format(body=body))
     kernels = "tests/gpu/test_gpu_kernels.py"
     script = (

@@ -1,4 +1,4 @@
-"""The comparison with peers: what is required, who takes part in which column, and what is read from answers."""
+"""The comparison with peers: requirements, the peers of each column, and the reading of answers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_contestants_take_the_jobs_that_they_can_do() -> None:
     assert all(all(takes[name]) for name in ("longspan-1", "longspan-2", "vllm-eager", "vllm-compiled"))
 
 
-def test_who_does_not_take_part_or_failed_has_no_median() -> None:
+def test_skipped_and_failed_peers_have_no_median() -> None:
     samples = {"a": {"x": [3.0, 1.0, 2.0], TTFT.title: []}, "b": {TTFT.title: [5.0]}, "c": {TTFT.title: [1.0]}}
     medians = medians_of(samples, {"c": "died"})
     assert medians == {"a": {"x": 2.0}, "b": {TTFT.title: 5.0}}
@@ -159,14 +159,14 @@ serve(lambda options: Started(
 
 
 def echo(folder: Path, name: str, more: int = 1) -> Entry:
-    """Makes a contestant whose every token takes a second; with another `more` it answers wrongly."""
+    """Return a contestant that takes a second per token. With another `more` it answers wrongly."""
     python = folder / name
     python.write_text(f"#!{sys.executable}\n{ECHO.format(benchmarks=str(BENCHMARKS), more=more)}")
     python.chmod(0o755)
     return Entry(name=name, module="", python=python)
 
 
-def test_a_contest_asks_those_who_take_a_job_and_goes_on_without_those_who_fail(tmp_path: Path) -> None:
+def test_a_contest_runs_able_peers_and_continues_after_failures(tmp_path: Path) -> None:
     able, wrong = echo(tmp_path, "able"), echo(tmp_path, "wrong", more=2)
     single, missing = replace(echo(tmp_path, "single"), takes=one_by_one), replace(able, name="x", python=Path("none"))
     pair = Load(title="pair", shapes=(Shape(length=3, new_tokens=2),) * 2).submissions("x")
@@ -182,7 +182,7 @@ def test_a_contest_asks_those_who_take_a_job_and_goes_on_without_those_who_fail(
 
 
 class Probe:
-    """Answers with a rate of its own; a broken one does not."""
+    """Answers with a rate of its own. A broken one does not answer."""
 
     def __init__(self, *, is_broken: bool) -> None:
         self._is_broken = is_broken

@@ -29,7 +29,7 @@ BACKEND = backend_of(CPU)
     st.sampled_from(["block", "token"]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_ranks_see_what_the_parts_say(
+def test_packed_batches_equal_the_parts(
     num_instances: int, size: int, tokens: int, requests: list[tuple[int, int]], rotate: str
 ) -> None:
     """All steps of a random run, packed for every rank."""
@@ -163,8 +163,8 @@ def test_tables_follow_the_controller() -> None:
     assert tables.apply(first).table == [BlockRef(0, 9)]
 
 
-def test_whoever_sampled_a_token_passes_it_to_whoever_computes_it() -> None:
-    """Row numbers only where the token is computed; members that do neither hear nothing of it."""
+def test_the_sampling_rank_sends_a_token_to_the_computing_ranks() -> None:
+    """Row numbers only where the token is computed. Members without either part get nothing."""
     runs = (Run(3, 4),)
     part = replace(
         part_of(7, (2, 0, 1)),
@@ -184,7 +184,7 @@ def test_whoever_sampled_a_token_passes_it_to_whoever_computes_it() -> None:
 
 
 def test_the_target_of_a_prompt_token_may_lie_elsewhere() -> None:
-    """Every member reports the tokens that follow its own, on whichever member those are; none after the prompt."""
+    """Every member reports the tokens after its own, on any member, but none after the prompt."""
     part = replace(
         part_of(7, (0, 1)),
         stop=4,

@@ -36,7 +36,7 @@ LINES = [request(name) for name in "abcdef"]
 
 
 class Scripted:
-    """Answers in the order of pairs swapped (b, a, d, c, ...), some requests ahead; stops when told to."""
+    """Answers in the order of swapped pairs (b, a, d, c, ...), some requests ahead. Can be stopped."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.asked: list[str] = []
@@ -63,7 +63,7 @@ class Scripted:
 
 @pytest.fixture
 def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Scripted]]:
-    """Runs the verb on these lines; returns the exit code and who answered."""
+    """Run the verb on these lines. Return the exit code and the names of the answers."""
 
     def run_batch(*lines: str, stop_after: int | None = None) -> tuple[int, Scripted]:
         (tmp_path / "in.jsonl").write_text("\n".join(lines))
@@ -110,7 +110,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "words"), BAD)
-def test_what_is_no_request_has_an_error_and_stops_nobody(
+def test_a_line_without_a_request_has_an_error_and_stops_no_other(
     text: str, words: str, batch: Batch, tmp_path: Path, capsys: Capture
 ) -> None:
     code, scripted = batch(LINES[0], text, LINES[1])
@@ -132,7 +132,7 @@ def test_a_refused_request_makes_the_exit_code_2(batch: Batch, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stop_after", range(7))
-def test_what_has_an_answer_is_not_run_again(stop_after: int, batch: Batch, tmp_path: Path, capsys: Capture) -> None:
+def test_answered_requests_are_not_run_again(stop_after: int, batch: Batch, tmp_path: Path, capsys: Capture) -> None:
     code, _ = batch(*LINES, stop_after=stop_after)
     assert code == (0 if stop_after == 6 else 130)
     answered = [line["custom_id"] for line in written(tmp_path)]
@@ -192,7 +192,7 @@ def test_few_lines_are_read_ahead(tmp_path: Path) -> None:
     assert max(ahead) <= 2
 
 
-def test_mistakes_are_told_before_the_engine_starts(batch: Batch, tmp_path: Path, capsys: Capture) -> None:
+def test_mistakes_are_reported_before_the_engine_starts(batch: Batch, tmp_path: Path, capsys: Capture) -> None:
     assert batch(LINES[0], "", LINES[1], LINES[0])[0] == 2
     assert "lines 1 and 4 of" in (err := capsys.readouterr().err)
     assert "have the same custom_id 'a': change one" in err
@@ -244,7 +244,7 @@ def test_keys_and_lines(tmp_path: Path) -> None:
     assert answered_in(tmp_path / "none.jsonl") == set()
 
 
-def test_stats_that_cannot_be_written_are_told_before_the_run(tmp_path: Path, capsys: Capture) -> None:
+def test_an_unwritable_stats_file_is_reported_before_the_run(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "in.jsonl").write_text(LINES[0])
     command = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--json-stats"]
     assert run(*command, str(tmp_path / "no" / "s.json")) == 2

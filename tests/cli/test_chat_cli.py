@@ -184,14 +184,14 @@ class Trimming(FakeLLM):
 
 
 def add(conversation: Conversation, user: str, **answer: Any) -> list[int]:
-    """Adds an answer; returns the prompt it was for."""
+    """Add an answer. Return its prompt."""
     prompt = conversation.prompt(user)
     whole = output(prompt, SamplingParams(), len(WORDS))
     conversation.add(user, replace(whole, outputs=[replace(whole.outputs[0], **answer)]))
     return prompt
 
 
-def test_an_answer_that_the_template_changes_is_tokenized_anew() -> None:
+def test_an_answer_that_the_template_changes_is_tokenized_again() -> None:
     conversation = Conversation(Trimming("m"))  # type: ignore[arg-type]
     add(conversation, "one", text="fine ")
     assert conversation.prompt("two") == ids("<user>one</>\n<assistant>fine</>\n<user>two</>\n<assistant>")
@@ -209,7 +209,7 @@ def test_asking_for_the_prompt_changes_nothing() -> None:
     assert conversation.prompt("two") == conversation.prompt("two")
 
 
-# The loop in a process of its own, on a terminal; each answer takes a minute unless it is stopped.
+# The loop in a process of its own, on a terminal. Each answer takes a minute unless it is stopped.
 _SLOW = """
 import sys, time
 sys.path.insert(0, "tests")
@@ -231,7 +231,7 @@ longspan.cli.app.main(["chat"])
 
 @pytest.mark.parametrize(("last_key", "code"), [(b"\x04", 0), (b"\x03", 130)])
 def test_keys_on_a_terminal(last_key: bytes, code: int) -> None:
-    """Ctrl-C stops an answer; between answers it, or Ctrl-D, ends the chat."""
+    """Ctrl-C stops an answer. Between answers Ctrl-C or Ctrl-D ends the chat."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(Path(__file__).parents[2])

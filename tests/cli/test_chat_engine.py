@@ -21,7 +21,7 @@ def llm(speaking: LLM) -> LLM:
     return speaking
 
 
-def test_a_turn_computes_only_what_is_new(llm: LLM) -> None:
+def test_a_turn_computes_only_new_tokens(llm: LLM) -> None:
     """Whatever ended the answer before: its length, Ctrl-C, or an end-of-sequence token."""
     conversation = Conversation(llm, system="Answer briefly.")
     force_end = SamplingParams(temperature=0, max_tokens=10, min_tokens=4, logit_bias={2: 100.0})

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code, with the engine replaced by a scripted one."""
+"""The command line: its output and exit codes, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -188,10 +188,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("generate", "--prompt", "x"), ("chat",)])
 def test_verbs_read_variables_and_a_file(
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    type_in: Callable[[str], None],
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_in: Callable[[str], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("engine.yaml").write_text(
@@ -205,7 +202,7 @@ def test_verbs_read_variables_and_a_file(
     assert found.arguments["policy_options"] == {"threshold": "2000"}
 
 
-def test_what_belongs_to_one_call_comes_from_no_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_one_call_have_no_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("of the file", encoding="utf-8")
     for name, value in {"PROMPT": "of the variable", "MAX_TOKENS": "1", "JSON": "true", "SEED": "7"}.items():
@@ -432,11 +429,7 @@ runpy.run_module("longspan", run_name="__main__")
 
 @pytest.mark.parametrize(
     ("number", "module"),
-    [
-        (signal.SIGINT, "longspan.cli.app"),
-        (signal.SIGTERM, "cyclopts"),
-        (signal.SIGHUP, "longspan.cli.serve"),
-    ],
+    [(signal.SIGINT, "longspan.cli.app"), (signal.SIGTERM, "cyclopts"), (signal.SIGHUP, "longspan.cli.serve")],
 )
 def test_a_signal_while_it_starts_ends_it_quietly(number: signal.Signals, module: str) -> None:
     command = [sys.executable, "-c", _EARLY, module, str(int(number))]

@@ -81,7 +81,7 @@ def test_two_processes_and_a_thread_give_the_same_tokens(
     ],
 )
 @pytest.mark.usefixtures("thread_llm")
-def test_what_only_the_engine_can_refuse_is_one_line_too(
+def test_refusals_by_the_engine_are_one_line(
     folder: Path, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*command(folder, *arguments)) == 2

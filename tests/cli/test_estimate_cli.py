@@ -1,4 +1,4 @@
-"""`longspan estimate`: its options, its JSON, and what it refuses."""
+"""`longspan estimate`: its options, its JSON, and its errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_decode_with_mixed_weights(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kv_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    """131,072 bytes a token; eight devices have a bus each, and with stages or instances it is the same."""
+    """131,072 bytes per token. Each of eight devices has a bus, also with stages or instances."""
     shape = (*BASE, "--gpus-per-host", "8", "--context", "64k", "--batch", "4", "--host-kv-gib", "32")
     found = [answer(capsys, *shape, "--parallel", spec) for spec in ("tp8", "pp8", "2xtp2pp2", "tp4")]
     assert [one["host_kv_tokens"] for one in found] == [32 * 2**30 // 131_072] * 4
@@ -97,7 +97,7 @@ def test_kv_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_float32_is_computed_without_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    """312 and 19.5 TFLOP/s of an A100: 16 times, less what does not compute."""
+    """312 and 19.5 TFLOP/s of an A100: 16 times, minus the time outside computation."""
     options = (*BASE, "--gpus-per-host", "1", "--context", "16K")
     half, full = (answer(capsys, *options, "--dtype", dtype)["ttft_s"] for dtype in ("bfloat16", "float32"))
     assert 12 < full / half < 16
@@ -140,7 +140,7 @@ def test_cached_tokens_are_not_computed_again(capsys: pytest.CaptureFixture[str]
     assert rest["ttft_s"] < whole["ttft_s"] / 4
 
 
-def test_what_does_not_fit_is_said_with_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_is_reported_with_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*BASE, "--context", "256k", "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"] is False

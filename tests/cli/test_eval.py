@@ -1,4 +1,4 @@
-"""`longspan eval`: its prompts, scores, comparisons and mistakes; at the end with real engines."""
+"""`longspan eval`: its prompts, scores, comparisons and errors. The last tests use real engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from engines import Engines
 from fake_llm import FakeLLM, run
 from oracle import Oracle
+from refusals import refused
 
 import longspan
 from longspan import SamplingParams, evals
@@ -115,7 +116,7 @@ def test_needles_lie_at_their_depth_in_prompts_of_the_length() -> None:
         assert KEY.search("".join(chr(token) for token in one.prompt[start:] if token < 10**6)), "it is in one piece"
         assert one.found_in(f" {one.key}.") and not one.found_in(f" Not {one.key}")
     alone = needles(text, ordinals, 500, depths=(0.25,), num_samples=3, seed=1)
-    assert alone == [one for one in found if one.depth == 0.25], "whatever others there are"
+    assert alone == [one for one in found if one.depth == 0.25], "independent of other needles"
     others = needles(text, ordinals, 500, depths=depths, num_samples=3, seed=2)
     assert not {one.key for one in others} & {one.key for one in found}
 
@@ -212,8 +213,8 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
     assert shown.out == "" and words in shown.err and len(shown.err.splitlines()) == 1
 
 
-def test_a_text_has_only_so_many_tokens() -> None:
-    with pytest.raises(ValueError, match="need 99 tokens of text, but Python's manual has 10"):
+def test_a_text_that_is_too_short_is_refused() -> None:
+    with refused("lengths"):
         evals.perplexity_prompts(Text(token_ids=[5] * 10, begin=[]), 100, num_samples=1)
 
 

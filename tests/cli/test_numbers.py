@@ -1,4 +1,4 @@
-"""Numbers that are NaN, infinite or huge: every such option is refused by name, and all others survive the wire."""
+"""Numbers that are NaN, infinite or huge: each such option is refused by name, and other numbers survive the wire."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engines import ThreadLLM
 from fake_llm import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
@@ -75,9 +76,9 @@ def test_engines_of_python_refuse_the_same(value: str) -> None:
         needed = {"model_names": ("m",)} if kind is ServerSettings else {}
         assert floats_of(kind)
         for name in floats_of(kind):
-            with pytest.raises(ParameterError, match=f"{float(value):g}".replace("+", r"\+")) as caught:
+            with refused(name) as caught:
                 kind(**needed, **{name: float(value)})
-            assert caught.value.parameter == name
+            assert f"{float(value):g}" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -86,7 +87,7 @@ def test_policies_refuse_the_same(name: str, value: str) -> None:
     kind = policy_class(name).Options
     for one in fields(kind):
         if "float" in str(one.type):
-            with pytest.raises(ValueError, match=one.name):
+            with refused(one.name):
                 parse_options(name, kind, {one.name: value})
 
 
@@ -113,10 +114,7 @@ def test_pools_that_no_machine_has_are_refused(flag: str, value: str, capsys: py
 @settings(max_examples=50, deadline=None)
 def test_the_setup_of_an_engine_core_survives_the_wire(options: dict[str, float], timeout_s: float) -> None:
     setup = EngineSetup(
-        engine=EngineArgs("m", **options),
-        max_num_queued_reqs=1,
-        max_num_queued_tokens=1,
-        engine_timeout_s=timeout_s,
+        engine=EngineArgs("m", **options), max_num_queued_reqs=1, max_num_queued_tokens=1, engine_timeout_s=timeout_s
     )
     assert msgspec.json.decode(msgspec.json.encode(setup), type=EngineSetup) == setup
 
@@ -127,17 +125,8 @@ def test_faults_name_the_number_that_is_wrong(slow: dict[int, float], named: str
         Faults(slow=slow)
 
 
-@pytest.mark.parametrize("name", ["parallel", "prefill_parallel", "decode_parallel"])
-def test_specs_are_texts(name: str) -> None:
-    with pytest.raises(ParameterError, match=f"{name} must be a text such as '2' or 'tp2', but 2 given"):
-        EngineArgs(**{name: 2}).resolve()  # type: ignore[arg-type]
-
-
 def test_an_engine_of_python_refuses_a_number_as_its_next_spec(tiny: Path) -> None:
-    with (
-        ThreadLLM(str(tiny), skip_tokenizer_init=True, block_size=16) as llm,
-        pytest.raises(ParameterError, match="must be a text"),
-    ):
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, block_size=16) as llm, refused("parallel"):
         llm.reshard(2)  # type: ignore[arg-type]
 
 

@@ -98,7 +98,7 @@ def test_help_has_the_words_of_options_only(
     ("given", "message"),
     [("--width 13", "--width must not be 13"), ("--marks a", "--marks must be whole numbers .* but 'a' given")],
 )
-def test_mistakes_are_told_with_the_flag(given: str, message: str) -> None:
+def test_mistakes_name_the_flag(given: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         APP(["red", *given.split()])
 
@@ -111,7 +111,7 @@ def test_two_options_of_one_name_are_our_mistake() -> None:
 
 
 def test_every_sampling_parameter_is_an_option() -> None:
-    """Except the logits, which are too many to print; the form of an output has an option per kind."""
+    """Except the logits, which are too many to print. The form of an output has an option per kind."""
     forms = {field.name for field in fields(FormOptions)}
     assert forms == {"json_schema", "regex", "choice", "grammar"}
     parameters = {field.name for field in fields(SamplingParams)} - {"output_logits", "structured_outputs"} | forms
@@ -129,7 +129,7 @@ def test_variables_are_of_the_engine_and_the_server_only(command: str) -> None:
 
 
 def test_every_engine_argument_is_an_option() -> None:
-    """Except the model and the seed, which verbs have, and what is for Python only."""
+    """Except the model and the seed, which verbs have, and options for Python only."""
     flags = {field.name for field in fields(EngineArgs)} - {"model", "seed", "record_times"}
     for command in (generate, chat, serve, batch, profile):
         assert flags <= set(inspect.signature(command).parameters)

@@ -1,4 +1,4 @@
-"""`longspan profile`: what it asks of the engine, keeps, goes on with and prints; at the end with a real engine."""
+"""`longspan profile`: its requests, results, resumption and output. The last tests use a real engine."""
 
 from __future__ import annotations
 
@@ -26,19 +26,13 @@ from longspan.policy.facts import Facts
 from longspan.profiling import links, store
 from longspan.profiling.plan import SHARED, kinds_of_links
 from longspan.profiling.run import _timed_decode, measure
-from longspan.profiling.store import (
-    load_partitions,
-    load_profile,
-    profile_file,
-    profile_key_of,
-    save_profile,
-)
+from longspan.profiling.store import load_partitions, load_profile, profile_file, profile_key_of, save_profile
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 LENGTHS = ("--lengths", "8,100")
 STEP = 40
 BLOCK_SIZE = 8
-NUM_PROMPTS = 6  # 8, 100; behind 8: 1, 2; behind 100: 3, 25
+NUM_PROMPTS = 6  # 8, 100. Behind 8: 1, 2. Behind 100: 3, 25.
 
 
 class Machine(FakeLLM):
@@ -79,7 +73,7 @@ class Machine(FakeLLM):
         if isinstance(params, list):
             return self._decode(prompts, params)
         assert params.max_tokens == 1
-        assert len(prompts) in (1, self.num_instances // self.num_sharing), "one for everybody, or all for one"
+        assert len(prompts) in (1, self.num_instances // self.num_sharing), "one prompt, or one per group"
         return [self._prefill(prompt) for prompt in prompts]
 
     def _prefill(self, prompt: list[int]) -> object:
@@ -98,10 +92,10 @@ class Machine(FakeLLM):
         return SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))
 
     def _decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
-        """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense. 20 ms more for a group
+        """5 ms, and for each request 1 ms and 10 us per token. Arbitrary until all have started. 20 ms more for a group
         whose members have requests of half a block of their own.
 
-        Meanwhile each other instance computes a prompt of a full step, as far as prompts may be so long.
+        Meanwhile each other instance computes a prompt of a full step, if prompts may have that length.
         """
         num_others = self.num_instances // self.num_sharing - 1
         batch = len(prompts) - num_others
@@ -166,7 +160,7 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("profile", "m", "--parallel", "3", "--repeats", "2", "--threads-per-rank", "1", "--json", *LENGTHS) == 0
-    assert [one.arguments["parallel"] for one in Machine.started] == ["3", "2"], "what one does is timed while all do"
+    assert [one.arguments["parallel"] for one in Machine.started] == ["3", "2"], "one instance is timed while all run"
     assert {one.arguments["threads_per_rank"] for one in Machine.started} == {1}
     assert all(one.closed for one in Machine.started)
     profile = stored()
@@ -204,7 +198,7 @@ def test_a_gpu_does_everything_once_before_it_is_timed(
     assert len(longest) == (3 + num_before) * (1 + 2 + in_batches), "alone, before cached ones' new tokens, and decoded"
 
 
-def test_one_instance_is_measured_anew_beside_others() -> None:
+def test_one_instance_is_measured_again_next_to_busy_ones() -> None:
     """No prompt is one that was computed before: `Machine` looks."""
     assert run("profile", "m", "--repeats", "1", *LENGTHS) == 0
     alone = [prefill for prefill in stored().prefills if prefill.members == 1]
@@ -263,7 +257,7 @@ def test_partitions_are_searched_kept_and_not_searched_again(
 
 
 def test_pieces_that_are_larger_than_a_step_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine fails for those; the best has three quarters of the prompt in the first piece."""
+    """Machine fails for other cuts. The best cut has three quarters of the prompt in its first piece."""
     monkeypatch.setattr(Machine, "chain_step", 100)
     command = ("profile", "m", "--parallel", "2", "--repeats", "1", "--lengths", "96,160,320", "--partitions")
     assert run(*command) == 0
@@ -310,7 +304,7 @@ def test_prompts_are_doubled_up_to_the_longest_by_default(capsys: pytest.Capture
 
 
 def test_times_on_a_gpu_are_kept_by_its_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the names that the system and the driver tell; CUDA tells what the driver does not."""
+    """By the names of the system and the driver. CUDA has the missing ones."""
     cpu, gpu = tmp_path / "proc/cpuinfo", tmp_path / "proc/driver/nvidia/gpus/0/information"
     files = ModelFiles(name="m", config_dir=tmp_path, weights=tmp_path, tokenizer_dir=None, dtype="bfloat16")
     monkeypatch.setattr(store, "Path", lambda text: tmp_path / text.removeprefix("/"))
@@ -348,7 +342,7 @@ def test_decodes_that_did_not_stay_together_are_no_measurement(
     assert all(decode.batch == 1 for decode in stored().decodes if decode.members == 1)
 
 
-def test_a_file_that_is_no_profile_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_profile_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     save_profile(Profile(profile_key=SUBJECT))
     profile_file(SUBJECT).write_text("{}")
     assert run("profile", "m", *LENGTHS) == 2

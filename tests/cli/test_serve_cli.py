@@ -1,4 +1,4 @@
-"""`longspan serve`: every flag from the command line, a variable or a file; mistakes; and what becomes of keys."""
+"""`longspan serve`: every flag from the command line, a variable or a file, errors, and keys."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ NEEDED = {
     "decode_parallel": ("--prefill-parallel", "1"),
     "transfer_backends": ("--prefill-parallel", "1", "--decode-parallel", "1"),
 }
-"""Flags that mean nothing without others."""
+"""Flags that need other flags."""
 Started = tuple[Any, Any]
 
 
@@ -142,7 +142,7 @@ def test_a_server_that_is_open_says_so(
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
-    """What servers are started with: engine setup and settings."""
+    """The arguments of started servers: engine setup and settings."""
     calls: list[Started] = []
 
     async def serve(setup: Any, settings: Any) -> int:
@@ -156,7 +156,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 
 
 def seen(call: Started) -> tuple[Any, ...]:
-    """What can be compared of it; tracers are as good as one another."""
+    """Return its comparable fields. Tracers count as equal."""
     setup, settings = call
     fields = {name: value for name, value in vars_of(settings).items() if name != "tracer"}
     return setup, fields, settings.tracer is not None
@@ -238,7 +238,7 @@ KUBERNETES = {
         }.items()
     },
 }
-"""Variables in containers beside a Service named longspan."""
+"""Variables in containers with a Service named longspan."""
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:8123", "udp://10.0.0.1:8123", "tcp://[fd00::1]:8123"])
@@ -456,7 +456,7 @@ def test_an_address_that_is_taken_is_named_before_a_model_is_loaded(capsys: pyte
     assert "192.0.2.1" in failure(capsys, "--host", "192.0.2.1")  # an address of documentation, so not ours
 
 
-def test_what_only_the_engine_refuses_is_said_of_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_refusals_by_the_engine_name_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """It knows the parameter by its name in Python, in another process."""
     folder = make_tiny("llama", tmp_path)
     flags = ("--dtype", "float32", "--skip-tokenizer-init", "--disk-kv-gib", "1", "--port", "0")
@@ -474,7 +474,7 @@ def test_an_engine_that_does_not_start_is_no_mistake_of_the_user(
     assert "ended with code 1" in failure(capsys, code=1)
 
 
-def test_tracing_without_its_packages_says_what_to_install(
+def test_tracing_without_its_packages_names_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import sys

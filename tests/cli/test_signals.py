@@ -76,7 +76,7 @@ class Run:
         )
 
     def ended_by(self, number: signal.Signals) -> tuple[int, str]:
-        """Sends a signal; returns the exit code and stderr once no process is left."""
+        """Send a signal. Return the exit code and stderr once no process is left."""
         family: list[int] = []
         with suppress(psutil.NoSuchProcess):
             family = [one.pid for one in psutil.Process(self.process.pid).children(recursive=True)]
@@ -135,7 +135,7 @@ def test_a_signal_in_an_import_ends_the_command(module: str, number: signal.Sign
     ],
 )
 def test_a_signal_ends_a_verb_at_any_moment(verb: str, number: signal.Signals, delay_s: float, folder: Path) -> None:
-    """A verb that takes less time has ended by itself; a server that has answered all ends with 0."""
+    """A verb that takes less time has ended by itself. A server without open requests ends with 0."""
     run = Run("-m", "longspan", *commands(folder)[verb])
     time.sleep(delay_s)
     code, err = run.ended_by(number)
@@ -208,7 +208,7 @@ def test_nothing_is_raised_into_an_import(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("caught")
-def test_what_unwinds_is_not_interrupted_again() -> None:
+def test_a_shutdown_is_not_interrupted_again() -> None:
     closed = []
 
     def close_slowly() -> None:
@@ -268,7 +268,7 @@ def test_a_second_signal_ends_the_command_at_once_with_all_that_it_started() -> 
     wait_until_gone([int(pid)], left_names())
 
 
-def test_who_is_started_by_nohup_stays_when_the_terminal_goes(signals_restored: None) -> None:
+def test_a_process_under_nohup_survives_its_terminal(signals_restored: None) -> None:
     del signals_restored
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals.catch()

@@ -70,7 +70,7 @@ def test_a_reader_that_has_left_is_code_1_without_a_word(arguments: str, is_fake
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_an_error_that_cannot_be_told_keeps_its_code() -> None:
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code() -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(command("generate --no-such-flag"), stdout=full, stderr=full, check=False, timeout=60)
     assert done.returncode == 2
@@ -126,7 +126,7 @@ def test_input_without_end_is_one_line_and_code_2(
 def test_a_line_of_a_batch_that_is_too_long_is_answered_with_an_error(tmp_path: Path) -> None:
     path, line = tmp_path / "in.jsonl", json.dumps({"custom_id": "b", "method": "POST", "url": "/v1/completions"})
     with path.open("wb") as file:
-        file.truncate(3 * MAX_TEXT_BYTES)  # zeros that take no room
+        file.truncate(3 * MAX_TEXT_BYTES)  # zeros without disk blocks
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + line[:-1].encode() + b', "body": {}}\n')
     long, good = read_batch(path)

@@ -60,7 +60,7 @@ test_the_same_input_gives_the_same_steps = repeats(setups())
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_aborts_choices_turns_and_lost_workers(seed: int) -> None:
+def test_aborts_choices_further_turns_and_lost_workers(seed: int) -> None:
     draw = random.Random(seed)
     cluster = disaggregated(
         *(draw.randint(1, 3), draw.randint(2, 3), draw.randint(1, 4)),
@@ -139,7 +139,7 @@ def test_a_request_may_need_the_memory_of_several() -> None:
     cluster.run()
     assert_lawful(cluster)
     groups = [part.group for part in cluster.parts_of(request) if part.start >= 150]
-    assert groups[0] == (1, 2) and groups[-1] == (1, 2, 3), "two would have no room for all of the output"
+    assert groups[0] == (1, 2) and groups[-1] == (1, 2, 3), "two instances cannot hold all of the output"
 
 
 def test_a_request_that_outgrows_its_instance_decodes_on_more() -> None:
@@ -151,7 +151,7 @@ def test_a_request_that_outgrows_its_instance_decodes_on_more() -> None:
     assert request.metrics.num_preemptions == 1 and {(1,), (1, 2)} <= {*groups}
 
 
-def test_the_next_turn_finds_what_decode_instances_have() -> None:
+def test_the_next_turn_hits_blocks_of_decode_instances() -> None:
     """Of both turns the blocks of the first prompt are moved once."""
     cluster = disaggregated()
     first = cluster.add(tokens(160), max_tokens=10)
@@ -181,8 +181,8 @@ def test_all_decode_instances_together_bound_a_request() -> None:
     assert not make_policy("tetris", num_instances=4, options={}, facts=Facts(cluster=roles)).shards_decodes
 
 
-def test_who_gives_up_kv_on_decode_instances_comes_back_where_prompts_are_computed() -> None:
-    """Its rotary factors change behind 29 tokens, while two instances decode it; hosts have a pool."""
+def test_a_request_preempted_on_decode_instances_is_prefilled_again() -> None:
+    """Its rotary factors change after 29 tokens, while two instances decode it. Hosts have a pool."""
     cluster = disaggregated(num_blocks=4, rope_switch_length=29, options={"threshold": "0"}, host_blocks=(20,))
     request = cluster.add(tokens(28), max_tokens=20)
     cluster.run()
@@ -191,7 +191,7 @@ def test_who_gives_up_kv_on_decode_instances_comes_back_where_prompts_are_comput
     assert groups == [(0, 1), (2, 3)] and len(request.output) == 20
 
 
-def test_kv_that_leaves_a_decode_instance_makes_room_for_what_comes() -> None:
+def test_offloading_from_a_decode_instance_frees_blocks_for_transfers() -> None:
     """Blocks of one request are free when they are copied to the host: only then the next one can come."""
     cluster = disaggregated(1, 1, 1, decode_blocks=8, num_blocks=40, host_blocks=(80,), uneven=3)
     requests = [cluster.add(tokens(100, number), max_tokens=20) for number in range(3)]

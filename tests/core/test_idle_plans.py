@@ -1,4 +1,4 @@
-"""What a policy leaves out because nothing has changed would have changed nothing."""
+"""Plans that a policy skips because nothing changed would have changed nothing."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from cluster_setup import Roles
 from longspan.core.kv.check import violations
 from longspan.core.kv.residency import WAITING
 from longspan.core.request import Request
+from longspan.core.steps import Content
 
 SETUP = Setup(
     num_instances=2,
@@ -26,7 +27,7 @@ SETUP = Setup(
 
 
 def crowded(setup: Setup = SETUP) -> Cluster:
-    """A cluster on which requests run, and others have given up their KV."""
+    """A cluster with running requests and preempted ones."""
     cluster = Cluster(setup)
     for index in range(24):
         cluster.add([index] * (5 + 3 * index % 11), max_tokens=35 + index % 4)
@@ -59,19 +60,19 @@ def forgets_a_copy(cluster: Cluster) -> None:
 def forgets_an_offloaded_request(cluster: Cluster) -> None:
     swaps = cluster.engine.kv.swaps
     assert swaps is not None
-    del cluster.engine._queues.requests[min(swaps.offload.owners)]
+    del cluster.executor.requests[min(swaps.offload.owners)]
 
 
 def forgets_a_load(cluster: Cluster) -> None:
     swaps = cluster.engine.kv.swaps
     assert swaps is not None
-    swaps.loads._loads.clear()
+    swaps.loads.regroup(cluster.engine.kv.account, cluster.engine.config.cluster)
 
 
 def caches_a_block_in_use(cluster: Cluster) -> None:
     ref = running(cluster).table[0]
     pool = cluster.engine.kv.pool(ref.pool)
-    pool._cached[ref.block] = None
+    pool.restore([(ref.block, Content(b"", (1,)))])
     pool.num_blocks += 1  # the sum is right
 
 
@@ -92,15 +93,15 @@ def mistakes_a_residency(cluster: Cluster) -> None:
         mistakes_a_residency,
     ],
 )
-def test_a_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
+def test_a_planted_mistake_is_found(mistake: Callable[[Cluster], None]) -> None:
     cluster = crowded()
     engine = cluster.engine
     assert engine.kv.swaps is not None
     while not (engine.kv.swaps.loads.numbers and engine.kv.swaps.offload.owners and running(cluster)):
         cluster.step()
-    assert violations(engine.kv, engine._queues.requests.values()) == []
+    assert violations(engine.kv, cluster.requests) == []
     mistake(cluster)
-    assert violations(engine.kv, engine._queues.requests.values())
+    assert violations(engine.kv, cluster.requests)
 
 
 ALLOWED = {
@@ -116,7 +117,7 @@ ALLOWED = {
 @pytest.mark.parametrize("policy", ["chunked", "context", "tetris", "auto"])
 @pytest.mark.parametrize("roles", [None, Roles(num_prefill=1, num_decode=1, backends=2)], ids=["alike", "roles"])
 def test_residencies_follow_each_other(policy: str, roles: Roles | None) -> None:
-    """Between two turns of the loop, in which more may happen than one change; all kinds occur."""
+    """Between two turns of the loop, in which several changes may happen. All kinds occur."""
     if roles is not None and policy in ("chunked", "context"):
         pytest.skip("knows no roles")
     cluster = crowded(replace(SETUP, policy=policy, roles=roles))

@@ -1,4 +1,4 @@
-"""The record of a block: where its fields are, what shards and stages have of it, and where hits may end."""
+"""The record of a block: the places of its fields, the shares of shards and stages, and possible ends of hits."""
 
 from __future__ import annotations
 

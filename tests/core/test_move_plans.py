@@ -1,4 +1,4 @@
-"""Which heads go where when KV moves, and whom a step waits for."""
+"""The heads that a move sends to each rank, and the ranks that a step waits for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_target_gets_each_of_its_heads_once(kv_heads: int, readers: int, so
     assert got == [Counter(one) for one in needs]
     for head, counts in load.items():
         loads = [counts[place] for place, heads in enumerate(has) if head in heads]
-        assert max(loads) - min(loads) <= 1, "those who have the same head send it equally often"
+        assert max(loads) - min(loads) <= 1, "ranks with the same head send it equally often"
 
 
 def test_instances_that_are_split_alike_send_from_place_to_place() -> None:
@@ -59,7 +59,7 @@ def moved(rank: int, number: int, num_bytes: int = 0) -> Moved:
 
 
 def test_a_move_by_itself() -> None:
-    """Sources work at once, targets when all sources have sent; the move is done with the last report."""
+    """Sources start at once, targets when all sources have sent. The last report completes the move."""
     steps = InFlight(CLUSTER)
     assert steps.busy_since_s() is None
     steps.begin(move(1, 0, 1), 10.0)
@@ -95,7 +95,7 @@ def test_a_move_to_or_from_a_host(way: MoveWay) -> None:
 
 @pytest.mark.parametrize("early", [False, True], ids=["after the Forward", "before"])
 def test_streams(early: bool) -> None:
-    """Their targets are not late as long as the Forward runs; each stream has a completion of its own."""
+    """Targets are not late while the Forward runs. Each stream has a completion of its own."""
     steps = InFlight(CLUSTER)
     steps.begin(forward(1, (0, 1), move(2, 0), move(3, 1)), 10.0)
     steps.begin(forward(4, (2,)), 10.0)
@@ -103,9 +103,9 @@ def test_streams(early: bool) -> None:
     steps.take(done(3, 4), 11.0)
     assert steps.stalled(99.0) == [0, 1]
     assert steps.take(done(0, 1), 12.0) is None
-    assert steps.stalled(99.0) == [1, 2, 3, 0], "what rank 0 sends has not left"
+    assert steps.stalled(99.0) == [1, 2, 3, 0], "messages of rank 0 have not left"
     steps.sent(0, 2)
-    assert steps.stalled(99.0) == [1, 2, 3], "what rank 0 sends could be there"
+    assert steps.stalled(99.0) == [1, 2, 3], "messages of rank 0 could have arrived"
     steps.take(moved(2, 2), 13.0)
     assert steps.take(moved(3, 2), 13.0) is not None
     assert steps.stalled(99.0) == [1]

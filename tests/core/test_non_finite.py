@@ -1,4 +1,4 @@
-"""A request whose numbers are NaN or infinite ends with an error and leaves no trace for others."""
+"""A request with NaN or infinite numbers ends with an error and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -36,14 +36,9 @@ def tiers(draw: st.DrawFn) -> dict[str, tuple[int, ...]]:
 @settings(RANDOM_RUNS, max_examples=60)
 @given(st.data(), st.lists(jobs(), min_size=1, max_size=10), POISON)
 def test_poison_ends_its_request_alone_and_no_block_keeps_it(
-    policy: str,
-    num_instances: int,
-    options: dict[str, str],
-    data: st.DataObject,
-    work: list[Job],
-    poison: set[int],
+    policy: str, num_instances: int, options: dict[str, str], data: st.DataObject, work: list[Job], poison: set[int]
 ) -> None:
-    """Requests share prefixes before and behind poison, are aborted and preempted; see `CheckedExecutor`."""
+    """Requests share prefixes before and behind poison, are aborted and preempted, see `CheckedExecutor`."""
     setup = data.draw(setups_of(policy, num_instances, options))
     setup = replace(setup, **data.draw(tiers()))
     timeouts = random.Random(data.draw(st.integers(0, 99)))

@@ -1,4 +1,4 @@
-"""What is kept of steps in flight, against a look at all of them."""
+"""The state kept of steps in flight equals a recount over all steps."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_completions_wait_for_earlier_steps_on_their_instances(data: st.DataObje
     assert [step.number for step in order.clear()] == [step.number for step in sent if step.number not in taken]
     order.send(forward(100, (0, 1, 2, 3, 4)))
     order.complete(Completion(number=100, sampled=(), bytes_sent={}))
-    assert order.has_ready, "nothing is known of what was before"
+    assert order.has_ready, "earlier steps are forgotten"
 
 
 @given(st.data(), st.lists(st.integers(1, 3), min_size=5, max_size=5))
-def test_busy_is_who_has_a_step_and_full_who_has_the_most(data: st.DataObject, most: list[int]) -> None:
+def test_an_instance_with_a_step_is_busy_and_with_the_maximum_full(data: st.DataObject, most: list[int]) -> None:
     occupancy, in_flight = Occupancy(most), list[tuple[int, ...]]()
     busy_s = [0.0] * 5
     for now_s in range(data.draw(st.integers(0, 30))):
@@ -77,7 +77,7 @@ def test_busy_is_who_has_a_step_and_full_who_has_the_most(data: st.DataObject, m
         busy_s = [seconds + bool(number[i]) for i, seconds in enumerate(busy_s)]
 
 
-def test_what_follows_from_a_step_is_found_anew_by_its_receiver() -> None:
+def test_receivers_of_a_step_derive_the_same_values() -> None:
     step = forward(1, (3, 1), MoveKV(number=2, request_id=0, copies=((BlockRef(3, 0), BlockRef(0, 5)),)), unknown_on=2)
     step.instances = (7,)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Forward)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from longspan import LLM, args, limits
 from longspan.args import EngineArgs
 from longspan.core.locations import Location, hosts_of, locations_of_ranks
 from longspan.core.splits import ParallelSpec
-from longspan.errors import ParameterError
 
 
 @given(st.integers(1, 4096))
@@ -41,7 +41,7 @@ def test_other_spellings_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "name"), [("0", "instances"), ("tp0", "tp"), ("2xpp0", "pp")])
 def test_degrees_below_one_are_refused_by_name(text: str, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be at least 1, but 0 given"):
+    with refused(name):
         ParallelSpec.parse(text)
 
 
@@ -103,34 +103,6 @@ def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("named", "says"),
-    [
-        ({"prefill_parallel": "2"}, "prefill_parallel '2' needs decode_parallel, too"),
-        ({"decode_parallel": "tp2"}, "decode_parallel 'tp2' needs prefill_parallel, too"),
-        ({"prefill_parallel": "2", "decode_parallel": "1", "parallel": "3"}, "exclude each other: give one of them"),
-        ({"prefill_parallel": "2", "decode_parallel": "1", "tp": 2}, "exclude each other: give one of them"),
-    ],
-)
-def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        EngineArgs(**named).resolve()
-
-
-@pytest.mark.parametrize(
-    ("named", "says"),
-    [
-        ({"device": "tpu"}, "device must be cpu or cuda, but 'tpu' given"),
-        ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16, but 'float16' given"),
-        ({"load_format": "gguf"}, "load_format must be auto or dummy, but 'gguf' given"),
-        ({"attention_backend": "fast"}, "attention_backend must be auto, native or torch, but 'fast' given"),
-    ],
-)
-def test_choices_that_there_are_not(named: dict[str, Any], says: str) -> None:
-    with pytest.raises(ParameterError, match=says):
-        EngineArgs(**named).resolve()
-
-
-@pytest.mark.parametrize(
     ("given", "parameter"),
     [
         ({"parallel": "500"}, "parallel"),
@@ -146,9 +118,8 @@ def test_more_ranks_or_threads_than_cores_can_serve_are_refused_by_name(
     given: dict[str, Any], parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "cores", lambda: 2)
-    with pytest.raises(ParameterError, match="2 CPU cores allow at most 32: use fewer") as refusal:
+    with refused(parameter):
         EngineArgs(**given).resolve()
-    assert refusal.value.parameter == parameter
     monkeypatch.setattr(limits, "cores", lambda: 64)
     EngineArgs(**given).resolve()
 
@@ -156,15 +127,11 @@ def test_more_ranks_or_threads_than_cores_can_serve_are_refused_by_name(
 def test_roles() -> None:
     uniform = EngineArgs(parallel="2xtp2").resolve()
     assert (uniform.cluster.num_ranks, uniform.cluster.has_roles, uniform.cluster.backends) == (4, False, 2)
-    with pytest.raises(ValueError, match="transfer_backends 3 is for instances that decode only"):
-        EngineArgs(parallel="2xtp2", transfer_backends=3).resolve()
     split = partial(EngineArgs, prefill_parallel="3", decode_parallel="2xtp2")
     cluster = split().resolve().cluster
     assert (list(cluster.ranks(3)), cluster.at(6)) == ([3, 4], (4, 0, 1))
     assert ([*cluster.prefill], [*cluster.decode], cluster.backends) == ([0, 1, 2], [3, 4], 3)
     assert split(transfer_backends=1).resolve().cluster.backends == 1
-    with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
-        split(transfer_backends=0).resolve()
 
 
 def test_the_signature_shows_every_argument() -> None:

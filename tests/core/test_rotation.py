@@ -15,7 +15,7 @@ STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)
 
 
 def homes_one_by_one(held: tuple[int, ...], num_tokens: int) -> list[tuple[int, int]]:
-    """Who holds each token, and how many that one held before."""
+    """The owner of each token, and the number of its earlier tokens."""
     counts, owners = list(held), []
     for _ in range(num_tokens):
         home = counts.index(min(counts))
@@ -44,7 +44,7 @@ def test_the_fewest_come_first(held: tuple[int, ...], start: int, num_tokens: in
 def test_every_token_has_its_slot(
     held: tuple[int, ...], start: int, num_tokens: int, block_size: int, rotates: bool, data: st.DataObject
 ) -> None:
-    """Of runs that begin and end anywhere; blocks of the table come first, then those that members begin."""
+    """Runs begin and end anywhere. Blocks of the table come first, then new blocks of members."""
     member = st.integers(0, len(held) - 1)
     rotation, stop = (Rotation(start=start, held=held) if rotates else None), start + num_tokens
     num_blocks = -(-(start if rotates else stop) // block_size)
@@ -69,7 +69,7 @@ def test_every_token_has_its_slot(
 
 
 @given(HELD, STARTS, NUMBERS, st.integers(0, 240), st.none() | st.integers(0, 240))
-def test_what_is_left_in_sight_has_its_places(
+def test_visible_tokens_have_their_places(
     held: tuple[int, ...], start: int, num_tokens: int, low: int, high: int | None
 ) -> None:
     rotation, stop = Rotation(start=start, held=held), start + num_tokens
@@ -88,7 +88,7 @@ def test_what_is_left_in_sight_has_its_places(
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5), st.data())
-def test_counts_are_of_what_is_held(owners: list[int], block_size: int, data: st.DataObject) -> None:
+def test_counts_are_those_of_held_tokens(owners: list[int], block_size: int, data: st.DataObject) -> None:
     table = [BlockRef(owner, block) for block, owner in enumerate(owners)]
     owners = Owners(table=table, group=(2, 0, 1, 3), block_size=block_size)
     num_tokens = data.draw(st.integers(0, len(table) * block_size))

@@ -131,14 +131,14 @@ def test_any_zigzag_is_nearly_even(num_members: int, length: int, align: int) ->
     assert max(work) - min(work) <= 2 * align * length
 
 
-def test_a_zigzag_of_few_blocks_leaves_nobody_with_two_more() -> None:
+def test_a_zigzag_of_few_blocks_differs_by_at_most_one_block() -> None:
     assert [len(run) for runs in shard_span("zigzag", 0, 595, 2, align=256) for run in runs] == [256, 83, 256]
     for num_members, num_blocks in itertools.product((2, 3, 4), range(1, 40)):
         sharded = shard_span("zigzag", 0, 10 * num_blocks - 5, num_members, align=10)
         most = max(sum(map(len, runs)) for runs in sharded)
         assert most <= 10 * -(-num_blocks // num_members)
         if num_members == 2 and num_blocks % 2:
-            assert most == 5 * num_blocks, "whoever has a block more has the ragged one"
+            assert most == 5 * num_blocks, "the member with one block more has the partial one"
 
 
 @given(st.integers(1, 24), st.integers(0, 400), st.sampled_from([1, 2]))
@@ -214,7 +214,7 @@ def test_the_fractions_of_the_paper() -> None:
     assert [sum(map(len, runs)) for runs in sharded] == [3500, 2550, 2100, 1850]
 
 
-def test_deal_refuses_what_it_cannot_place() -> None:
+def test_deal_refuses_impossible_layouts() -> None:
     for layout, fractions in (("zigzag", [0.5, 0.5]), ("contiguous", [1.0])):
         with pytest.raises(ValueError, match="fractions"):
             shard_span(layout, 0, 8, 2, fractions=fractions)  # type: ignore[arg-type]  # a Layout
@@ -225,7 +225,7 @@ def test_deal_refuses_what_it_cannot_place() -> None:
 
 
 @given(st.sets(st.integers(0, 60)), st.randoms())
-def test_coalesce_joins_what_touches(positions: set[int], shuffle: random.Random) -> None:
+def test_coalesce_joins_adjacent_runs(positions: set[int], shuffle: random.Random) -> None:
     runs = [Run(p, p + 1) for p in positions]
     shuffle.shuffle(runs)
     joined = coalesce([*runs, Run(7, 7)])
@@ -234,7 +234,7 @@ def test_coalesce_joins_what_touches(positions: set[int], shuffle: random.Random
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(0, 70))
-def test_clip_keeps_what_lies_behind(positions: set[int], start: int) -> None:
+def test_clip_keeps_later_positions(positions: set[int], start: int) -> None:
     clipped = clip(coalesce(Run(p, p + 1) for p in positions), start)
     assert [p for run in clipped for p in run.positions] == sorted(p for p in positions if p >= start)
     assert all(len(run) for run in clipped)

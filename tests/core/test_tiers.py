@@ -34,7 +34,7 @@ POLICIES: list[tuple[str, int, dict[str, str]]] = [
 
 
 def swapping(num_instances: int = 1, host_blocks: int = 1000, **changes: object) -> Cluster:
-    """Device KV for 4 of the requests of `crowd` on each instance, and room on the host for all."""
+    """Device KV for 4 of the requests of `crowd` on each instance, and host blocks for all."""
     setup = Setup(
         num_instances=num_instances,
         num_blocks=48,
@@ -104,8 +104,8 @@ def test_requests_go_on_where_their_kv_has_come(policy: str, num_instances: int,
 
 @pytest.mark.parametrize("num_instances", [1, 2])
 @pytest.mark.parametrize("uneven", [0, 3])
-def test_what_ended_requests_leave_evicts_nothing_of_those_that_wait(num_instances: int, uneven: int) -> None:
-    """A host that all of them would fill some times, and those that wait would not."""
+def test_blocks_of_ended_requests_evict_no_offloaded_blocks(num_instances: int, uneven: int) -> None:
+    """All requests exceed the host several times. The waiting requests fit."""
     cluster = swapping(num_instances, host_blocks=80 * num_instances, uneven=uneven)
     requests = crowd(cluster, 64)
     cluster.run()
@@ -119,7 +119,7 @@ def test_what_ended_requests_leave_evicts_nothing_of_those_that_wait(num_instanc
 @settings(RANDOM_RUNS, max_examples=30)
 @given(st.data())
 def test_full_hosts(policy: str, num_instances: int, options: dict[str, str], data: st.DataObject) -> None:
-    """What finds no room is computed anew; all ends, with every block free, whoever aborts and if workers are lost."""
+    """KV without free blocks is computed again. Every block is free at the end, also after aborts and lost workers."""
     host_blocks, disk_blocks = data.draw(st.integers(1, 24)), data.draw(st.sampled_from([(), (1,), (30,)]))
     uneven, num_blocks = data.draw(st.integers(0, 3)), data.draw(st.integers(24, 60))
     changes = {"policy": policy, "options": options, "uneven": uneven, "num_blocks": num_blocks}
@@ -175,7 +175,7 @@ def test_hosts_change_no_output(policy: str, num_instances: int, options: dict[s
 
 
 def test_roles() -> None:
-    """Who gives way where it decodes is fetched to where it prefills."""
+    """A request that is preempted on a decode instance is loaded on a prefill instance."""
     cluster = swapping(
         3, policy="tetris", options={"improvement_rate": "0.1"}, roles=Roles(num_prefill=2, num_decode=1, backends=2)
     )
@@ -186,8 +186,8 @@ def test_roles() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"max_num_batched_tokens": 16}])
-def test_what_is_looked_up_does_not_grow_with_the_queue(changes: dict[str, int]) -> None:
-    """While there is more room than seats or tokens in a step."""
+def test_the_number_of_lookups_does_not_grow_with_the_queue(changes: dict[str, int]) -> None:
+    """The pool is larger than the request slots and the tokens of a step."""
 
     def num_looked_up(length: int) -> int:
         cluster = swapping(2, num_blocks=10_000, **changes)
@@ -202,8 +202,8 @@ def test_what_is_looked_up_does_not_grow_with_the_queue(changes: dict[str, int])
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_hits_are_what_is_moved(seed: int) -> None:
-    """Of a group, the member on the host that has it may have no room, though the others have."""
+def test_hits_equal_moved_tokens(seed: int) -> None:
+    """The member on the host with the blocks may have no free blocks, although other members have."""
     locations = tuple(Location(host=instance, device=instance) for instance in range(2))
     changes = {"policy": "context", "options": {"threshold": "20"}, "num_blocks": 20, "uneven": seed}
     cluster = Cluster(replace(swapping(2, **changes).setup, host_blocks=(500, 500), locations=locations))
@@ -229,7 +229,7 @@ def test_two_that_want_the_same_copy_it_once() -> None:
     assert all(request.metrics.num_cached_tokens == 60 for request in again)
 
 
-def test_what_has_left_devices_is_found_on_the_host() -> None:
+def test_offloaded_blocks_are_found_on_the_host() -> None:
     cluster = swapping()
     first = cluster.add([1] * 30, max_tokens=4)
     cluster.run()
@@ -242,7 +242,7 @@ def test_what_has_left_devices_is_found_on_the_host() -> None:
     assert_nothing_computed_twice([first, *others])
 
 
-def test_a_turn_leaves_nothing_beside_what_the_next_one_does() -> None:
+def test_a_turn_leaves_no_second_copy_of_its_last_block() -> None:
     """The block that a turn ends in begins like the one in its place after the next turn."""
     cluster = swapping(disk_blocks=(1000,))
     prompt = [1, 2, 3, 4, 5]
@@ -261,7 +261,7 @@ def test_a_turn_leaves_nothing_beside_what_the_next_one_does() -> None:
 
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_workers_lost_in_mid_copy(way: str) -> None:
-    """What had been copied before is there; all go on."""
+    """Earlier copies are kept, and all requests continue."""
     cluster = swapping()
     requests = crowd(cluster)
     while not any(moving.move.way == way for moving in cluster.executor.moving.values()):
@@ -299,7 +299,7 @@ class Price:
 
 @pytest.mark.parametrize("group", [(0,), (0, 1)])
 @pytest.mark.parametrize(("block_s", "pays"), [(3.9, True), (4.1, False)])
-def test_members_share_copies_and_what_they_would_compute(block_s: float, pays: bool, group: tuple[int, ...]) -> None:
+def test_members_share_copies_and_computation(block_s: float, pays: bool, group: tuple[int, ...]) -> None:
     cluster = swapping(2, swap=Price(block_s))
     first = cluster.add([1] * 30, max_tokens=4)
     crowd(cluster)
@@ -309,7 +309,7 @@ def test_members_share_copies_and_what_they_would_compute(block_s: float, pays: 
 
 
 @pytest.mark.parametrize(("block_s", "comes"), [(3.9, True), (40.1, False)])
-def test_what_does_not_pay_is_computed_anew(block_s: float, comes: bool) -> None:
+def test_blocks_whose_load_does_not_pay_are_computed_again(block_s: float, comes: bool) -> None:
     """Blocks are of four tokens."""
     cluster = swapping(swap=Price(block_s))
     requests = crowd(cluster)
@@ -342,8 +342,8 @@ def saved_and_forgotten(**changes: object) -> tuple[Cluster, Request, Cluster]:
     return before, first, Cluster(replace(before.setup, num_instances=2, pp=2), before=before)
 
 
-def test_a_later_run_finds_what_is_on_the_disk() -> None:
-    """Whatever its layout; and two that ask for it at once load it once."""
+def test_a_later_run_hits_blocks_on_the_disk() -> None:
+    """The layout does not matter. Two requests at once load a block once."""
     before, first, after = saved_and_forgotten()
     assert [move.way for move in before.swaps] == ["out", "save"]
     again = [after.add([*first.prompt, *first.output, 6, number], max_tokens=3) for number in range(2)]
@@ -355,8 +355,8 @@ def test_a_later_run_finds_what_is_on_the_disk() -> None:
     assert after.engine.kv.counts.num_disk_hits == 40 + 2 * 3
 
 
-def test_what_a_disk_cannot_give_is_computed_and_saved_anew() -> None:
-    """Up to there it is used; the last block had fewer tokens."""
+def test_unreadable_disk_blocks_are_computed_and_saved_again() -> None:
+    """Blocks before it are used. The last block had fewer tokens."""
     _, first, after = saved_and_forgotten()
     after.executor.damaged = lambda move: (4,) if move.way == "load" else ()
     again = after.add([*first.prompt, *first.output, 6], max_tokens=3)
@@ -367,7 +367,7 @@ def test_what_a_disk_cannot_give_is_computed_and_saved_anew() -> None:
     assert ways == [("load", 11), ("in", 4), ("out", 3), ("save", 3)]
 
 
-def test_only_what_the_host_has_room_for_is_loaded() -> None:
+def test_only_blocks_that_fit_on_the_host_are_loaded() -> None:
     before, first, _ = saved_and_forgotten()
     after = Cluster(replace(before.setup, host_blocks=(5,)), before=before)
     again = after.add(first.prompt, max_tokens=3)
@@ -385,7 +385,7 @@ def test_loading_pays_or_not(load_s: float, comes: bool) -> None:
     assert (after.engine.kv.counts.num_disk_hits > 0) == comes
 
 
-def test_the_least_recently_used_makes_room_on_a_disk() -> None:
+def test_the_least_recently_used_disk_block_is_evicted() -> None:
     cluster = swapping(disk_blocks=(20,), num_blocks=24)
     first, second = (cluster.add([number] * 30, max_tokens=4) for number in (1, 2))
     for prompt in (first.prompt, [3] * 30):  # the first is used again, so that the third replaces the second

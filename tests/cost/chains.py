@@ -1,4 +1,4 @@
-"""A chain by the costs of a layer, as KV-Runahead has them: projections and what is behind attention told apart."""
+"""A chain by the costs of a layer, as KV-Runahead has them: projections and the work behind attention are separate."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from longspan.cost.profile import LinkFit, PrefillTime
 
 FREE = LayerCost(
     qkv_s=1.0, rest_s=2.0, attention_s=0.5, kv_bytes=0, bytes_per_s=1.0, latency_s=0.0, dense=True
-)  # seconds one can add up; nothing to send
+)  # seconds that are easy to add, nothing to send
 # A 7B model on fast devices at 16K tokens, about: attention is a third of the work.
 LLAMA_LIKE = LayerCost(
     qkv_s=1e-6, rest_s=3e-6, attention_s=1e-9, kv_bytes=16384, bytes_per_s=3e11, latency_s=1e-5, dense=True
@@ -56,8 +56,8 @@ def test_a_later_member_waits_for_the_keys_of_an_earlier_one() -> None:
     assert chain(FREE, 2, (3, 1)).busy_s == (27.0, 10.0)
 
 
-def test_a_chain_takes_what_one_instance_and_a_link_showed() -> None:
-    """Alone, all layers together take the fitted time, but for what every prompt takes."""
+def test_chain_time_follows_from_one_instance_and_a_link() -> None:
+    """Alone, all layers together take the fitted time, without the fixed time of a prompt."""
     alone = PrefillTime(start_s=0.5, token_s=1e-3, cached_s=2e-6, square_s=1e-6)
     link = LinkFit(start_s=1e-4, bytes_per_s=1e9, max_error=0)
     found_s = chain_ttft_s((4000,), alone, link, num_layers=6, kv_bytes=100)
@@ -117,7 +117,7 @@ def test_the_paper_s_lower_bound_holds(cost: LayerCost, num_layers: int, partiti
 
 
 @given(COSTS, LAYERS, PARTITIONS)
-def test_nobody_is_done_before_its_work_and_links_only_delay(
+def test_members_end_after_their_work_and_links_only_delay(
     cost: LayerCost, num_layers: int, partition: tuple[int, ...]
 ) -> None:
     timeline = chain(cost, num_layers, partition)

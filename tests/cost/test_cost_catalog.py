@@ -1,7 +1,9 @@
-"""Data sheets and model sizes: the names that must be there, what they say, and what is refused."""
+"""Data sheets and model sizes: required names, their values, and errors."""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +54,7 @@ TINY = {
 
 
 def test_heads_that_are_tied_by_default_are_counted_once() -> None:
-    """Configs leave out what is the default of their class."""
+    """Configs omit the defaults of their class."""
     gemma, llama = (from_config(TINY | {"model_type": kind}, name=kind) for kind in ("gemma", "llama"))
     assert (gemma.tied, llama.tied) == (True, False)
     assert from_config(TINY | {"model_type": "gemma", "tie_word_embeddings": False}, name="gemma").tied is False
@@ -80,17 +82,23 @@ def test_devices_are_those_of_their_data_sheets() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.names("hardware") if not name.startswith("cpu")])
-def test_float32_is_what_two_operations_per_core_and_clock_give(name: str) -> None:
+def test_float32_peak_is_two_operations_per_core_and_clock(name: str) -> None:
     """Of 64 cores per multiprocessor in GA100, 128 in all later ones, at most an eighth above the given clock."""
     device = catalog.device(name)
     cores = 64 if name.startswith("a100") else 128
     assert 0.99 <= device.peak(4) / (2 * cores * device.units * device.clock_hz) <= 1.125
 
 
+def source_of(file: str, name: str) -> str:
+    """Return the source of an entry of a data file."""
+    table = tomllib.loads((Path(catalog.__file__).parent / "data" / f"{file}.toml").read_text(encoding="utf-8"))
+    return str(table[name]["source"])
+
+
 @pytest.mark.parametrize("name", catalog.names("hardware"))
 def test_every_device_has_a_source_and_links_for_both_places(name: str) -> None:
     device = catalog.device(name)
-    assert catalog._table("hardware")[name]["source"]
+    assert source_of("hardware", name)
     assert catalog.link(device.link).where == "inside"
     assert catalog.link(device.network).where == "between"
 
@@ -98,7 +106,7 @@ def test_every_device_has_a_source_and_links_for_both_places(name: str) -> None:
 @pytest.mark.parametrize("name", catalog.names("links"))
 def test_every_link_has_a_source_and_possible_numbers(name: str) -> None:
     link = catalog.link(name)
-    assert catalog._table("links")[name]["source"]
+    assert source_of("links", name)
     assert 0 < link.bytes_per_s <= link.nominal_bytes_per_s >= link.ring_bytes_per_s > 0
     assert 0 < link.latency_s <= link.collective_s < 1e-3
 
@@ -140,7 +148,7 @@ def test_configs_of_other_families() -> None:
     assert (small.attention.num_kv_heads, small.rotary, small.parallel) == (32, False, False)
 
 
-def test_what_nested_objects_say_besides_does_not_matter() -> None:
+def test_further_keys_of_nested_objects_are_ignored() -> None:
     attention = {"alibi": True, "kv_n_heads": None}
     plain = {"attn_config": attention, "ffn_config": {"ffn_type": "mptmlp", "moe_num_experts": 1}, "num_experts": 1}
     assert from_config({**TINY, **plain}, name="tiny") == from_config(TINY, name="tiny")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_part import part_of
+from refusals import refused
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
@@ -132,7 +133,7 @@ def test_stages_share_a_prompt_and_pass_it_on() -> None:
 
 
 def test_a_token_passes_through_all_stages_and_a_batch_keeps_them_busy() -> None:
-    """Alone it is no quicker; eight take turns, and each turn reads the weights again."""
+    """Alone it is no quicker. Eight stages alternate, and each batch reads the weights again."""
     one, of_one = (estimate_decode(model_on(pp=pp), 1, LOCAL, 4096).seconds for pp in (1, 2))
     assert one < of_one < 1.1 * one
     eight, of_eight = (estimate_decode(model_on(pp=pp), 1, LOCAL, 4096, 8).seconds for pp in (1, 2))
@@ -346,7 +347,7 @@ def test_inputs_are_rounded_only_where_the_device_multiplies_narrow_weights(hard
     assert more_s == pytest.approx(bytes_more * elements / (0.855 * wide.device.bytes_per_s), rel=0.05, abs=1e-9)
 
 
-def test_memory_says_what_does_not_fit() -> None:
+def test_the_memory_error_names_the_part_that_does_not_fit() -> None:
     found = prefill(1, LOCAL, 256_000).memory
     assert not found.fits
     assert re.fullmatch(r"15\.0 weights \+ 31\.2 KV \+ .* GiB per GPU > 80\.0 GiB", found.arithmetic)
@@ -393,9 +394,9 @@ def test_impossible_questions_are_refused() -> None:
         estimate_prefill(model, 2, RING_KV, 5, 5)
     with pytest.raises(ValueError, match="2 instances share a prompt by an exchange"):
         estimate_prefill(model, 2, LOCAL, 5)
-    with pytest.raises(ValueError, match="one for each of 2 instances, but 3 given"):
+    with refused("fractions"):
         estimate_prefill(model, 2, CHAIN, 5000, fractions=(0.2, 0.3, 0.5))
-    with pytest.raises(ValueError, match="gpus_per_host must be at least 1, but 0 given"):
+    with refused("gpus_per_host"):
         Devices(hardware="a10", gpus_per_host=0)
 
 
@@ -413,13 +414,13 @@ def step_cost(instances: int) -> RooflineCost:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("cached", [0, 4096])
-def test_a_step_of_one_prompt_takes_what_its_estimate_says(exchange: Exchange, cached: int) -> None:
+def test_a_step_of_one_prompt_takes_its_estimate(exchange: Exchange, cached: int) -> None:
     forward = Forward(number=0, parts=(part(0, cached, 16384, (0, 1, 2, 3), exchange),))
     seconds = step_cost(4).seconds(forward)
     assert max(seconds.values()) == pytest.approx(prefill(4, exchange, 16384, cached).seconds, rel=1e-6)
 
 
-def test_a_decode_step_takes_what_its_estimate_says() -> None:
+def test_a_decode_step_takes_its_estimate() -> None:
     parts = tuple(part(request, 4095, 4096, (0,), LOCAL) for request in range(8))
     seconds = step_cost(4).seconds(Forward(number=0, parts=parts))
     assert seconds == {0: pytest.approx(estimate_decode(model_on(), 1, LOCAL, 4096, 8).seconds)}
@@ -443,10 +444,10 @@ def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> N
     prompt = part(20, 0, 8192, (0, 1), RING_KV)
     both = seconds(prompt, *(part(request, 1000, 1001, (0,), LOCAL) for request in range(16)))
     assert max(seconds(prompt)[0], many) < both[0] < seconds(prompt)[0] + many
-    assert seconds(prompt)[1] < both[1] <= both[0], "who decodes nothing waits for who does"
+    assert seconds(prompt)[1] < both[1] <= both[0], "instances without decodes wait for those with decodes"
 
 
-def test_members_of_a_group_wait_for_those_of_others_that_theirs_wait_for() -> None:
+def test_groups_that_share_members_wait_for_each_other() -> None:
     cost = step_cost(4)
     decodes = [part(request, 1000, 1001, (0, 1), RING_Q) for request in range(2)]
     of_one = cost.seconds(Forward(number=0, parts=(decodes[0],)))
@@ -459,23 +460,21 @@ def test_members_of_a_group_wait_for_those_of_others_that_theirs_wait_for() -> N
     assert apart[1] < apart[3] == pytest.approx(joined[2], rel=0.1), "groups apart do not wait"
 
 
-def test_instances_of_a_step_end_by_what_they_do() -> None:
+def test_instances_of_a_step_end_after_their_own_work() -> None:
     """A chain's members end one after the other; an instance that only passes a token on takes nothing."""
     seconds = step_cost(4).seconds(Forward(number=0, parts=(part(0, 0, 65536, (0, 1, 2, 3), CHAIN),)))
     assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
     passed = replace(part(0, 10, 11, (0,), LOCAL), unknown_on=3)
     assert step_cost(4).seconds(Forward(number=0, parts=(passed,)))[3] == 0
     beside = part(1, 0, 1000, (1,), LOCAL)
-    assert step_cost(4).seconds(Forward(number=0, parts=(passed, beside)))[3] == 0, "also beside a prompt"
+    assert step_cost(4).seconds(Forward(number=0, parts=(passed, beside)))[3] == 0, "also together with a prompt"
 
 
 def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
     assert Devices(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="efa-400g-per-host").num_gpus == 16
-    with pytest.raises(
-        ValueError, match=r"nvlink3 is inside a host, but 2 hosts given: .*infiniband-8x200g, rdma-400g"
-    ):
+    with refused("link"):
         Devices(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="nvlink3")
-    with pytest.raises(ValueError, match=r"efa-400g-per-host is between hosts, .*: give 2 hosts or more"):
+    with refused("link"):
         Devices(hardware="a100-sxm-40g", gpus_per_host=8, link="efa-400g-per-host")
 
 
@@ -493,7 +492,7 @@ def drawn_part(draw: st.DrawFn) -> Part:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(drawn_part(), min_size=1, max_size=5), min_size=2, max_size=5))
-def test_what_was_asked_before_changes_no_time(steps: list[list[Part]]) -> None:
+def test_earlier_queries_change_no_time(steps: list[list[Part]]) -> None:
     cost = step_cost(8)
     for parts in steps:
         forward = Forward(number=0, parts=tuple(parts))
@@ -506,10 +505,10 @@ def test_what_was_asked_before_changes_no_time(steps: list[list[Part]]) -> None:
     st.sampled_from(KERNELS),
     st.dictionaries(st.integers(0, 7), st.integers(1, 9)),
 )
-def test_instances_have_what_their_channels_take(
+def test_instances_take_the_times_of_their_channels(
     drawn: list[tuple[tuple[int, ...], int, int]], kernels: Kernels, tokens: dict[int, int]
 ) -> None:
-    """Also if others are alike in all but one thing."""
+    """Also if other steps differ in one value only."""
     model = model_on(instances=8, kernels=kernels)
     tokens = dict.fromkeys(range(8), 0) | tokens
     channels = [decode_channel(RING_Q if len(group) > 1 else LOCAL, group, *sizes) for group, *sizes in drawn]

@@ -1,4 +1,4 @@
-"""What transfers of KV cost: bytes by heads over links, the busiest device says how long."""
+"""Costs of KV transfers: bytes by heads over links. The busiest device sets the time."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def move(*pairs: tuple[int, int], blocks: int = 100) -> MoveKV:
 def test_each_source_sends_over_its_own_link_at_the_same_time() -> None:
     found = cost()
     one, four = alone_s(found.flows(move((0, 16)))), alone_s(found.flows(move((0, 16), (1, 16), (2, 16), (3, 16))))
-    assert four == pytest.approx(one), "8 devices receive what 4 send"
+    assert four == pytest.approx(one), "8 devices receive the bytes of 4"
     between = found.lines[0].topology.between
     assert one == pytest.approx(between.latency_s + 100 * BLOCK * TOKEN_BYTES / between.bytes_per_s)
     assert not between.shared
 
 
-def test_moves_of_one_source_each_go_beside_each_other() -> None:
+def test_moves_of_different_sources_run_concurrently() -> None:
     """As the engine sends them: eight of them end when one of eight sources would."""
     found, ends = cost(), []
     for moves in ([move(*((source, 16) for source in range(8)))], [move((source, 16)) for source in range(8)]):
@@ -69,7 +69,7 @@ def test_moves_of_one_source_each_go_beside_each_other() -> None:
 
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_all_ranks_of_an_instance_copy_to_and_from_its_host_at_once(way: MoveWay) -> None:
-    """Beside what comes the other way, and to other instances."""
+    """Concurrently with moves in the other direction, and to other instances."""
     found, bus = cost(), catalog.link(catalog.device(HOSTS.hardware).bus)
     pairs = [(BlockRef(16, block), BlockRef(20, block)) for block in range(100)]
     copies = tuple(pairs if way == "out" else [pair[::-1] for pair in pairs])
@@ -189,7 +189,7 @@ def _prefill(rebalances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int
     return Forward(number=1, parts=(part,), rebalances=rebalances)
 
 
-def test_a_balance_beside_long_layers_costs_its_first_layer() -> None:
+def test_a_balance_with_long_layers_costs_its_first_layer() -> None:
     found = cost()
     moved = move((0, 2), (1, 3), blocks=32)
     plain, balanced = found.seconds(_prefill(cached=32_768)), found.seconds(_prefill((moved,), cached=32_768))
@@ -210,7 +210,7 @@ def test_members_that_swap_blocks_move_them() -> None:
     assert found.seconds(_prefill((swapped,)))[0] > found.seconds(_prefill((copied,)))[0]
 
 
-def test_a_balance_beside_short_layers_shows() -> None:
+def test_a_balance_with_short_layers_is_exposed() -> None:
     found = cost()
     moved = move((0, 2), blocks=2000)
     plain, balanced = found.seconds(_prefill(new=1024)), found.seconds(_prefill((moved,), new=1024))

@@ -1,4 +1,4 @@
-"""How near the cost model is to what papers measured: every given cell."""
+"""The cost model against measurements of papers: every given cell."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_context_parallelism() -> None:
     check(list(cells.values()))
     check_recorded("Context Parallelism", list(cells.values()))
     alone = context_parallelism.hosts(1).attention_flops_per_s("tp8", 8192)
-    assert alone == pytest.approx(540e12, rel=0.03), "what the paper measured of attention alone"
+    assert alone == pytest.approx(540e12, rel=0.03), "the measured speed of attention alone"
     rate, part = cells["TFLOP/s per GPU at 1M"].ours, cells["that, of attention alone"].ours
     assert part == pytest.approx(rate / (alone / 1e12), rel=0.01) and part != pytest.approx(rate / 540, rel=0.001)
 

@@ -12,6 +12,7 @@ import pytest
 from chains import LayerCost, chain
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from longspan.core.layouts import shard_span
 from longspan.cost.partition_table import Entry, PartitionTable, parse_fractions
@@ -62,20 +63,9 @@ def test_the_paper_s_fractions() -> None:
     assert cut((0.333,) * 3, 9, 1) == (3, 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,b", "numbers with commas between, such as 0.6,0.4, but 'a,b' given"),
-        ("", "but '' given"),
-        ("0.5,0.4", "0.5,0.4 add up to 0.9"),
-        ("1.5,-0.5", "above 0, but 1.5,-0.5 given: use fewer members"),
-        ("1,0", "above 0"),
-        ("nan,1", "above 0"),
-        ("inf,1", "add up to inf"),
-    ],
-)
-def test_bad_fractions_are_named(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("text", ["a,b", "", "0.5,0.4", "1.5,-0.5", "1,0", "nan,1", "inf,1"])
+def test_bad_fractions_are_named(text: str) -> None:
+    with refused("fractions"):
         parse_fractions(text)
 
 
@@ -161,7 +151,7 @@ def test_many_members_are_searched_in_a_bearable_time(members: int) -> None:
     asked = Counter[Partition]()
 
     def ttft(partition: Partition) -> float:
-        """Each member computes its tokens and sees all keys before: the slowest counts, and a little of all others."""
+        """Each member computes its tokens and sees earlier keys. The slowest counts, and a little of all members."""
         asked[partition] += 1
         ends = list(itertools.accumulate(partition))
         times = [size + size * end / 10_000 for size, end in zip(partition, ends, strict=True)]
@@ -198,7 +188,7 @@ def test_a_seed_near_the_bottom_saves_evaluations() -> None:
 
 @given(st.integers(2, 4), st.integers(4, 100), st.integers(0, 2**32))
 def test_noise_does_not_break_the_search(members: int, blocks: int, seed: int) -> None:
-    """Whatever the times are, the result is the one that measured best, and the same times give the same result."""
+    """The result has the best measured time, and the same times give the same result."""
 
     def measured() -> tuple[Partition, dict[Partition, float]]:
         noise, times = random.Random(seed), {}
@@ -215,7 +205,7 @@ def test_noise_does_not_break_the_search(members: int, blocks: int, seed: int) -
 
 
 def test_a_noisy_search_asks_the_best_again() -> None:
-    """The first time an uneven cut is measured it is lucky; measured once more it is not."""
+    """The first measurement of an uneven cut is too good. The second is not."""
     asked: Counter[Partition] = Counter()
 
     def ttft(partition: Partition) -> float:
@@ -300,7 +290,7 @@ GOOD = entry(8_000, (0.7, 0.3))
         ('{"partitions": [%s, %s]}' % (("{}",) * 2), "missing required field"),
     ],
 )
-def test_broken_files_say_what_is_wrong(text: str, message: str) -> None:
+def test_broken_files_name_the_mistake(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PartitionTable.from_json(text)
 

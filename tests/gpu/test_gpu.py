@@ -46,7 +46,7 @@ FAMILIES = [*families()]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window", "phi3"])
-def test_a_graph_computes_what_the_layers_do(folders: dict[str, Path], name: str) -> None:
+def test_a_graph_equals_the_layers(folders: dict[str, Path], name: str) -> None:
     """Replays follow each recording, which a model that is not recorded would not ask for."""
     record, replays = CudaRecorder(), list[Replay]()
 

@@ -10,6 +10,7 @@ import pytest
 from cluster import Cluster, Setup
 from engines import ThreadLLM
 from fake_llm import FakeLLM, run
+from refusals import refused
 from workloads import ALONE, assert_lawful
 
 from longspan import SamplingParams
@@ -84,20 +85,15 @@ def test_the_command_line_takes_and_lists_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"least": "1"}, "policy last has no option 'least': its options are most"),
-        ({"most": "0"}, r"most must be at least 1, but 0 given \(policy last\)"),
-        ({"most": "all"}, "option most is a whole number, but 'all' given"),
-    ],
+    ("options", "parameter"), [({"least": "1"}, "least"), ({"most": "0"}, "most"), ({"most": "all"}, "most")]
 )
-def test_its_options_are_checked(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_its_options_are_checked(options: dict[str, str], parameter: str) -> None:
+    with refused(parameter):
         registry.make_policy("last", num_instances=2, options=options)
 
 
 @pytest.mark.parametrize("name", ["chunked", "context", "tetris", "loongserve", "decode-first"])
-def test_what_a_policy_did_is_recorded_in_five_lines(name: str) -> None:
+def test_the_record_of_a_run_has_five_lines(name: str) -> None:
     cluster = Cluster(Setup(policy=name, num_instances=1 if name in ALONE else 4))
     policy, plans = cluster.policy, []
     decide = policy.plan

@@ -52,7 +52,7 @@ def test_blocks_are_even_after_as_few_moves_as_can_be(table: tuple[list[int], li
 
 
 @given(tables(), st.lists(st.integers(-3, 6), min_size=8, max_size=8))
-def test_nobody_is_given_more_than_there_is_room_for(table: tuple[list[int], list[int]], room: list[int]) -> None:
+def test_no_instance_gets_more_than_its_free_blocks(table: tuple[list[int], list[int]], room: list[int]) -> None:
     block_owners, group = table
     refs = [BlockRef(holder, place) for place, holder in enumerate(block_owners)]
     moves = even_moves(refs, group, dict(enumerate(room)))
@@ -92,7 +92,7 @@ def test_earlier_chunks_are_spread_over_a_group_that_grows(
     assert (max(members) - min(members) <= 64) == balance, "chunks of a step are even but for odd blocks"
 
 
-def test_what_is_spread_is_found_again_by_who_begins_alike() -> None:
+def test_spread_blocks_are_hit_by_prompts_with_the_same_beginning() -> None:
     setup = Setup(num_instances=4, num_blocks=500, policy="tetris")
     cluster = Cluster(setup)
     cluster.engine.set_policy(forced({640: [(320, (0,)), (320, (0, 1, 2, 3))]}, 4, balance=True))
@@ -169,13 +169,13 @@ def test_freeness_is_free_slots_for_each_active_request(
     assert router.route(request_of(100)) == (Target(target, 7),)
 
 
-def test_those_that_are_routed_in_the_same_plan_count() -> None:
+def test_requests_routed_in_the_same_plan_count() -> None:
     router = Router(view(used={}, active={}, promised={}), (1, 2))
     routed = [router.route(request_of(length)) for length in (160, 32, 32, 160)]
     assert routed == [(Target(1, 10),), (Target(2, 2),), (Target(2, 2),), (Target(2, 10),)]
 
 
-def test_what_ends_with_its_next_token_goes_nowhere() -> None:
+def test_a_request_that_ends_with_its_next_token_is_not_moved() -> None:
     router = Router(view(used={}, active={}, promised={}), (1, 2))
     assert router.route(request_of(100, max_tokens=1)) == ()
 

@@ -113,7 +113,7 @@ def test_plans_are_the_papers(case: tuple[list[int], list[float]], data: st.Data
 
 @given(clusters(), st.integers(1, 100_000), st.integers(0, 50_000), st.data())
 @settings(max_examples=200, deadline=None)
-def test_what_is_cached_stays_inside(
+def test_cached_tokens_stay_in_their_group(
     case: tuple[list[int], list[float]], new: int, cached: int, data: st.DataObject
 ) -> None:
     hosts, queue_s = case
@@ -161,7 +161,7 @@ def test_groups_that_many_cuts_come_to_are_looked_for_once(per_host: int, monkey
 # ---------------------------------------------------------------- by hand
 
 
-def test_chunks_fill_what_is_free_as_in_figure_3() -> None:
+def test_chunks_use_free_instances_as_in_figure_3() -> None:
     """Two instances are free now, two after 1 s, four after 2 s: 2, then 4, then 8 work on one prompt."""
     queue_s = [2.0, 2.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
     planner = Planner({size: ideal(size) for size in (1, 2, 4, 8)}, [0] * 8)
@@ -243,7 +243,7 @@ def test_the_quadratic_is_solved(times: PrefillTime, budget_s: float, cached: in
 # ---------------------------------------------------------------- fixed groups and queues
 
 
-def test_fixed_groups_go_by_who_is_free_first() -> None:
+def test_fixed_groups_are_ordered_by_the_first_free_instance() -> None:
     fixed = FixedGroups(ideal(2), [0, 2, 1, 3], 2)
     plan = fixed.plan(Prompt(new_tokens=10_000), [0.0, 1.0, 2.0, 1.5])
     assert plan is not None

@@ -65,7 +65,7 @@ def test_slow_links_share_nothing(members: int, length: int) -> None:
 
 
 @given(st.integers(2, 8), LENGTHS, LENGTHS)
-def test_who_shares_a_prompt_shares_longer_ones(members: int, length: int, more: int) -> None:
+def test_a_group_for_a_prompt_is_used_for_longer_prompts(members: int, length: int, more: int) -> None:
     """A group that starts late pays off from some length on."""
     chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0, start_s=0.05)))
     assert (chooser.members(64), chooser.members(100_000)) == (1, members)
@@ -100,7 +100,7 @@ def test_the_quickest_exchange_is_taken() -> None:
         machine(2, link_s=0.0, exchanges=(CHAIN,)),
     ],
 )
-def test_what_was_not_measured_is_not_known(profile: Profile | None) -> None:
+def test_unmeasured_settings_are_unknown(profile: Profile | None) -> None:
     chooser = Chooser(2, Facts(profile=profile))
     assert chooser.members(100_000) is None
     assert chooser.exchange(1, 100_000, 2) == RING_KV
@@ -233,7 +233,7 @@ def test_a_chain_that_was_chosen_is_cut_as_was_searched_and_decodes_alone() -> N
     assert request.metrics.kv_tokens_per_instance == [0, 3200]
 
 
-def test_chains_end_where_there_is_room() -> None:
+def test_chains_end_on_instances_with_free_blocks() -> None:
     """Each leaves all its KV on one instance: 12 of 19 blocks and more on 4 times 60, so nobody has to give way."""
     options = {"exchange": "chain", "threshold": "100"}
     cluster = Cluster(Setup(num_instances=4, num_blocks=60, options=options, max_num_batched_tokens=200))
@@ -246,7 +246,9 @@ def test_chains_end_where_there_is_room() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"home": "computed"}])
 @pytest.mark.parametrize("num_instances", [2, 3])
-def test_turns_of_a_chain_that_is_too_large_for_its_end(num_instances: int, options: dict[str, str]) -> None:
+def test_further_turns_of_a_chain_that_is_too_large_for_its_last_member(
+    num_instances: int, options: dict[str, str]
+) -> None:
     """What the end of a chain cannot keep, all do."""
     setup = Setup(
         num_instances=num_instances, num_blocks=10, options={"exchange": "chain", "threshold": "20", **options}
@@ -314,7 +316,7 @@ def test_groups_are_in_order_of_proximity_and_on_as_few_hosts_as_can_be() -> Non
     assert cluster.parts_of(long)[0].group == (1, 3, 0, 2)
 
 
-def test_groups_are_of_those_who_hold_the_prefix_or_have_least_to_do() -> None:
+def test_groups_hold_the_prefix_or_have_the_least_load() -> None:
     cluster = Cluster(Setup(num_instances=4, num_blocks=4096, facts=Facts(profile=two_or_four())))
     first, second = cluster.add(range(3000), max_tokens=50), cluster.add(range(1, 3001), max_tokens=50)
     cluster.run()

@@ -107,7 +107,7 @@ def held_out(count: int) -> list[tuple[int, Group, bool, float]]:
     return found
 
 
-def test_choices_are_nearly_those_of_enumeration(table) -> None:
+def test_choices_are_nearly_as_good_as_enumeration(table) -> None:
     """At most 5 % slower than enumeration's, by the simulator, and no constraint but one in twenty is broken."""
     met, lost = [], []
     cases = held_out(50)
@@ -153,7 +153,7 @@ def test_choosing_evaluates_the_loss_once_for_each_option(table) -> None:
     assert asked == table.mean_drop
 
 
-def test_what_the_table_cannot_say(table) -> None:
+def test_lengths_outside_the_table_are_refused(table) -> None:
     with pytest.raises(ValueError, match="1000 tokens, but the table has 16384 to 262144: train another"):
         table.choices(1000, 3e9, invented)
     with pytest.raises(ValueError, match="bytes/s"):

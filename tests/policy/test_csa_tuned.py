@@ -1,4 +1,4 @@
-"""Laws of tuned files: what is fitted, what is held out, and what counts as a loss."""
+"""Laws of tuned files: fitted values, held-out prompts, and losses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from longspan.policy.csps.tuned import HELD_OUT_EVERY, Point, Tuned, fit_rates, 
 GROUP = Group(shape=TINY_SHAPE, hosts=(0, 0, 1, 1), rates=RATES)
 
 
-def test_speeds_are_those_that_the_times_were_made_of() -> None:
-    """Also when some runs were much slower, since others had the machine."""
+def test_fitted_speeds_equal_the_true_speeds() -> None:
+    """Also when some runs were much slower on a shared machine."""
     timed = [one for one in invented_points(GROUP) if one.ttft_s]
     slow = [
         msgspec.structs.replace(one, ttft_s=3 * one.ttft_s, attention_s=9.0) if i % 6 == 1 else one

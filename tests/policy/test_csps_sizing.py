@@ -93,7 +93,7 @@ def test_the_short_last_partition_is_computed_with_short_prompts() -> None:
     served.run()
 
 
-def test_a_prompt_waits_for_room_for_its_partitions() -> None:
+def test_a_prompt_waits_for_blocks_for_its_partitions() -> None:
     """Partitions of 8 blocks, on pools of 10: short requests hold four of one, so that it starts after them."""
     served = cluster(2, "128", num_blocks=10)
     short = served.add(tokens(55), max_tokens=9)
@@ -117,7 +117,7 @@ def test_memory_is_half_of_a_pool() -> None:
     assert setting is not None and setting.partition == 160
 
 
-def test_prompts_of_other_lengths_share_what_they_begin_with() -> None:
+def test_prompts_of_other_lengths_share_a_beginning() -> None:
     """The partition is the same, so that the setting is; not so with as many instances for all lengths."""
     found = []
     for options in ({"partition": "128"}, {"threshold": "0"}):

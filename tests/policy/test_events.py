@@ -193,7 +193,7 @@ def test_requests_end_once_although_a_cluster_is_re_sharded(policy: str, tier: s
 
 @pytest.mark.parametrize("tier", ["host", "host and disk"])
 @pytest.mark.parametrize("strict", ["true", "false"])
-def test_clusters_that_take_turns_are_re_sharded(strict: str, tier: str) -> None:
+def test_phases_re_shard_the_cluster(strict: str, tier: str) -> None:
     """Prompts are prefilled on two instances and decoded on one."""
     host_blocks, disk_blocks = TIERS[tier]
     phases = ParallelSpec.parse("2"), ParallelSpec.parse("1xtp2")

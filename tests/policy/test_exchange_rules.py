@@ -90,7 +90,7 @@ def test_on_a_link_that_hides_nothing_the_smaller_messages_win(
 
 
 @given(shapes(), HARDWARE, TOKENS, CACHED, MEMBERS)
-def test_rings_are_weighed_by_what_attention_does_not_hide(
+def test_rings_are_compared_by_exposed_communication(
     shape: ModelShape, hardware: Hardware, new: int, cached: int, num_members: int
 ) -> None:
     """Appendix C before it is rearranged, for N - 1 hops; of `ring_q` one share of attention hides the queries."""

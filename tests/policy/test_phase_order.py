@@ -220,7 +220,7 @@ def test_a_prompt_that_comes_while_others_decode(policy: str, expected: str) -> 
     assert kinds(cluster) == expected
 
 
-def test_who_ends_makes_room_at_once_or_after_all_others() -> None:
+def test_ended_requests_are_replaced_at_once_or_all_together() -> None:
     order = {}
     for policy in POLICIES:
         cluster = Cluster(Setup(policy=policy, num_blocks=8))
@@ -247,7 +247,7 @@ def test_one_instance_decodes_while_another_prefills() -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_who_gave_way_comes_back_before_another_batch(pp: int) -> None:
+def test_a_preempted_request_resumes_before_another_batch(pp: int) -> None:
     cluster = Cluster(Setup(policy="decode-first", num_blocks=24, block_size=4, pp=pp))
     batch = [cluster.add([number] * 15, max_tokens=20 + 5 * number) for number in range(6)]
     following = [cluster.add([10 + number] * 15, max_tokens=5) for number in range(3)]
@@ -262,7 +262,7 @@ def test_who_gave_way_comes_back_before_another_batch(pp: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_comes_back_from_a_host_joins_the_decodes(policy: str) -> None:
+def test_a_request_loaded_from_a_host_joins_the_decodes(policy: str) -> None:
     cluster = Cluster(Setup(policy=policy, num_blocks=48, block_size=4, max_model_len=90, host_blocks=(1000,)))
     requests = [cluster.add([number] * (5 + 3 * number % 11), max_tokens=35 + number % 4) for number in range(24)]
     cluster.run()
@@ -281,7 +281,7 @@ def is_told(part: Part) -> bool:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_stages_take_turns(policy: str) -> None:
+def test_stages_alternate_between_batches(policy: str) -> None:
     """Each step decodes a share of the batch, and prompts fill the stages before."""
     cluster = Cluster(Setup(policy=policy, pp=3))
     for number in range(9):
@@ -332,7 +332,7 @@ def plan_for(spec: str, account: KvAccount, requests: Sequence[Request], busy: S
     return PrefillFirst(tuple(view.cluster.instances), NoOptions(), None).plan(view)
 
 
-def test_nobody_decodes_beside_a_prompt_that_lacks_a_block() -> None:
+def test_no_request_decodes_next_to_a_prompt_that_lacks_a_block() -> None:
     """It gives way itself, since the other one was admitted first."""
     account = KvAccount([5], block_size=4)
     decoding, prompt = computed(account, 0, 0, upto=12, output=[1]), computed(account, 0, 1, upto=8)

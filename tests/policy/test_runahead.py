@@ -13,6 +13,7 @@ from cluster import Cluster, Setup
 from engines import ThreadLLM
 from msgspec import structs
 from oracle import Oracle, assert_exact
+from refusals import refused
 from test_profile import SUBJECT, prefill
 from tiny_models import make_tiny
 
@@ -76,13 +77,13 @@ def test_partitions_of_every_kind() -> None:
     assert pieces(predicted, 4800) == [2400, 2400]
 
 
-def test_by_default_what_was_searched_counts() -> None:
+def test_searched_partitions_are_the_default() -> None:
     assert pieces(cluster(), 1600) == [1200, 400]
     assert pieces(cluster(PartitionTable()), 1600) == [800, 800]
 
 
 @pytest.mark.parametrize("kind", ["searched", "predicted"])
-def test_a_part_of_a_prompt_is_cut_for_its_own_length_and_what_is_cached(kind: str) -> None:
+def test_a_chunk_is_partitioned_by_its_length_and_cached_tokens(kind: str) -> None:
     """A prompt of 3,200 tokens would be cut in halves, but with 800 tokens per step it is several chains."""
     running = cluster(partition=kind, max_num_batched_tokens=800)
     request = running.add(range(3200), max_tokens=1)
@@ -112,7 +113,7 @@ def test_short_prompts_stay_on_one_instance() -> None:
     assert [len(part.group) for part in running.parts_of(request)] == [1, 1, 1]
 
 
-def test_a_prompt_that_nobody_searched_is_refused() -> None:
+def test_a_length_without_a_searched_partition_is_refused() -> None:
     running = cluster(partition="searched")
     with pytest.raises(
         ValueError, match=r"none for 1,601 tokens on 2 instances, only for 1,600, 3,200: .*--partitions"
@@ -129,7 +130,7 @@ def test_without_a_table_the_remedy_is_named(kind: str) -> None:
     make_policy("runahead", num_instances=1, options={"partition": kind})
 
 
-def test_what_lies_where_it_was_computed_can_rotate_by_token() -> None:
+def test_kv_on_its_computing_member_can_rotate_by_token() -> None:
     running = cluster(home="computed", rotate="token")
     request = running.add(range(1600), max_tokens=1000)
     running.run()
@@ -140,16 +141,16 @@ def test_what_lies_where_it_was_computed_can_rotate_by_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "parameter"),
     [
-        ({"exchange": "ring_kv"}, "exchange is one of auto, chain, but 'ring_kv' given"),
-        ({"dense": "true"}, "no option 'dense': its options are threshold, .*, partition, home, rotate"),
-        ({"partition": "best"}, "option partition is one of auto, even, searched, predicted, but 'best' given"),
-        ({"threshold": "-1"}, "threshold must be at least 0"),
+        ({"exchange": "ring_kv"}, "exchange"),
+        ({"dense": "true"}, "dense"),
+        ({"partition": "best"}, "partition"),
+        ({"threshold": "-1"}, "threshold"),
     ],
 )
-def test_what_it_refuses(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_that_it_refuses(options: dict[str, str], parameter: str) -> None:
+    with refused(parameter):
         make_policy("runahead", num_instances=2, options=options)
 
 
@@ -186,7 +187,7 @@ def test_a_simulated_prompt_is_one_chain_where_memory_allows(partition: str, mon
     assert partition == "even" or ttfts_s[None] < ttfts_s[8192]
 
 
-def test_what_large_steps_need_is_not_given_to_kv() -> None:
+def test_memory_for_large_steps_is_not_used_for_kv() -> None:
     """Eager attention leaves no room for larger steps, and a small model's are as large as a prompt may be."""
 
     def sizes(kernels: Any, **scheduling: Any) -> tuple[int | None, int]:

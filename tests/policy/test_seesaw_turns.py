@@ -33,7 +33,7 @@ def test_pieces_last_until_the_longest_answer_and_decode_every_token(left: list[
     assert sum(number * num_tokens for number, num_tokens in pieces) == pytest.approx(sum(left), abs=duration / 2)
 
 
-def test_passes_are_full_though_prompts_wait_for_room() -> None:
+def test_passes_are_full_while_prompts_wait_for_blocks() -> None:
     """Prompts alone take as long as on the same stages without hosts."""
     arrivals = [Arrival(due_s=0.0, prompt=text(3 * i + 2, 3000), output_len=1) for i in range(40)]
     stages = ClusterSpec(hardware="a10", gpus_per_host=8, parallel="pp8")
@@ -52,7 +52,7 @@ def test_passes_are_full_though_prompts_wait_for_room() -> None:
 
 
 @pytest.mark.parametrize("strict", ["true", "false"])
-def test_a_prompt_goes_to_a_host_that_has_room_for_it(strict: str) -> None:
+def test_a_prompt_is_assigned_to_a_host_with_free_blocks(strict: str) -> None:
     """One host is full of the first request's KV."""
     phases = ClusterSpec(hardware="a10", hosts=2, gpus_per_host=2, prefill_parallel="2xpp2", decode_parallel="2xtp2")
     options = {"strict": strict}

@@ -12,6 +12,7 @@ from cluster import Cluster, Setup
 from forced_plans import Wandering, forced
 from hypothesis import strategies as st
 from linear_cost import LinearCost
+from refusals import refused
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
@@ -41,7 +42,7 @@ GROUPS: list[dict[str, str]] = [
 def machine(*sizes: int, start_s: float = 0.01) -> Facts:
     """0.5 ms a token on one instance, as simulated ones take, even shares, and a start for each member."""
     profile = Profile(
-        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
+        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m")
     )
     for size, new in itertools.product(sizes, (100, 1000)):
         times = Prefill(
@@ -106,7 +107,7 @@ def test_groups_that_change_at_any_step(seed: int, max_num_seqs: int) -> None:
     assert any(part.unknown_on is not None for _, part in growths)
 
 
-def test_who_waits_for_room_lets_pass_who_has_begun() -> None:
+def test_a_waiting_prompt_is_overtaken_by_a_started_one() -> None:
     """The second prompt waits for blocks on instance 1 that are kept for the third, which would wait for its turn."""
     cluster = Cluster(Setup(num_instances=2, num_blocks=10, max_num_batched_tokens=64))
     plans = {100: [(100, (1,))], 128: [(128, (1,))], 192: [(64, (0,)), (128, (0, 1))]}
@@ -150,7 +151,7 @@ def last_step(cluster: Cluster, request: Request) -> int:
     return next(number for number, part in parts if part.stop >= len(request.prompt))
 
 
-def test_a_long_prompt_begins_on_what_is_free_and_goes_on_with_all() -> None:
+def test_a_long_prompt_begins_on_free_instances_and_grows_to_all() -> None:
     cluster = tetris()
     short, long = cluster.add(range(1000), max_tokens=1), cluster.add([7] * 8000, max_tokens=3)
     cluster.run()
@@ -284,31 +285,31 @@ def test_fixed_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "facts", "message"),
+    ("name", "options", "facts", "parameter"),
     [
-        ("tetris", {"improvement_rate": "1"}, None, "improvement_rate must be at least 0 and below 1, but 1.0 given"),
-        ("tetris", {"improvement_rate": "much"}, None, "policy tetris: option .*improvement_rate"),
-        ("tetris", {"improvement_rate": "0.3", "improvement_rates": "1:0.3"}, None, "leave one out"),
-        ("tetris", {"improvement_rates": "1:0.3,0.5"}, None, "look like 0.5:0.1,1:0.3, but '1:0.3,0.5' given"),
-        ("tetris", {"improvement_rates": "1:0.3,0.5:0.1"}, None, "request rates ascend"),
-        ("tetris", {"improvement_rates": "1:1.3"}, None, "improvement_rate must be at least 0 and below 1, but 1.3"),
-        ("tetris", {"chunking": "perhaps"}, None, "policy tetris: option .*chunking"),
-        ("tetris", {"min_chunk": "0"}, None, "min_chunk must be at least 1, but 0 given"),
-        ("tetris", {"sp_sizes": "1,two"}, None, "sp_sizes are numbers of instances such as 1,2,4, but '1,two' given"),
-        ("tetris", {"sp_sizes": "2,1"}, None, "sp_sizes ascend from at least 1, such as 1,2,4, but 2,1 given"),
-        ("tetris", {"sp_sizes": "1,8"}, None, "sp size 8 is more than the 4 instances"),
-        ("tetris", {"sp_sizes": "1,4"}, machine(1, 2), "no times for sp size 4, only for 1, 2: measure it with"),
-        ("tetris", {"exchange": "chain"}, None, "exchange is one of auto, ring_kv, .*, but 'chain' given"),
-        ("fixed-sp", {"sp": "3"}, None, r"sp\(3\) does not divide 4 instances"),
-        ("fixed-sp", {"sp": "3"}, machine(1, 2, 4), r"sp\(3\) does not divide 4 instances"),
-        ("fixed-sp", {"sp": "0"}, None, "sp must be 1 or more: give the number of instances"),
-        ("fixed-sp", {}, None, "sp must be 1 or more: give the number of instances"),
-        ("fixed-sp", {"sp": "8"}, None, "sp size 8 is more than the 4 instances"),
-        ("fixed-sp", {"improvement_rate": "0.1"}, None, "policy fixed-sp has no option 'improvement_rate'"),
+        ("tetris", {"improvement_rate": "1"}, None, "improvement_rate"),
+        ("tetris", {"improvement_rate": "much"}, None, "improvement_rate"),
+        ("tetris", {"improvement_rate": "0.3", "improvement_rates": "1:0.3"}, None, "improvement_rates"),
+        ("tetris", {"improvement_rates": "1:0.3,0.5"}, None, "improvement rates"),
+        ("tetris", {"improvement_rates": "1:0.3,0.5:0.1"}, None, "request rates"),
+        ("tetris", {"improvement_rates": "1:1.3"}, None, "improvement_rate"),
+        ("tetris", {"chunking": "perhaps"}, None, "chunking"),
+        ("tetris", {"min_chunk": "0"}, None, "min_chunk"),
+        ("tetris", {"sp_sizes": "1,two"}, None, "sp_sizes"),
+        ("tetris", {"sp_sizes": "2,1"}, None, "sp_sizes"),
+        ("tetris", {"sp_sizes": "1,8"}, None, "sp size"),
+        ("tetris", {"sp_sizes": "1,4"}, machine(1, 2), "sp size"),
+        ("tetris", {"exchange": "chain"}, None, "exchange"),
+        ("fixed-sp", {"sp": "3"}, None, "sp"),
+        ("fixed-sp", {"sp": "3"}, machine(1, 2, 4), "sp"),
+        ("fixed-sp", {"sp": "0"}, None, "sp"),
+        ("fixed-sp", {}, None, "sp"),
+        ("fixed-sp", {"sp": "8"}, None, "sp"),
+        ("fixed-sp", {"improvement_rate": "0.1"}, None, "improvement_rate"),
     ],
 )
-def test_what_is_refused(name: str, options: dict[str, str], facts: Facts | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_invalid_values_are_refused(name: str, options: dict[str, str], facts: Facts | None, parameter: str) -> None:
+    with refused(parameter):
         make_policy(name, num_instances=4, options=options, facts=facts)
 
 

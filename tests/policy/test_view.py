@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_roles import setups
 from workloads import RANDOM_RUNS, Job, jobs, play, setups_of
 
-from longspan.core.engine import Engine
+from longspan.core import engine
 from longspan.core.kv.account import KvAccount
 from longspan.core.kv.lookup import Lookup
 from longspan.core.queues import Running
@@ -70,13 +70,13 @@ def bare(value: Any) -> Any:
 @settings(RANDOM_RUNS, max_examples=100)
 @given(setups() | ALIKE, st.lists(jobs(), min_size=1, max_size=10))
 def test_policies_only_read_and_only_what_is_declared(setup: Setup, work: list[Job]) -> None:
-    expected, guards, unguarded = play(setup, work).executor.steps, dict[int, Guard](), Engine._view
+    expected, guards = play(setup, work).executor.steps, dict[int, Guard]()
 
-    def guarded(engine: Engine) -> object:
-        view, root = unguarded(engine), Guard(engine.kv.account, guards)
+    def guarded(*, kv: KvAccount, **given: object) -> object:
+        view, root = ClusterView(kv=kv, **given), Guard(kv, guards)  # type: ignore[arg-type]
         return FrozenView(**{one.name: root.guard(getattr(view, one.name)) for one in fields(view)})
 
-    with patch.object(Engine, "_view", guarded):
+    with patch.object(engine, "ClusterView", guarded):
         assert play(setup, work).executor.steps == expected
 
 

@@ -1,4 +1,4 @@
-"""What tests of real processes share."""
+"""Fixtures for tests of real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models on worker processes say what Hugging Face says."""
+"""Models on worker processes equal Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, output_logi
 @pytest.mark.full
 @pytest.mark.parametrize(("instances", "block_size"), [(1, 256), (2, 256), (3, 16), (4, 64)])
 def test_any_number_of_instances(smollm2_oracle: Oracle, instances: int, block_size: int) -> None:
-    """A threshold of 0 shards even the shortest prompt; small blocks give every member a part of it."""
+    """A threshold of 0 shards even the shortest prompt. With small blocks every member has a part of it."""
     options = {"threshold": "0"} if instances > 1 else {}
     with LLM(dtype="float32", instances=instances, block_size=block_size, policy_options=options) as llm:
         for length in (1, 2, 17, 1000, 4096):
@@ -36,7 +36,7 @@ def test_any_number_of_instances(smollm2_oracle: Oracle, instances: int, block_s
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.full)])
 def test_a_prompt_that_grows_and_is_decoded_elsewhere(model: str, request: pytest.FixtureRequest) -> None:
-    """Three KV heads; the prompt grows from one instance to two, and another of tp 2 decodes."""
+    """Three KV heads. The prompt grows from one instance to two, and another of tp 2 decodes."""
     folder = str(request.getfixturevalue("tiny")) if model == "tiny" else "smollm2-135m"
     oracle: Oracle = request.getfixturevalue("oracle" if model == "tiny" else "smollm2_oracle")
     prompt = [5 + token % 190 for token in topic_tokens()[:300]]
@@ -50,7 +50,7 @@ def test_a_prompt_that_grows_and_is_decoded_elsewhere(model: str, request: pytes
 
 
 def test_a_long_request_is_decoded_by_several_others(tiny: Path, oracle: Oracle) -> None:
-    """Of policy `csps` with roles: its KV goes from two processes to two others, and a short request beside it."""
+    """Of policy `csps` with roles: its KV goes from two processes to two others, together with a short request."""
     prompts = [
         [5 + token % 190 for token in topic_tokens()[first : first + size]] for first, size in ((0, 300), (300, 20))
     ]
@@ -72,7 +72,7 @@ def test_a_long_request_is_decoded_by_several_others(tiny: Path, oracle: Oracle)
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.full)])
 def test_a_context_that_no_device_holds(model: str, request: pytest.FixtureRequest) -> None:
-    """Two thirds of it lie on the host; ranks of two shards read their heads of that."""
+    """Two thirds of it lie on the host. Ranks of two shards read their heads there."""
     folder = str(request.getfixturevalue("tiny")) if model == "tiny" else "smollm2-135m"
     oracle: Oracle = request.getfixturevalue("oracle" if model == "tiny" else "smollm2_oracle")
     size, block_size = (300, 16) if model == "tiny" else (4000, 64)

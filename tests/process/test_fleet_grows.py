@@ -1,4 +1,4 @@
-"""Worker processes join a fleet in mid-stream: those that were there stay as they are, and nothing is left of any."""
+"""Worker processes join a fleet in mid-stream. Old processes stay the same, and all end without a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of an engine of Python when its process forks, is interrupted, or exits without a shutdown."""
+"""An engine in Python whose process forks, is interrupted, or exits without a shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL while clusters take turns: requests go on or end with a clear error, and the next run completes a batch."""
+"""SIGKILL during changes of phase: requests continue or end with a clear error, and the next run completes a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from longspan.service import Service
 pytestmark = pytest.mark.usefixtures("own_folder")
 MAX_TOKENS = 24
 LENGTHS = tuple(5 + 7 * number % 50 for number in range(24))
-"""The host has room for a fourth of these prompts, so that clusters change some ten times."""
+"""The host holds a fourth of these prompts, so that phases change some ten times."""
 BATCH = "--policy seesaw --prefill-parallel pp2 --decode-parallel tp2 --threads-per-rank 1 --skip-tokenizer-init "
 BATCH += "--block-size 16 --num-gpu-blocks-override 30 --max-num-batched-tokens 48 --host-kv-gib 0.00015 "
 BATCH += "--dtype float32"
@@ -160,7 +160,7 @@ def test_a_batch_whose_worker_is_killed_is_completed_by_the_next_run(
     is_wanted: Callable[[Step], bool],
     count: int,
 ) -> None:
-    """It ends with a clear error and statistics of what it did; its answers stay."""
+    """It ends with a clear error and statistics of its work. Its answers stay."""
     before, prompts = left_names(), prompts_of(LENGTHS)
     source, target, stats = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "stats.json"))
     write_requests(source, prompts, MAX_TOKENS)
@@ -168,7 +168,7 @@ def test_a_batch_whose_worker_is_killed_is_completed_by_the_next_run(
     with pytest.MonkeyPatch.context() as patch:
         found = kill_amid(patch, is_wanted, count)
         assert run(*command) == 1
-    assert len(found) >= count, "and what was sent before the loss was known"
+    assert len(found) >= count, "and steps sent before the loss was known"
     hint, error = capsys.readouterr().err.splitlines()
     assert hint.startswith("longspan: clusters change as in the paper, also where that takes longer than it gains")
     assert error.startswith("longspan: worker rank 1 was lost: its process was killed by SIGKILL (log: ")
@@ -191,7 +191,7 @@ def test_a_batch_whose_worker_is_killed_is_completed_by_the_next_run(
 def test_a_batch_that_is_killed_is_completed_by_the_next_run(
     odd: Path, odd_oracle: Oracle, tmp_path: Path, whom: str
 ) -> None:
-    """Workers are not of the group: they end by themselves. If all are killed, a folder of sockets stays."""
+    """Workers are outside the group and end by themselves. If all are killed, a folder of sockets stays."""
     before, prompts = left_names(), prompts_of(2 * LENGTHS)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(source, prompts, MAX_TOKENS)

@@ -33,11 +33,7 @@ def started(num_ranks: int, _: Path) -> list[Transfer]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "timed"),
-    [
-        (3, forked),
-        pytest.param(1, started, marks=pytest.mark.full),
-        pytest.param(3, started, marks=pytest.mark.full),
-    ],
+    [(3, forked), pytest.param(1, started, marks=pytest.mark.full), pytest.param(3, started, marks=pytest.mark.full)],
 )
 def test_transfers_of_every_kind_are_timed(
     num_ranks: int, timed: Callable[[int, Path], list[Transfer]], tmp_path: Path
@@ -54,7 +50,7 @@ def test_transfers_of_every_kind_are_timed(
 
 @pytest.fixture
 def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder; whoever imports anything from it ends and says nothing."""
+    """Modules in the current folder that exit when they are imported."""
     for name in ("random", "resource", "selectors", "msgspec", "threading"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A worker that dies ends its requests quickly and by name; nothing is left behind, however the engine ends."""
+"""A worker that dies ends its requests quickly and is named. No end of an engine leaves anything behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
 
 
 def control(model: str) -> None:
-    """Starts two workers, says who they are, and computes until it is ended."""
+    """Start two workers, print their pids, and compute until it is killed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     llm = LLM(model, dtype="float32", instances=2, skip_tokenizer_init=True, threads_per_rank=1)
     print(*llm.service.executor.pids, flush=True)
@@ -74,7 +74,7 @@ def control(model: str) -> None:
     ],
 )
 def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny: Path) -> None:
-    """Even one that is stopped."""
+    """Even a stopped one."""
     before = left_names()
     controller = Forked(control, str(tiny))
     deadline = time.monotonic() + 60
@@ -98,7 +98,7 @@ def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_
     before = left_names()
     llm = LLM(str(tiny), dtype="float32", instances=2, policy="context", skip_tokenizer_init=True, step_timeout_s=2.0)
     llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
-    time.sleep(2.5)  # while there is nothing to do, nobody is late
+    time.sleep(2.5)  # an idle worker is not late
     llm.generate([[3, 4, 5]], LONG)
     pids = llm.service.executor.pids
     os.kill(pids[1], signal.SIGSTOP)
@@ -126,7 +126,7 @@ def test_logs_are_kept_while_their_worker_runs(tiny: Path, tmp_path: Path, monke
     folder = tmp_path / "logs"
     with LLM(str(tiny), dtype="float32", skip_tokenizer_init=True):
         [log] = folder.glob("*/rank0.log")
-        os.utime(log.parent, (0, 0))  # others are newer
+        os.utime(log.parent, (0, 0))  # other logs are newer
         for number in range(40):
             (folder / f"longspan-{number}").mkdir()
         processes._log_dir("longspan-new")
@@ -146,7 +146,7 @@ def test_a_worker_that_raises_is_named_with_its_reason(tiny: Path, monkeypatch: 
 
 
 def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
-    """A request may hold KV without being in flight; ending it must not hide what happened."""
+    """A request may hold KV without being in flight. Its end must not hide the loss."""
     prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
     shared = {"policy": "context", "policy_options": {"threshold": "3000"}}
     llm = LLM(dtype="float32", instances=2, skip_tokenizer_init=True, max_num_seqs=1, **shared)  # type: ignore[arg-type]
@@ -165,9 +165,7 @@ def test_after_shutdown_there_is_a_clear_error(tiny: Path) -> None:
         llm.generate([[1, 2, 3]], LONG)
 
 
-def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not whenever it is collected: the error refers to it, and it to its sockets."""
 
     def refuse(*_: object) -> NoReturn:
@@ -180,7 +178,7 @@ def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
     assert not list(Path(tempfile.gettempdir()).glob("longspan-*"))
 
 
-# ---------------------------------------------------------------- what is made of reports
+# ---------------------------------------------------------------- reports of workers
 
 
 class Puppet:
@@ -215,7 +213,7 @@ class Puppet:
 
 
 class Puppets:
-    """Launches them; `silent` never gets ready."""
+    """Launches puppets. `silent` never gets ready."""
 
     def __init__(self, silent: int | None = None) -> None:
         self.silent = silent
@@ -305,7 +303,7 @@ NOTICES, ENDS = fails(2, peer=True), exits(2, 1)
 def test_who_is_to_blame_is_named_and_not_who_noticed_it(
     acts: list[Callable[[Puppets], None]], rank: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who ends with code 1 says why, but its end may be heard of before that."""
+    """A worker that ends with code 1 reports the reason, but its end may be seen before."""
     puppets, blame = Puppets(), WorkerExecutor._blame
     first, *others = acts
 
@@ -354,7 +352,7 @@ def test_a_thread_that_cannot_load_its_model_is_named_with_its_reason(
 
 
 def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever it does later harms nobody."""
+    """Its later actions affect no other worker."""
     held = threading.Event()
 
     def hang(*_: object, **__: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""In a container with 1.6 GB no worker is lost by default; a worker killed for lack of memory is reported so."""
+"""In a container with 1.6 GB no worker is lost by default. A worker killed for lack of memory is reported as such."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""64 KB of KV per token, so that the prompts have 4 GB of it, and the cache of prefixes keeps as much as it may."""
+"""64 KB of KV per token, so that the prompts have 4 GB of it, and the prefix cache fills up."""
 FIXED = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init", "--threads-per-rank", "1")
 
 
@@ -63,11 +63,7 @@ def run_batch(group: MemoryGroup, model: str, tmp_path: Path, *flags: str) -> su
     source.write_text("".join(json.dumps(request) + "\n" for request in requests))
     command = [sys.executable, "-m", "longspan", "batch", model, "-i", str(source), "-o", str(target), *FIXED, *flags]
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     group.add(process.pid)
     out, err = process.communicate(timeout=800)
@@ -75,9 +71,7 @@ def run_batch(group: MemoryGroup, model: str, tmp_path: Path, *flags: str) -> su
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [(), ("--parallel", "2"), ("--parallel", "tp2"), ("--host-kv-gib", "0.5")],
-    ids=" ".join,
+    "flags", [(), ("--parallel", "2"), ("--parallel", "tp2"), ("--host-kv-gib", "0.5")], ids=" ".join
 )
 def test_prompts_with_more_kv_than_memory_lose_no_worker(
     flags: tuple[str, ...], group: MemoryGroup, model: str, tmp_path: Path
@@ -89,7 +83,7 @@ def test_prompts_with_more_kv_than_memory_lose_no_worker(
 
 
 def test_a_server_of_a_container_loses_no_worker(group: MemoryGroup, model: str, tmp_path: Path) -> None:
-    """Requests come eight at a time; the server has two instances and KV in the memory of the host."""
+    """Eight requests run at a time. The server has two instances and KV in the memory of the host."""
     server = ServerProcess((model, *FIXED, "--parallel", "2", "--host-kv-gib", "0.3"), tmp_path / "log", {})
     try:
         group.add(server.process.pid)

@@ -1,4 +1,4 @@
-"""The memory of ranks stays what it is while clusters take turns: they share the weights, and nothing piles up."""
+"""The memory of ranks stays the same over changes of phase: they share the weights, and nothing accumulates."""
 
 from __future__ import annotations
 

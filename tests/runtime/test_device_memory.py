@@ -1,4 +1,4 @@
-"""Where workers measure what memory KV may take, pools are what fits beside the largest step on the fullest device."""
+"""Where workers measure memory, pools take the memory that the largest step leaves on the fullest device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from engines import InOrderLauncher, num_free_blocks
 from fake_llm import run
 from oracle import Oracle
+from refusals import refused
 from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
@@ -40,7 +41,7 @@ TOKEN_BYTES = 3 * 2 * 3 * 16 * 4
 
 @dataclass
 class FakeMemory:
-    """A device whose figures are given: `room` bytes may be taken beside what is taken while the step runs."""
+    """A device with given figures: `room` bytes are free while the step runs."""
 
     room: int
     step: int = STEP
@@ -85,9 +86,9 @@ def options(model: Path, **given: object) -> dict[str, Any]:
 def num_blocks(
     room: int, copies: int = 1, *, windows: int = 0, share: int = 9, fullest: int = 9, layers: int = 3
 ) -> int:
-    """Returns the pool where the least is left on a rank with so many of the nine heads of all layers.
+    """Return the blocks of the pool on the rank with the least memory, which has `share` of the heads of all layers.
 
-    The pool that the step was measured with gives its memory back, and copies of a layer are left beside `layers`.
+    The pool of the measured step is freed, and memory for copies of a layer is left.
     """
     left = room + 48 * TOKEN_BYTES // 9 * share - STEP - windows * WINDOW_BYTES
     return left * layers // (layers + copies) // (16 * TOKEN_BYTES // 9 * fullest)
@@ -148,7 +149,7 @@ def test_a_pool_leaves_space_for_copies_of_its_largest_layer() -> None:
 
 
 def test_ranks_that_share_a_device_divide_it() -> None:
-    """Each has what it needs beside half of what both have together."""
+    """Each keeps its own needs and half of the shared memory."""
     cluster = Cluster.of("tp2").with_layers(3, 1.0)
     ranks = [replace_memory(num_devices=1, pool_bytes=pool, weight_bytes=pool) for pool in (10**6, 3 * 10**6)]
     memory = DeviceMemory(record=RECORD, cluster=cluster, ranks=tuple(ranks))
@@ -174,7 +175,7 @@ def test_more_ranks_on_the_same_devices_have_less() -> None:
 def test_sizes_follow_a_reshard_and_outlast_lost_workers(
     tiny: Path, oracle: Oracle, measuring: Callable[..., type[LLM]]
 ) -> None:
-    """What was measured at the start goes on to count."""
+    """Measurements at the start stay valid."""
     with measuring([FakeMemory(2 * ROOM) for _ in range(2)])(**options(tiny, parallel="tp2", policy="chunked")) as llm:
         assert llm.engine.config.cluster.num_blocks == (num_blocks(2 * ROOM, share=3, fullest=6),)
         llm.service.restart()
@@ -206,7 +207,7 @@ def test_clusters_that_take_turns_have_pools_of_what_the_first_measures(
 
 @pytest.mark.parametrize("spec", ["1", "tp2", "pp2", "tp2pp2"])
 def test_weights_of_another_split_are_known_before_it_is_there(spec: str, tmp_path: Path) -> None:
-    """All that is missing is what every share has completely: norms."""
+    """Only norms are missing, which every shard holds completely."""
     sizes = BASE | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     files = prepare(str(write_checkpoint(LlamaConfig(**sizes), tmp_path)), dtype="float32")
     info = read_info(files.weights)
@@ -220,7 +221,7 @@ def test_weights_of_another_split_are_known_before_it_is_there(spec: str, tmp_pa
 
 
 def test_a_cuda_device_is_asked_for_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the allocator keeps of the step is given back before anybody counts."""
+    """Memory that the allocator keeps of the step is freed before the measurement."""
     taken = {"memory_reserved": 300, "max_memory_reserved": 500}
 
     def empty() -> None:
@@ -235,14 +236,14 @@ def test_a_cuda_device_is_asked_for_its_peak(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, name, lambda _, name=name: taken[name])
     probe = CudaMemory(torch.device("cuda", 1))
     probe.begin()
-    assert probe.step_bytes() == 0, "what came before does not count"
+    assert probe.step_bytes() == 0, "earlier steps do not count"
     taken.update(memory_reserved=300, max_memory_reserved=500)
     found = measured(probe, pool_bytes=7, weight_bytes=8)
     assert found == RankMemory(available_bytes=0, pool_bytes=7, weight_bytes=8, step_bytes=380, num_devices=4)
 
 
 def test_too_little_memory_is_refused(tiny: Path, tmp_path: Path, measuring: Callable[..., type[LLM]]) -> None:
-    """Nothing is left of what was started for that: another engine can use the same folder at once."""
+    """Nothing of the failed start is left: another engine can use the same folder at once."""
     per_block = 16 * TOKEN_BYTES
     room = STEP - 3 * per_block + per_block  # of which a fourth is left for a copy
     words = (
@@ -252,16 +253,16 @@ def test_too_little_memory_is_refused(tiny: Path, tmp_path: Path, measuring: Cal
     with pytest.raises(ValueError, match=words) as refusal:
         measuring([FakeMemory(room)])(**options(tiny, **tiers))
     with measuring([FakeMemory(ROOM)])(**options(tiny, **tiers)):
-        pass  # which takes the folder, though the error refers to who had it
+        pass  # it takes the folder, although the error refers to its last owner
     assert refusal.traceback
 
 
 def test_a_length_that_does_not_fit_is_refused(tiny: Path, measuring: Callable[..., type[LLM]]) -> None:
-    """Once it is known what does: no estimate refuses anything before."""
+    """The refusal follows the measurement. No estimate refuses anything before."""
     fits = num_blocks(ROOM) * 16
     with measuring([FakeMemory(ROOM)])(**options(tiny, max_model_len=fits)) as llm:
         assert llm.max_model_len == fits
-    with pytest.raises(ValueError, match=f"max_model_len {fits + 1} does not fit: the KV pools hold {fits} tokens"):
+    with refused("max_model_len"):
         measuring([FakeMemory(ROOM)])(**options(tiny, max_model_len=fits + 1))
 
 
@@ -274,10 +275,7 @@ def test_what_is_asked_for_is_not_measured(tiny: Path, measuring: Callable[..., 
 
 @pytest.mark.usefixtures("signals")
 def test_a_device_that_is_full_is_a_mistake_of_the_user(
-    tiny: Path,
-    measuring: Callable[..., type[LLM]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny: Path, measuring: Callable[..., type[LLM]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not a lost worker."""
     with measuring([FakeMemory(ROOM)])(**options(tiny)):

@@ -36,7 +36,7 @@ def opened(folder: Path, num_blocks: int = NUM_BLOCKS) -> DiskPool:
 
 
 def content(number: int) -> Content:
-    """What block `number` holds."""
+    """Return the content of block `number`."""
     return Content(b"parent", (number, 1, 2))
 
 
@@ -63,7 +63,7 @@ def test_a_smaller_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be as it should be, unlike one that is damaged."""
+    """It may be correct, unlike a damaged file."""
 
     def failing(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -81,16 +81,17 @@ def test_a_file_that_cannot_be_read_stays(
 
 def test_loads_come_before_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in the order in which they came."""
-    pool, reports, write = opened(tmp_path), Queue[Stored](), DiskPool._write
+    pool, reports, open_file = opened(tmp_path), Queue[Stored](), Path.open
     assert all(pool.save(block, block, content(block)) for block in (0, 1))
     lane, begins, goes_on = DiskLane({DISK: pool}, reports.put), Event(), Event()
 
-    def waiting(*given: Any) -> None:
-        begins.set()
-        assert goes_on.wait(TIMEOUT_S)
-        write(*given)
+    def waiting(path: Path, mode: str, **given: Any) -> Any:
+        if mode == "wb":
+            begins.set()
+            assert goes_on.wait(TIMEOUT_S)
+        return open_file(path, mode, **given)
 
-    monkeypatch.setattr(DiskPool, "_write", waiting)
+    monkeypatch.setattr(Path, "open", waiting)
     lane.put(move(1, "save", 3))
     assert begins.wait(TIMEOUT_S)
     for number, way, block in ((2, "save", 4), (3, "load", 1), (4, "save", 5), (5, "load", 0)):
@@ -102,21 +103,22 @@ def test_loads_come_before_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lane_that_closes_ends_behind_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is whole, and the rest has failed."""
+    """Written files are complete, and the remaining blocks have failed."""
     pool, reports = opened(tmp_path), list[Stored]()
-    lane, write, shutdown = DiskLane({DISK: pool}, reports.append), DiskPool._write, ThreadPoolExecutor.shutdown
+    lane, open_file, shutdown = DiskLane({DISK: pool}, reports.append), Path.open, ThreadPoolExecutor.shutdown
     begins, closes = Event(), Event()
 
-    def waiting(*given: Any) -> None:
-        begins.set()
-        assert closes.wait(TIMEOUT_S)
-        write(*given)
+    def waiting(path: Path, mode: str, **given: Any) -> Any:
+        if mode == "wb":
+            begins.set()
+            assert closes.wait(TIMEOUT_S)
+        return open_file(path, mode, **given)
 
     def closing(thread: ThreadPoolExecutor, **given: Any) -> None:
         closes.set()
         shutdown(thread, **given)
 
-    monkeypatch.setattr(DiskPool, "_write", waiting)
+    monkeypatch.setattr(Path, "open", waiting)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", closing)
     lane.put(move(1, "save", 3, 4, 5))
     lane.put(move(2, "save", 6))

@@ -1,4 +1,4 @@
-"""The engine loop over a simulated cluster; every step is checked by `cluster.CheckedExecutor`."""
+"""The engine loop over a simulated cluster. `cluster.CheckedExecutor` checks every step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ test_the_same_input_gives_the_same_steps = repeats(setups())
 
 @pytest.mark.parametrize("num_instances", [1, 2, 3])
 def test_preemption_changes_no_token(num_instances: int) -> None:
-    """Little room: requests that grow at the same time must give way to each other."""
+    """Few blocks: requests that grow at the same time are preempted."""
     cluster = Cluster(
         Setup(
             num_instances=num_instances,
@@ -66,7 +66,7 @@ def test_preemption_changes_no_token(num_instances: int) -> None:
     assert sum(request.metrics.num_preemptions for request in requests) > 0
     assert all(request.output == cluster.expected_output(request) for request in requests)
     first = requests[0].metrics
-    assert (first.num_preemptions, first.num_computed_tokens) == (0, 8 + 24 - 1), "who came first gives way to nobody"
+    assert (first.num_preemptions, first.num_computed_tokens) == (0, 8 + 24 - 1), "the first request is not preempted"
 
 
 def test_without_need_nothing_is_preempted_or_recomputed() -> None:
@@ -89,7 +89,7 @@ def test_a_request_that_outgrows_its_instance_is_dealt_over_all() -> None:
 
 @pytest.mark.parametrize("rotate", ["block", "token"])
 def test_a_request_that_outgrows_its_group_is_dealt_over_all(rotate: str) -> None:
-    """Two of three instances were quickest for its prompt; nobody else is there to make room."""
+    """Two of three instances were quickest for its prompt. No other request can be preempted."""
     facts = Facts(profile=MACHINES[3])
     cluster = Cluster(Setup(num_instances=3, num_blocks=4, options={"rotate": rotate}, facts=facts))
     request = cluster.add(range(40), max_tokens=130)
@@ -108,7 +108,7 @@ def test_a_prefix_that_fills_one_instance_leaves_room_on_the_others() -> None:
     assert request.metrics.kv_tokens_per_instance == [64, 20]
 
 
-# ---------------------------------------------------------------- what is computed once, and what again
+# ---------------------------------------------------------------- tokens computed once or again
 
 
 @pytest.mark.parametrize("num_instances", [1, 2, 3])

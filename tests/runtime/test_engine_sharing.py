@@ -1,4 +1,4 @@
-"""Long prompts beside short ones on a simulated cluster, and where their KV lies."""
+"""Long prompts together with short ones on a simulated cluster, and the places of their KV."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ def test_instances_without_common_requests_step_on_their_own() -> None:
 def long_and_short(max_num_batched_tokens: int) -> Iterator[tuple[Cluster, Request, list[Request]]]:
     for late in (False, True):
         setup = Setup(
-            num_instances=2,
-            options={"threshold": "100"},
-            num_blocks=400,
-            max_num_batched_tokens=max_num_batched_tokens,
+            num_instances=2, options={"threshold": "100"}, num_blocks=400, max_num_batched_tokens=max_num_batched_tokens
         )
         cluster = Cluster(setup)
         if late:
@@ -75,7 +72,7 @@ def test_short_requests_pass_a_long_prefill(max_num_batched_tokens: int) -> None
 
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 100, 256])
 def test_a_long_prefill_moves_on_beside_a_stream_of_short_requests(max_num_batched_tokens: int) -> None:
-    """Short requests keep coming; every step with the long one's group still moves it on."""
+    """Short requests keep arriving. Every step of its group still advances the long request."""
     for cluster, long, _ in long_and_short(max_num_batched_tokens):
         turns = 0
         while long.metrics.ttft_s is None:
@@ -172,7 +169,7 @@ def test_what_rotates_by_token_keeps_its_prompt_for_the_next_turn() -> None:
 
 @pytest.mark.parametrize("num_instances", [2, 3])
 def test_what_rotates_by_token_gives_way_and_ends_without_a_trace(num_instances: int) -> None:
-    """Requests that grow at the same time with little room, two of which are aborted, in flight."""
+    """Requests that grow at the same time with few blocks. Two of them are aborted in flight."""
     options = {"threshold": "20", "rotate": "token"}
     cluster = Cluster(Setup(num_instances=num_instances, num_blocks=12, block_size=8, options=options))
     requests = [cluster.add([number] * (21 + number), max_tokens=60) for number in range(3 * num_instances)]
@@ -188,7 +185,7 @@ def test_what_rotates_by_token_gives_way_and_ends_without_a_trace(num_instances:
             cluster.engine.finish(gone[-1], "abort")
     cluster.assert_at_rest()
     assert len(gone) == 2
-    assert requests[0].metrics.num_preemptions == 0, "who came first gives way to nobody"
+    assert requests[0].metrics.num_preemptions == 0, "the first request is not preempted"
     rotations = [{part.rotation for part in cluster.parts_of(r)} - {None} for r in requests]
     assert any(len(own) > 1 for own in rotations), "another one after a preemption"
     for request in (*requests, *short):

@@ -33,12 +33,12 @@ FUNCTIONS = ("__init__", "_open", "_open_disks", "_start")
 
 
 class InjectedError(Exception):
-    """Stands for any failure."""
+    """Any failure."""
 
 
 @contextmanager
 def watched(see: Callable[[Step], object]) -> Iterator[None]:
-    """Calls `see` with each step, before it is made. What keeps account of acquired things counts as no step."""
+    """Call `see` before each step. The records of acquired resources are no steps."""
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         caller = frame if event == "c_call" else frame.f_back

@@ -1,4 +1,4 @@
-"""`LLM.finish_each`: groups of jobs, taken as there is room, yielded as they finish, on a tiny model."""
+"""`LLM.finish_each`: groups of jobs start when slots are free, and are yielded as they finish, on a tiny model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine_requests(llm: LLM, *max_tokens: int) -> list[EngineRequest]:
 
 
 def groups(llm: LLM, lengths: Sequence[int], taken: list[int]) -> Iterator[tuple[int, list[EngineRequest]]]:
-    """A group per length, of one job; 0 is a group without any. Writes down which are taken."""
+    """Yield a group of one job per length, and an empty group for 0. Record the groups that are taken."""
     for tag, length in enumerate(lengths):
         taken.append(tag)
         yield tag, engine_requests(llm, length) if length else []
@@ -44,7 +44,7 @@ def test_groups_are_yielded_as_they_finish_and_taken_as_there_is_room(llm: LLM) 
         order.append(tag)
         assert len(taken) - len(order) <= 1, "at most 2 at once, this one included"
         assert set(reasons(tracked)) <= {"length"}
-    assert order == [1, 2, 3, 4, 0], "the long one holds up nobody"
+    assert order == [1, 2, 3, 4, 0], "the long request delays no other"
 
 
 def test_a_prompt_that_waits_keeps_others_from_being_taken(llm: LLM) -> None:

@@ -218,7 +218,7 @@ def bytes_of(number: int, record: KvRecord) -> bytes:
 
 
 def check_blocks(rank: ToyRank, numbers: dict[int, int]) -> None:
-    """Some blocks hold what they should, and all others what they held before."""
+    """Some blocks have the expected content, and all other blocks are unchanged."""
     for block in range(NUM_BLOCKS):
         rank.memory.check(block, numbers.get(block, 50 + block))
 
@@ -256,7 +256,7 @@ def test_large_transfers_are_cut_into_messages(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("prefill", ["2", "2xtp2", "2xtp2pp2"])
 def test_blocks_move_layer_by_layer_inside_a_forward(prefill: str) -> None:
-    """One block is rebalanced; then it and another are streamed to an instance that is split differently."""
+    """One block is rebalanced. Then it and another are streamed to an instance that is split differently."""
     cluster, record = cluster_of(prefill, "tp3"), RECORDS[8]
     rebalance = move(1, "across", 0, 1, {5: 1})
     streams = (move(2, "across", 1, 2, {1: 3, 4: 0}),)
@@ -332,7 +332,7 @@ def test_a_planted_error_in_a_transfer_is_found(plant: Plant, monkeypatch: pytes
 
 
 def test_attention_sees_keys_and_values_of_their_own_sizes() -> None:
-    """Where a layer has both; other layers have no such view."""
+    """Only for layers with both."""
     with ranks_of(cluster_of("1"), RECORDS[8]) as [rank]:
         pool, table = rank.pool, [6, 2]
         assert [tuple(kv.keys.shape) for kv in pool.kv] == [(NUM_BLOCKS, 3, BLOCK, 6), (NUM_BLOCKS, 3, BLOCK, 1)]

@@ -56,7 +56,7 @@ def test_log_probabilities_are_those_of_torch() -> None:
     assert [list(one.top_logprobs) for one in found] == best.values.tolist()
 
 
-def test_zeros_are_equal_and_what_is_impossible_comes_last() -> None:
+def test_zeros_are_equal_and_impossible_tokens_are_last() -> None:
     logits = torch.tensor([[-torch.inf, -0.0, 0.0, -1.5, 2.0, -torch.inf]])
     (found,) = token_logprobs(logits, [0], [6])
     assert found.top_ids == (4, 1, 2, 3, 0, 5)

@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 
 
 def assert_like(reported: LogprobsOfToken, token: int, num_top: int, expected: npt.NDArray[np.float32]) -> None:
-    """What is reported of `token` agrees with all `expected` log-probabilities `[vocab]`."""
+    """Check the reported log-probabilities of `token` against `expected`: [vocab]."""
     assert next(iter(reported)) == token
     for candidate, found in reported.items():
         assert abs(found.logprob - expected[candidate]) <= TOLERANCE
@@ -162,7 +162,7 @@ def test_one_rank_of_an_instance_reports(engines: Engines, tiny: Path, monkeypat
         asked.append(threading.current_thread().name)
         return token_logprobs(*arguments)
 
+    llm = engines(tiny, parallel="tp2")  # may try the split on threads of its own
     monkeypatch.setattr(worker, "token_logprobs", found)
-    llm = engines(tiny, parallel="tp2")
     llm.generate([[5, 6, 7]], sampled(logprobs=1, prompt_logprobs=1))
     assert set(asked) == {"longspan rank 0"}

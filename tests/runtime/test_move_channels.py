@@ -1,4 +1,4 @@
-"""What goes wrong in the threads of a channel is raised by the thread that computes."""
+"""The computing thread raises the errors of the threads of a channel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_MEMORY = torch.OutOfMemoryError("out of memory")
 
 
 class Failing:
-    """A transport, and what it starts, of which one of the two methods raises."""
+    """A transport and its pending calls, of which one of two methods raises."""
 
     tagged = True
     sums = None
@@ -61,11 +61,11 @@ def moves_of(rank: int, transport: Failing) -> Moves:
 def await_wakeup(moves: Moves) -> None:
     waiting = select.poll()  # and not select(), whose descriptors end at 1,023
     waiting.register(moves.wakeup, select.POLLIN)
-    assert waiting.poll(60_000), "nobody wakes who computes"
+    assert waiting.poll(60_000), "the computing thread is not woken"
 
 
 def take_all(moves: Moves) -> None:
-    """What the thread that computes says to a move itself, and what its channel says."""
+    """Return the reports of a move by the computing thread and by its channel."""
     for _ in range(2):
         await_wakeup(moves)
         moves.take_arrived()
@@ -93,7 +93,7 @@ def test_any_error_of_a_channel_is_raised(rank: int, transport: Failing, error: 
 
 
 class Slow(Failing):
-    """What it starts ends when `leave` is set."""
+    """Its calls end when `leave` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Slow(Failing):
         self.leave.wait()
 
 
-def test_what_has_left_is_reported_then() -> None:
+def test_a_send_is_reported_when_it_has_left() -> None:
     """Not when it was begun."""
     transport = Slow()
     moves = moves_of(0, transport)

@@ -33,7 +33,7 @@ BLOCK_BYTES = BLOCK * 3 * 16 * 4 * 2 * BASE["num_hidden_layers"]
 NUM_TOKENS = 6
 LENGTH = 150
 HEADS = {"9 on 3": (9, 3), "8 on 2": (8, 2)}
-"""As in SmolLM2, where no tp divides both; and KV heads that tp 4 has twice."""
+"""As in SmolLM2, where no tp divides both, and with KV heads that tp 4 has twice."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def test_from_prefill_to_decode(
     folders: dict[str, Path], oracles: dict[str, Oracle], model: str, prefill: str, decode: str, streamed: bool
 ) -> None:
-    """Two chunks, the first of which ends inside a block; another request decodes at the target meanwhile."""
+    """Two chunks, the first of which ends inside a block. Another request decodes at the target meanwhile."""
     instances = Instances.of(prefill, decode)
     group, target = tuple(range(instances.spec.instances)), instances.spec.instances
     with workers(folders[model], instances) as cluster:
@@ -126,7 +126,7 @@ def test_balancing(
     groups: list[tuple[int, ...]],
     exchange: Exchange,
 ) -> None:
-    """What was left is written over at once, by a request that comes between."""
+    """Another request overwrites the old blocks at once."""
     with workers(folders["9 on 3"], Instances.of(parallel)) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(70, groups[0], exchange))
@@ -163,7 +163,7 @@ def test_balancing_and_streaming_in_one_step(
 
 @pytest.mark.full
 def test_smollm2() -> None:
-    """Three chunks on a group that grows; then to an instance whose ranks have two and one of the KV heads."""
+    """Three chunks on a group that grows. Then a transfer to an instance whose ranks have two KV heads and one."""
     prompt = list(topic_tokens()[:900])
     with workers(smollm2_folder(), Instances.of("2", "tp2"), num_blocks=80) as cluster:
         request = Driven(cluster, prompt)
@@ -180,7 +180,7 @@ def test_smollm2() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="nobody counts the peak anew")
 @pytest.mark.parametrize("decode", [pytest.param("1", marks=pytest.mark.full), "tp2"])
-def test_memory_for_what_is_under_way_is_bounded(folders: dict[str, Path], decode: str) -> None:
+def test_memory_for_moves_in_flight_is_bounded(folders: dict[str, Path], decode: str) -> None:
     """Of 400 MiB in a single move little is in messages at a time, also while the target is stopped."""
     num_blocks, slack = 400 * MIB // BLOCK_BYTES, 48 * MIB
     instances = Instances.of("1", decode)
@@ -213,8 +213,8 @@ def peak_bytes(process: psutil.Process, *, anew: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
-    """More bytes than the windows hold, from each source to each target, given in any order: nobody waits for ever."""
+def test_many_moves_between_all_instances(folders: dict[str, Path]) -> None:
+    """More bytes than the windows hold, from each source to each target, given in any order. All moves end."""
     num_blocks = 3 * WINDOW_BYTES // BLOCK_BYTES
     with workers(folders["9 on 3"], Instances.of("2", "2"), num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
         pairs = [(source, target) for source in (0, 1) for target in (2, 3)] * 3
@@ -232,7 +232,7 @@ def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
 
 
 def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) -> None:
-    """Who is stopped is named, not who waits for it."""
+    """The error names the stopped rank, not the rank that waits for it."""
     with workers(folders["9 on 3"], Instances.of("1", "1"), step_timeout_s=1.5, launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         os.kill(cluster.executor.pids[0], signal.SIGSTOP)
@@ -242,7 +242,7 @@ def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("stopped", [0, 1], ids=["source", "target"])
-def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str, Path], stopped: int) -> None:
+def test_both_ranks_of_a_late_move_are_named_if_the_cause_is_unknown(folders: dict[str, Path], stopped: int) -> None:
     """The source has begun to send, but nothing leaves before the target takes part."""
     with workers(folders["9 on 3"], Instances.of("1", "1"), step_timeout_s=2.5, launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
@@ -254,7 +254,7 @@ def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str,
         assert not cluster.executor.poll(1.0), "it has begun"
         ends[stopped].suspend()
         while ends[stopped].status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)  # until the first of its threads has seen the signal, its others go on
+            time.sleep(0.01)  # until a thread has seen the signal, its other threads continue
         if not stopped:
             ends[1].resume()
         with pytest.raises(WorkerLostError, match=r"no step was completed by ranks 1, 0 for 2.5 s"):
@@ -275,7 +275,7 @@ def test_a_source_that_dies(folders: dict[str, Path]) -> None:
 
 
 def test_the_end_comes_in_mid_move(folders: dict[str, Path]) -> None:
-    """The target does not wait for what will not come; the source, which is stopped, is ended by force."""
+    """The target does not wait for lost messages. The source, which is stopped, is killed."""
     with workers(folders["9 on 3"], Instances.of("1", "1"), launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(LENGTH, (0,)))

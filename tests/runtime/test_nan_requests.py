@@ -79,7 +79,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(poisoned: Path) -> dict[str, list[Expected]]:
-    """The clean prompts by themselves, in an engine that computes no other, for each kind of numbers."""
+    """Return the outputs of the clean prompts alone, for each kind of numbers."""
     kinds = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int4": LAYOUTS["1 int4"]}
     return {kind: [_expected(one) for one in _answers(poisoned, more)] for kind, more in kinds.items()}
 
@@ -130,7 +130,7 @@ def test_nan_ends_its_request_alone(
 def test_a_weight_without_a_number_is_an_error_of_every_request(
     poisoned: Path, tmp_path: Path, name: str, number: float
 ) -> None:
-    """Also where all hidden states are finite and only logits are not; greedy, sampled, with and without logprobs."""
+    """Also where only logits are not finite: greedy, sampled, with and without logprobs."""
     weights = load_file(poisoned / "model.safetensors")
     weights[name][3, 5] = number
     for file in poisoned.iterdir():

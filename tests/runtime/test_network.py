@@ -1,4 +1,4 @@
-"""What carries the messages of ranks, and the memory that is set aside for it."""
+"""Transports of ranks, and the memory reserved for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_lanes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_devices_of_their_own_sum_by_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what computes together does, on a lane of the ranks of its stage, and each lane is opened once."""
+    """Ranks of a stage sum on a lane of their own, and each lane is opened once."""
     opened: list[tuple[int, ...] | None] = []
     summed: list[object] = []
 
@@ -60,7 +60,7 @@ def test_devices_of_their_own_sum_by_all_reduces(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_has_left_for_another_stage_is_not_kept(apart: bool, tmp_path: Path) -> None:
+def test_hidden_states_sent_to_another_stage_are_freed(apart: bool, tmp_path: Path) -> None:
     """Else the ranks of a pipeline would grow with each step."""
     ended = run_ranks(partial(stage_member.main, apart), tmp_path / "store", 2)
     assert [rank.returncode for rank in ended] == [0, 0], ended
@@ -76,7 +76,7 @@ def test_what_has_left_for_another_stage_is_not_kept(apart: bool, tmp_path: Path
         (Cluster.of("3xtp2", "1"), 2, 4),
     ],
 )
-def test_memory_is_left_for_what_moves(
+def test_memory_is_left_for_moves(
     cluster: Cluster, backends: int | None, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 2**30, 100 * 2**30))
@@ -91,7 +91,7 @@ NOT_LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux onl
 
 @pytest.fixture
 def two_cores() -> Iterator[list[int]]:
-    """This process and its fork server, if it has one yet, have no others."""
+    """This process and its fork server have no other cores."""
 
     def keep_all_to(cores: Iterable[int]) -> None:
         me = psutil.Process()
@@ -110,7 +110,7 @@ def two_cores() -> Iterator[list[int]]:
 @NOT_LINUX
 @pytest.mark.parametrize("cluster", [Cluster.of("2"), Cluster.of("1", "1"), Cluster.of("3")], ids=["2", "roles", "3"])
 def test_threads_of_workers(cluster: Cluster, two_cores: list[int], tmp_path: Path) -> None:
-    """Those that take messages interrupt nobody; where there is a core for each rank, both keep to it."""
+    """Threads that take messages interrupt no computation. Where there is a core for each rank, both keep to it."""
     if len(two_cores) < 2:
         pytest.skip("one core")
     with workers(make_tiny("llama", tmp_path), cluster, launch=ProcessLauncher) as started:
@@ -128,7 +128,7 @@ def test_threads_of_workers(cluster: Cluster, two_cores: list[int], tmp_path: Pa
 
 
 def policies_seen(own: int) -> list[int]:
-    """Of a thread that starts among polite ones, and after that of the one that has started it, which had `own`."""
+    """Return the policies of a thread that starts among polite threads, and of its starter, which had `own`."""
     seen = []
 
     def look() -> None:
@@ -146,11 +146,11 @@ def policies_seen(own: int) -> list[int]:
 
 
 @NOT_LINUX
-def test_threads_are_polite_beside_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_threads_leave_the_core_to_a_computing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert policies_seen(os.SCHED_OTHER) == [os.SCHED_BATCH, os.SCHED_OTHER]
     for chosen in (os.SCHED_BATCH, os.SCHED_IDLE):
-        assert policies_seen(chosen) == [chosen, chosen], "somebody chose that"
+        assert policies_seen(chosen) == [chosen, chosen], "the user chose that"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert policies_seen(os.SCHED_OTHER) == [os.SCHED_OTHER] * 2
 
@@ -175,19 +175,13 @@ def test_systems_that_allow_nothing_are_left_as_they_are(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "sched_getscheduler", refuse)
     with polite_threads():
         assert len(calls) == 3
-    assert len(calls) == 3, "what was not changed is not changed back"
+    assert len(calls) == 3, "an unchanged policy is not restored"
 
 
 @NOT_LINUX
 @pytest.mark.parametrize(
     ("kind", "threads", "num_ranks", "kept"),
-    [
-        ("cpu", 1, 3, [{2}, {5}, {9}]),
-        ("cpu", 1, 2, []),
-        ("cpu", 1, 4, []),
-        ("cpu", 2, 3, []),
-        ("cuda", 1, 3, []),
-    ],
+    [("cpu", 1, 3, [{2}, {5}, {9}]), ("cpu", 1, 2, []), ("cpu", 1, 4, []), ("cpu", 2, 3, []), ("cuda", 1, 3, [])],
     ids=["a core each", "cores to spare", "too few cores", "more threads", "devices"],
 )
 def test_ranks_that_fill_the_machine_keep_to_a_core(

@@ -1,4 +1,4 @@
-"""Bias, ban and penalties against transformers and dense numpy; histories count what they are told."""
+"""Bias, ban and penalties against transformers and dense numpy. Histories count all given tokens."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_histories_count(prompt: list[int], outputs: list[list[int]]) -> None:
     assert history.counts.tolist() == [flat.count(token) for token in history.tokens.tolist()]
 
 
-def test_what_only_we_can_cause() -> None:
+def test_internal_mistakes_are_assertions() -> None:
     for token in (-1, VOCAB):
         with pytest.raises(AssertionError, match=f"tokens {token} to {token}"):
             TokenCounts(VOCAB, [], "cpu").add([token])

@@ -1,4 +1,4 @@
-"""The KV pool keeps what is written, wherever its blocks lie, and reads it in place."""
+"""The KV pool keeps written values, wherever its blocks lie, and reads them in place."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def held(draw: st.DrawFn) -> Held:
 
 @LAW
 @given(held(), st.data())
-def test_gathered_is_what_was_written(source: Held, data: st.DataObject) -> None:
+def test_gathered_blocks_equal_written_blocks(source: Held, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, source.k.shape[1] - 1))
     stop = data.draw(st.integers(start + 1, source.k.shape[1]))
     k_out, v_out = source.gather(start, stop)

@@ -1,4 +1,4 @@
-"""Pools of CPUs fit into the memory that the process may use; a pool that does not is a mistake of the user."""
+"""Pools of CPUs fit into the memory that the process may use. A larger pool is an error about a parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engines import ThreadLLM
 from fake_llm import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from longspan import limits
 from longspan.core.cluster import Cluster
 from longspan.cost.memory import CPU_KV_BYTES
-from longspan.errors import ParameterError
 from longspan.limits import Memory
 from longspan.model.source import prepare
 from longspan.runtime.pool import PROCESS_BYTES, default_kv_bytes
@@ -74,9 +74,8 @@ def test_a_pool_beyond_all_memory_is_refused_by_name(
     options: dict[str, Any], parameter: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "memory", lambda: Memory(total=4 * GIB, available=2 * GIB, is_limited=True))
-    with pytest.raises(ParameterError, match=r"GiB.*: allow less") as refusal:
+    with refused(parameter):
         ThreadLLM(str(tiny), skip_tokenizer_init=True, **options)
-    assert refusal.value.parameter == parameter
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ COMPANY: dict[str, dict[str, Any]] = {
     "3 instances, by default, preempted": {"instances": 3, "num_gpu_blocks_override": 20},
 }
 ALIKE = ("1 instance", "3 instances")
-"""Others of `COMPANY` show what these show."""
+"""The remaining cases of `COMPANY` test the same."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The sampler against plain numpy and against the logits warpers of transformers; no row depends on another."""
+"""The sampler against plain numpy and the logits warpers of transformers. No row depends on another."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from draws import (
-    CHI_SQUARE_999,
-    VOCAB,
-    Case,
-    case,
-    cases,
-    expected_token,
-    logits_of,
-    probabilities,
-)
+from draws import CHI_SQUARE_999, VOCAB, Case, case, cases, expected_token, logits_of, probabilities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -137,7 +128,7 @@ VARIED = [
     for place, varied in enumerate(("position", "seed", "choice"))
     for number, asked in enumerate(KINDS)
 ]
-"""Each kind with something varied, and what is varied with several kinds; the other pairs are `full`."""
+"""Each kind with one variation, and each variation with several kinds. The other pairs are `full`."""
 
 
 @pytest.mark.parametrize(("asked", "varied"), VARIED)
@@ -156,7 +147,7 @@ def test_frequencies_are_the_probabilities(asked: dict[str, Any], varied: str) -
 
 
 def test_choices_of_a_prompt_have_nothing_in_common() -> None:
-    """Chi-square of independence: what one choice draws at a position says nothing on what the other draws there."""
+    """Chi-square test: the draws of two choices at a position are independent."""
     numbers = np.array([uniforms((5, choice, position) for position in range(4000)) for choice in range(2)])
     table = np.histogram2d(numbers[0], numbers[1], bins=4, range=[(0, 1), (0, 1)])[0]
     expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / 4000
@@ -183,7 +174,7 @@ def test_random_numbers_are_those_of_numpy(keys: list[tuple[int, int, int]]) -> 
 
 
 def test_near_equals_may_change_places() -> None:
-    """Another order of summation moves logits by as much; the tokens drawn must not follow their ranks."""
+    """Another order of summation changes logits by as much. Drawn tokens must not follow their ranks."""
     logits = torch.full((2000, VOCAB), 1.0) + logits_of(0, 1) * 1e-7
     other = torch.full((2000, VOCAB), 1.0) + logits_of(1, 1) * 1e-7
     assert (logits[0].argsort() != other[0].argsort()).sum() > VOCAB / 2
@@ -231,7 +222,7 @@ def test_a_huge_temperature_makes_all_alike(temperature: float) -> None:
 
 @pytest.mark.parametrize("asked", [{"top_k": 3}, {"top_p": 0.3}, {"top_k": 2, "top_p": 0.1}], ids=str)
 def test_exact_equals_stay_together(asked: dict[str, Any]) -> None:
-    """Ranks among equals are an accident of the sort; seven equals stay although k or p need fewer, and the rest go."""
+    """The sort orders equal logits arbitrarily. Seven equal tokens stay although k or p need fewer."""
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 0.5]).expand(400, -1)
     assert set(sampled(logits, [case(**asked, seed=row) for row in range(400)])) == {1, 2, 3, 5, 6, 7, 8}
 

@@ -35,14 +35,14 @@ def test_clusters_change_where_that_pays(
         assert_all_exact(llm, oracle, prompts_of(100, 40, 75, 20), PARAMS)
         assert bool(llm.engine.transitions) == changes
         llm.reset_prefix_cache()
-        assert llm.engine.load().host_blocks == 0, "what was on its way to the host is forgotten, too"
+        assert llm.engine.load().host_blocks == 0, "copies in flight to the host are dropped, too"
 
 
 @pytest.mark.parametrize(("host_kv_gib", "changes"), [(0.02, True), (0.0003, False)])
 def test_small_hosts_cut_batches_where_others_wait(
     tiny: Path, oracle: Oracle, host_kv_gib: float, changes: bool
 ) -> None:
-    """Decodes are a little quicker on the second cluster, but only as many at once as the host has room for."""
+    """Decodes are a little quicker on the second cluster. The host limits the number of concurrent requests."""
     measure(tiny, tp=1, token_s=1e-4, decode_s=0.1)
     measure(tiny, tp=2, token_s=1e-2, decode_s=0.08)
     given = {"host_kv_gib": host_kv_gib, "block_size": 16, "num_gpu_blocks_override": 200, "threads_per_rank": 1}
@@ -53,7 +53,7 @@ def test_small_hosts_cut_batches_where_others_wait(
 
 
 def test_swaps_are_priced_as_in_simulations(tiny: Path) -> None:
-    """Stages share what is computed anew, and the links of both ranks what is copied."""
+    """Stages share the recomputation, and the links of both ranks share the copies."""
     measure(tiny, tp=1, token_s=1e-4, decode_s=0.1)
     given = {"host_kv_gib": 0.02, "num_gpu_blocks_override": 200, "threads_per_rank": 1, "skip_tokenizer_init": True}
     prices = []

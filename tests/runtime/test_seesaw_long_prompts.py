@@ -66,7 +66,7 @@ def test_options_of_context_are_exact(engines: Engines, odd: Path, odd_oracle: O
     assert exchanges_of(outputs, "prefill") == expected
 
 
-def test_one_instance_decodes_alone_what_a_group_has_prefilled(engines: Engines, odd: Path, odd_oracle: Oracle) -> None:
+def test_one_instance_decodes_a_prompt_that_a_group_prefilled(engines: Engines, odd: Path, odd_oracle: Oracle) -> None:
     """Each rank has memory for 14 blocks of the whole model, or for 23 blocks of three of its five layers."""
     block_bytes = 16 * 5 * 2 * 16 * 4
     memory = {"host_kv_gib": 0.002, "kv_cache_memory_bytes": 14 * block_bytes, "num_gpu_blocks_override": None}
@@ -80,7 +80,7 @@ def test_one_instance_decodes_alone_what_a_group_has_prefilled(engines: Engines,
 
 
 @pytest.mark.parametrize("wanted", [{"n": 2, "temperature": 1.0, "seed": 5}, {"logprobs": 2, "prompt_logprobs": 2}])
-def test_outputs_are_those_of_one_rank(engines: Engines, odd: Path, wanted: dict[str, Any]) -> None:
+def test_outputs_equal_one_rank(engines: Engines, odd: Path, wanted: dict[str, Any]) -> None:
     params = SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True} | wanted)
     answers = []
     for llm in (engines(odd, parallel="1"), turning(engines, odd, "2 2xtp2", **SMALL)):

@@ -205,7 +205,7 @@ def test_which_steps_are_computed_as_a_whole(
 
 
 def test_a_step_is_on_the_host_until_it_writes() -> None:
-    """Then its slots are copied once for all layers; the device has no memory."""
+    """Then its slots are copied once for all layers. The device has no memory."""
     device, written = torch.device("meta"), []
     forward = Forward(number=0, parts=(part_of(0), part_of(1)))
     packed = pack(forward, rank_requests(), instance=0, block_size=BLOCK, device=device, backend=BACKEND)
@@ -249,7 +249,7 @@ class Ticking:
 
 
 class SlowTransport:
-    """Takes 1 s to start, 2 s to wait for, 4 s to complete, and 512 s for a sum; sends nothing."""
+    """Takes 1 s to start, 2 s to wait for, 4 s to complete, and 512 s for a sum. Sends nothing."""
 
     tagged = True
 
@@ -296,13 +296,9 @@ def test_an_inner_category_stops_the_clock_of_the_outer_one(clock: Ticking) -> N
     clock.work(64.0)
     watch.switch("controller")
     clock.idle(128.0)
-    assert watch.seconds() == {
-        "attention": 48.0,
-        "linear": 0.0,
-        "other": 80.0,
-        "messages": 519.0,
-        "controller": 0.5,
-    }, "and nothing of what goes on still"
+    assert watch.seconds() == {"attention": 48.0, "linear": 0.0, "other": 80.0, "messages": 519.0, "controller": 0.5}, (
+        "and no time of calls in flight"
+    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])

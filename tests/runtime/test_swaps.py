@@ -74,7 +74,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     ],
 )
 def test_out_and_in_again_under_another_split(folders: dict[str, Path], model: str, before: str, after: str) -> None:
-    """Others decode beside it and overwrite what it gave up. Each head of each layer is written out by one rank."""
+    """Other requests decode meanwhile and overwrite its old blocks. One rank copies each head of each layer."""
     instances, num_blocks, (_, kv_heads) = Cluster.of(before, after), -(-LENGTH // BLOCK), HEADS[model]
     with memory_for(model) as memory, workers(folders[model], instances, host_memory=memory) as cluster:
         other = Driven(cluster, prompt_of(40, seed=1))
@@ -152,7 +152,7 @@ def moves_with(host: HostPool) -> Moves:
 def await_wakeup(moves: Moves) -> None:
     waiting = select.poll()
     waiting.register(moves.wakeup, select.POLLIN)
-    assert waiting.poll(60_000), "nobody wakes who computes"
+    assert waiting.poll(60_000), "the computing thread is not woken"
 
 
 def test_a_rank_is_not_idle_before_its_copies_are_made() -> None:
@@ -169,7 +169,7 @@ def test_a_rank_is_not_idle_before_its_copies_are_made() -> None:
     moves.close()
 
 
-def test_an_error_of_the_lane_is_raised_by_who_computes() -> None:
+def test_an_error_of_the_lane_is_raised_by_the_computing_thread() -> None:
     host = Slow(MemoryError("no page"))
     moves = moves_with(host)
     moves.expect([OUT])

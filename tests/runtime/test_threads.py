@@ -169,7 +169,7 @@ def test_violation_of_the_kv_account_is_logged_once(tiny: Path, caplog: pytest.L
     assert len([record for record in caplog.records if "violations" in record.message]) == 1
 
 
-def test_a_stream_that_nobody_reads_delays_no_other_call(
+def test_an_unread_stream_delays_no_other_call(
     llm: ThreadLLM, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     slow = [llm.stream(prompt, greedy(40)) for prompt in prompts[:3]]
@@ -253,7 +253,7 @@ def test_a_call_that_fails_harms_no_other(speaking: ThreadLLM, monkeypatch: pyte
     assert not speaking.engine.has_unfinished, "the other request of the call that failed has ended, too"
 
 
-def test_what_the_engine_refuses_ends_its_own_call_only(llm: ThreadLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_request_ends_its_own_call_only(llm: ThreadLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     add = llm.engine.add
 
     def adding(prompt: Sequence[int], *args: Any, **options: Any) -> Any:
@@ -355,7 +355,7 @@ def test_an_engine_that_is_collected_leaves_no_thread(tiny: Path) -> None:
     llm.generate([[5, 6]], greedy(2), use_tqdm=False)
     stream = llm.stream([7, 8], ENDLESS)
     next(stream)
-    assert len(numbers() - before) == 2, "a worker, and what drives it"
+    assert len(numbers() - before) == 2, "a worker, and its driver"
     del llm, stream
     gc.collect()
     wait_for(lambda: numbers() <= before)

@@ -1,4 +1,4 @@
-"""The real server that several files of tests ask; none of them may end it."""
+"""The real server that several files of tests share. Tests must not end it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tetris_server(calling_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of a tiny model on two instances under policy `tetris`; it comes back when its processes are lost."""
+    """A server of a tiny model on two instances under policy `tetris`. It replaces lost processes."""
     policy = ("--policy", "tetris", "-o", "improvement_rate=0.1", "--parallel", "2", "--block-size", "16")
     limits = ("--max-model-len", str(MAX_MODEL_LEN), "--max-body-bytes", "200000", "--threads-per-rank", "1")
     names = ("--served-model-name", MODEL, "--served-model-name", OTHER_NAME)

@@ -1,4 +1,4 @@
-"""The API server over an engine that computes nothing: clients that leave, stall or wait; deadlines; how it stops."""
+"""The API server over an engine that computes nothing: clients that leave, stall or wait, deadlines, and shutdown."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def serve_fake(events: Path, port: int = 0, **settings: Any) -> int:
 
 
 async def heard_port() -> int:
-    """What a server that starts in this process says in its log."""
+    """Return the log of a server that starts in this process."""
     heard: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     handler = logging.Handler()
     handler.emit = lambda record: heard.set_result(record.args[2]) if record.msg.startswith("serving") else None
@@ -107,12 +107,12 @@ async def heard_port() -> int:
 
 
 async def ask(port: int, path: str, body: object = None, **headers: str) -> Reply:
-    """In a thread, since the server runs in this event loop; the connection is closed after the answer."""
+    """In a thread, since the server runs in this event loop. The connection is closed after the answer."""
     method = "GET" if body is None else "POST"
     return await asyncio.to_thread(Client(port=port).ask, method, path, body, connection="close", **headers)
 
 
-def test_connections_send_what_they_have_at_once() -> None:
+def test_connections_send_without_delay() -> None:
     with listening_socket("127.0.0.1", 0, 60.0) as listening, socket.create_connection(listening.getsockname()):
         connection, _ = listening.accept()
         with connection:
@@ -178,7 +178,7 @@ def test_lines_that_anybody_can_cause_are_logged_once_a_minute(monkeypatch: pyte
 
 
 async def received(connection: socket.socket, words: bytes) -> bytes:
-    """What comes on a connection until these words."""
+    """Return the bytes of a connection until these words."""
     data = b""
     while words not in data:
         connection.settimeout(60)
@@ -253,7 +253,9 @@ def test_a_client_that_leaves_cancels_its_work(events: Path, what: int, stream: 
     assert {event["id"] for event in told(events, "Cancel")} == {1, 2, 3, 4, 5}
 
 
-def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_is_disconnected_and_delays_no_other(
+    events: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: weakref.WeakSet[OutputQueue] = weakref.WeakSet()
     make = OutputQueue.__init__
 
@@ -320,7 +322,7 @@ def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> N
     assert told(events, "Quit")
 
 
-def test_half_a_body_holds_nobody_up_when_the_server_ends(events: Path) -> None:
+def test_half_a_body_does_not_delay_a_shutdown(events: Path) -> None:
     half = post(b" " * 100)[:-50]
 
     async def check() -> None:
@@ -365,7 +367,7 @@ def test_a_second_signal_ends_at_once(events: Path) -> None:
     asyncio.run(check())
 
 
-def test_a_second_signal_ends_at_once_what_does_not_end_politely(events: Path) -> None:
+def test_a_second_signal_ends_the_server_at_once(events: Path) -> None:
     async def check() -> None:
         async with serving(events.with_name(NEVER_QUITS)) as api:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -439,7 +441,7 @@ def test_a_server_whose_engine_does_not_start_ends_with_its_reason(
         with pytest.raises(error):
             await serve_fake(events.with_name(name), port := free_port())
         with closing(socket.create_server(("127.0.0.1", port))):
-            pass  # nobody has it
+            pass  # it is free
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
     asyncio.run(check())

@@ -1,4 +1,4 @@
-"""Requests that arrive while a fleet changes, and after it: their bounds, their settings, and what the server shows."""
+"""Requests during and after a change of the fleet: their bounds, their settings, and the reports of the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_running(engine: Engine) -> bool:
 
 
 def begin_change(server: ThreadServer, threads: ThreadPoolExecutor, spec: str) -> tuple[Future[Reply], Future[Reply]]:
-    """Ask for another fleet while a request runs; return the answers to come."""
+    """Request another fleet while a request runs. Return the pending answers."""
     running = threads.submit(partial(server.complete, prompt=SHORT, max_tokens=400, ignore_eos=True))
     wait_for(server, is_running)
     change = threads.submit(partial(server.ask, "POST", "/admin/parallel", {"parallel": spec}))

@@ -1,4 +1,4 @@
-"""What a server's engine core does with any mix of requests, cancellations and lost workers; simulated ones."""
+"""An engine core under any mix of requests, cancellations and lost workers, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ _CAPACITY = 2 * _BLOCKS * _BLOCK_SIZE
 
 
 class Workers:
-    """Simulated ones that can be lost; who has lost them must not use them any more."""
+    """Simulated workers that can be lost. The engine must not use lost workers."""
 
     def __init__(self, clock: VirtualClock) -> None:
-        self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
+        self.inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
         self.loss = WorkerLostError(0, "it was killed")
         self.stuck: set[int] = set()  # requests of the engine whose next token cannot be sampled
-        self.non_finite: set[int] = set()  # those for which the model computes NaN from now on
+        self.non_finite: set[int] = set()  # requests with NaN from now on
         self.wakeup: Any = None
 
     def submit(self, step: Step) -> None:
         assert not self.are_gone, f"{step} for workers that are gone"
-        self._inner.submit(step)
+        self.inner.submit(step)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         if self.are_lost:
             self.are_gone = True
             raise self.loss
-        return [self._stuck(completion) for completion in self._inner.poll(timeout_s)]
+        return [self._stuck(completion) for completion in self.inner.poll(timeout_s)]
 
     def _stuck(self, completion: Completion) -> Completion:
         sampled = [
@@ -89,14 +89,14 @@ class Cluster:
     max_model_len = _CAPACITY
 
     def __init__(self, num_instances: int) -> None:
-        self._clock = VirtualClock()
-        self.executor = Workers(self._clock)
+        self.clock = VirtualClock()
+        self.executor = Workers(self.clock)
         self.input_processor = SimpleNamespace(tokenizer=None)
         self.failures: deque[Exception] = deque()
         self.engine = Engine(
             policy=_policy(num_instances),
             executor=self.executor,
-            clock=self._clock,
+            clock=self.clock,
             config=EngineConfig(
                 cluster=Instances.of(str(num_instances), num_blocks=[_BLOCKS] * num_instances),
                 block_size=_BLOCK_SIZE,
@@ -109,7 +109,7 @@ class Cluster:
     def restart(self) -> None:
         if self.failures:
             raise self.failures.popleft()
-        self.executor = Workers(self._clock)
+        self.executor = Workers(self.clock)
         self.engine.restart(self.executor)
 
     def shrink(self, *ranks: int) -> None:
@@ -119,7 +119,7 @@ class Cluster:
         [cluster] = fleet
         if self.failures:
             raise self.failures.popleft()
-        self.executor = Workers(self._clock)
+        self.executor = Workers(self.clock)
         self.engine.restart(self.executor, Change(cluster=cluster, policy=_policy(cluster.num_instances)))
 
 
@@ -142,7 +142,7 @@ class Asked:
 
 
 class ApiServer:
-    """Stands for the socket, too: what it sends is read by the loop, and what the loop sends it checks."""
+    """Also replaces the socket: the loop reads its messages, and it checks the messages of the loop."""
 
     def __init__(self, num_instances: int = 2, **limits: int) -> None:
         self.cluster = Cluster(num_instances)
@@ -217,7 +217,7 @@ class ApiServer:
                 self._end(number, "full")
             case Failed(int(number), reason, param):
                 is_refused = "refused" in reason or "maximum context length" in reason
-                assert is_refused == (param == "prompt"), "its sender is told what to mend"
+                assert is_refused == (param == "prompt"), "the error names the field to change"
                 self.reasons.append(reason)
                 self._end(number, "refused" if is_refused else "failed" if param is None else param)
             case StepOutputs() as step:
@@ -247,7 +247,7 @@ class ApiServer:
         asked.end = asked.end or end
 
     def check(self) -> None:
-        """Every request has ended, and was told the right tokens, each once; nothing is held any more."""
+        """Every request has ended and got the right tokens, each once. No block is in use."""
         num_choices = 0
         for number, asked in self.asked.items():
             assert asked.end is not None, number
@@ -284,7 +284,7 @@ _TURN, _LOSE, _TOO_LONG = st.just(("turn",)), st.just(("lose",)), st.just(("add"
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(_ADD, _ADD, _CANCEL, _TURN, _TURN, _TURN, _LOSE, _TOO_LONG), max_size=60))
-def test_every_request_ends_and_is_told_its_tokens_once(actions: list[tuple[Any, ...]]) -> None:
+def test_every_request_ends_and_gets_each_token_once(actions: list[tuple[Any, ...]]) -> None:
     server, num_losses = ApiServer(), 0
     for name, *values in actions:
         if name == "add":
@@ -338,7 +338,7 @@ def test_violation_of_the_kv_account_is_logged_once_and_harms_no_request(caplog:
 
 
 @pytest.mark.parametrize("kind", [WorkerLostError, OutOfMemoryError])
-def test_a_request_that_fails_with_workers_is_told_of_a_lack_of_memory(kind: type[WorkerLostError]) -> None:
+def test_a_request_that_fails_with_workers_names_a_lack_of_memory(kind: type[WorkerLostError]) -> None:
     server = ApiServer()
     server.add(60, 12)
     for _ in range(2):
@@ -368,7 +368,7 @@ def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(
     server.check()
 
 
-def test_a_request_whose_tokens_cannot_become_text_fails_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_with_undecodable_tokens_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     server, take = ApiServer(), Choice.take_new_tokens
     bad, good = server.add(8, 12, n=2), server.add(8, 12)
 
@@ -386,7 +386,7 @@ def test_a_request_whose_tokens_cannot_become_text_fails_and_no_other_does(monke
 
 
 def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
-    """It holds KV, but no step names it: to end it is to tell workers, and those that knew it are gone."""
+    """It holds KV, but no step names it. Its end is sent to workers, and its workers are gone."""
     num_between = 0
     for num_turns in range(12):
         server = ApiServer()
@@ -410,14 +410,15 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
     assert num_between, "no request was between two steps"
 
 
-def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_and_a_long_step_send_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     server, heard_s = ApiServer(), list[float]()
-    now = server.cluster.engine._clock.now
+    now = server.cluster.clock.now
     monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(server.loop, "_stats", lambda: heard_s.append(now()))
     server.turn()
     server.turn()
-    server.cluster.executor._inner._cost = LinearCost(base_s=300.0)
+    cost = LinearCost(base_s=300.0)
+    server.cluster.executor.inner = SimExecutor(clock=server.cluster.clock, vocab_size=_VOCAB, cost=cost)
     server.add(8, 2)
     server.finish()
     server.check()
@@ -446,7 +447,7 @@ def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch
         ),
     ],
 )
-def test_a_queue_holds_so_many_requests_and_tokens_but_any_prompt_alone(
+def test_a_queue_is_bounded_in_requests_and_tokens_but_takes_any_prompt_alone(
     limits: dict[str, int], lengths: list[int], reason: str
 ) -> None:
     """The first prompt does not wait: both instances begin with it."""
@@ -460,7 +461,7 @@ def test_a_queue_holds_so_many_requests_and_tokens_but_any_prompt_alone(
     server.check()
 
 
-def test_what_was_accepted_before_a_loss_keeps_its_place_in_a_full_queue() -> None:
+def test_requests_accepted_before_a_loss_keep_their_place_in_a_full_queue() -> None:
     server = ApiServer(max_num_queued_reqs=1)
     for _ in range(4):
         server.add(60)
@@ -470,7 +471,7 @@ def test_what_was_accepted_before_a_loss_keeps_its_place_in_a_full_queue() -> No
     server.check()
 
 
-def test_who_is_told_to_quit_waits_for_nothing() -> None:
+def test_quit_ends_the_loop_at_once() -> None:
     server = ApiServer()
     server.tell(Quit())
     server.cluster.executor.are_lost = True  # which would be noticed
@@ -498,7 +499,7 @@ def test_workers_that_do_not_start_are_tried_again_but_not_for_ever(
 
 
 def lose(server: ApiServer, *failures: Exception) -> None:
-    """Loses the workers; then so many starts of the smaller fleet fail."""
+    """Lose the workers. Then starts of the smaller fleet fail with `failures`."""
     server.cluster.executor.are_lost = True
     server.cluster.failures.extend(failures)
     server.turn()
@@ -517,7 +518,7 @@ def lose(server: ApiServer, *failures: Exception) -> None:
 def test_a_smaller_fleet_that_does_not_start_is_followed_by_another_attempt(
     monkeypatch: pytest.MonkeyPatch, failures: list[Exception], num_left: int
 ) -> None:
-    """An instance whose worker does not start is left out, too; without processes the same is tried again."""
+    """An instance whose worker does not start is left out, too. Without processes the same start is tried again."""
     monkeypatch.setattr(engine_loop, "_PAUSE_S", 0.0)
     server = ApiServer(4, max_worker_restarts=0)
     for length in (8, 30, 9):

@@ -1,4 +1,4 @@
-"""Who may ask what: keys, request ids, sizes and times of bodies, and what an error tells."""
+"""Access: keys, request ids, sizes and times of bodies, and the contents of errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_route_needs_the_key_except_three() -> None:
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/live/", "/live/x", "/%6cive%00", "/livex", "/LIVE"])
-def test_what_is_no_route_needs_the_key_too(path: str) -> None:
+def test_unknown_routes_need_the_key_too(path: str) -> None:
     client = client_of(make_server(api_keys=("sesame",)))
     assert client.get(path, follow_redirects=False).status_code == 401
     assert client.get(path, headers=KEY, follow_redirects=False).status_code != 401
@@ -85,7 +85,7 @@ def test_a_key_may_be_any_text_without_spaces() -> None:
     assert client.get("/v1/models", headers=KEY).status_code == 401
 
 
-def test_without_keys_everybody_may_ask() -> None:
+def test_without_keys_every_client_is_served() -> None:
     assert client_of(make_server()).get("/v1/models").status_code == 200
 
 
@@ -109,7 +109,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
     assert "two words" not in str(caught.value)
 
 
-def test_keys_are_not_part_of_what_settings_look_like() -> None:
+def test_keys_are_not_in_the_text_of_settings() -> None:
     assert "sesame" not in repr(ServerSettings(model_names=("m",), api_keys=("sesame",)))
 
 
@@ -138,7 +138,7 @@ def test_refusals_carry_the_request_id_too() -> None:
     assert client.get("/v1/models", headers={"x-request-id": "mine-9"}).headers["x-request-id"] == "mine-9"
 
 
-def test_nobody_writes_lines_of_their_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_cannot_forge_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="longspan.access"):
         client_of(make_server(api_keys=("sesame",))).get("/a%0a2026 forged", headers=KEY)
     assert "\n" not in caplog.records[-1].getMessage()
@@ -171,7 +171,7 @@ def test_a_model_whose_name_is_a_path_is_found_by_it() -> None:
         assert client.get(f"/v1/models/{name}").json()["id"] == name.replace("%2F", "/")
 
 
-def test_whole_answers_have_null_for_what_nobody_asked_of_a_prompt() -> None:
+def test_whole_answers_have_null_for_unrequested_prompt_fields() -> None:
     client = client_of(make_server())
     [choice] = client.post("/v1/completions", json=BODY).json()["choices"]
     assert (choice["prompt_logprobs"], choice["prompt_token_ids"]) == (None, None)
@@ -185,7 +185,7 @@ def test_several_greedy_choices_are_served() -> None:
 
 
 @pytest.mark.parametrize("path", ["/live", "/health", "/version", "/metrics", "/v1/models", "/openapi.json"])
-def test_head_tells_what_get_would(path: str) -> None:
+def test_head_equals_get(path: str) -> None:
     client = client_of(make_server(api_keys=("sesame",)))
     head, get = client.head(path, headers=KEY), client.get(path, headers=KEY)
     assert head.status_code == get.status_code == 200
@@ -236,7 +236,7 @@ def test_headers_above_the_limit_are_431() -> None:
 
 
 def ask(server: Any, messages: list[Message], *, end: str = "wait") -> list[Message]:
-    """What the app sends to a client whose body comes in these messages, after which it waits or leaves."""
+    """Return the response to a client whose body has these messages, after which it waits or leaves."""
     sent: list[Message] = []
     scope = {
         "type": "http",
@@ -303,7 +303,7 @@ def test_the_bodies_of_open_requests_are_bounded_together() -> None:
             await limit(scope, receive, send)
             assert sent[0]["status"] == 503
             assert b"(--max-total-body-bytes)" in sent[1]["body"]
-            first.cancel()  # and what it held, the next may have
+            first.cancel()  # its bytes are free for the next one
             await asyncio.wait({first})
             sent.clear()
             reached.clear()
@@ -313,7 +313,7 @@ def test_the_bodies_of_open_requests_are_bounded_together() -> None:
 
 @pytest.mark.parametrize("sent_bytes", [64 * 1024, 2**20])
 @pytest.mark.parametrize("headers", [[(b"content-length", b"1048576")], [(b"transfer-encoding", b"chunked")]])
-def test_large_uploads_that_do_not_end_leave_room_for_small_bodies(
+def test_large_uploads_that_do_not_end_do_not_block_small_bodies(
     headers: list[tuple[bytes, bytes]], sent_bytes: int
 ) -> None:
     statuses: list[int] = []
@@ -344,7 +344,7 @@ def test_large_uploads_that_do_not_end_leave_room_for_small_bodies(
             for _ in range(number)
         ]
         await asyncio.wait(uploads, timeout=0.1)
-        assert statuses == [503] * (number // 8), "of the uploads that found no room"
+        assert statuses == [503] * (number // 8), "of the uploads over the limit"
         await limit(small, body_of(128 * 1024, ends=True), send)
         assert statuses[number // 8 :] == [200]
         for upload in uploads:
@@ -412,7 +412,7 @@ def test_the_prefix_of_a_proxy_may_have_been_taken_off_or_not(path: str) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_tells_nothing_of_the_inside(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_reveals_no_internals(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     server = make_server()
     fake_of(server).failure, fake_of(server).num_sent = RuntimeError("secret of /usr/lib/secret.py"), 0
     response = client_of(server).post("/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "r1"})
@@ -454,7 +454,7 @@ def test_a_lost_engine_is_500_before_the_stream_and_an_event_in_it() -> None:
     assert (last["error"]["code"], last["error"]["type"]) == ("500", "server_error")
 
 
-def test_health_tells_whether_requests_are_served() -> None:
+def test_health_reports_whether_requests_are_served() -> None:
     server = make_server()
     client = client_of(server)
     assert client.get("/health").json() == {"status": "ok"}
@@ -498,7 +498,7 @@ def test_the_openapi_document_is_valid_and_has_every_route(settings: dict[str, A
         ({"max_num_queued_tokens": 5}, [[1] * 3] * 2, "--max-num-queued-tokens"),
     ],
 )
-def test_what_no_queue_has_room_for_is_not_told_to_come_again(
+def test_a_request_larger_than_the_queue_has_no_retry_header(
     bound: dict[str, int], prompts: list[list[int]], flag: str
 ) -> None:
     client = client_of(make_server(**bound))

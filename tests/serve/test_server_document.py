@@ -1,4 +1,4 @@
-"""The OpenAPI document promises what the server has, and no more."""
+"""The OpenAPI document describes exactly the routes of the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def validator() -> Draft202012Validator:
 
 
 @pytest.mark.parametrize("given", [{}, {"model": "one"}, {"model": "two"}, {"model": None}])
-def test_what_is_there_may_be_asked_for(validator: Draft202012Validator, given: dict[str, Any]) -> None:
+def test_every_route_of_the_document_exists(validator: Draft202012Validator, given: dict[str, Any]) -> None:
     assert validator.is_valid({**GOOD, **given})
 
 
@@ -28,5 +28,5 @@ def test_what_is_there_may_be_asked_for(validator: Draft202012Validator, given: 
     "given",
     [{"model": "three"}, {"prompt": [10]}, {"prompt": [[1], [10]]}, {"stop_token_ids": [10]}, {"max_tokens": 8}],
 )
-def test_what_is_not_there_is_against_the_document(validator: Draft202012Validator, given: dict[str, Any]) -> None:
+def test_answers_outside_the_document_are_found(validator: Draft202012Validator, given: dict[str, Any]) -> None:
     assert not validator.is_valid({**GOOD, **given})

@@ -1,4 +1,4 @@
-"""What comes over the wire and is no good request: 4xx with an error body, never a hang, and nobody else notices."""
+"""Invalid requests on the wire: 4xx with an error body, never a hang, and no effect on other clients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def usual_answer(client: Client) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def good_request_afterwards(client: Client, usual_answer: list[int]) -> Iterator[None]:
-    """After every test, and what it has left behind, others are served as before."""
+    """After every test, other clients are served as before."""
     yield
     assert client.good_answer() == usual_answer
 
@@ -48,7 +48,7 @@ def ask(client: Client, *data: bytes, has_body: bool = True) -> Reply:
 
 
 def check_error(answer: Reply, *statuses: int) -> dict[str, Any]:
-    """It is refused as OpenAI's clients know it, and says what to do."""
+    """It is refused as OpenAI's clients expect, with a remedy."""
     assert 400 <= answer.status < 500, answer
     assert not statuses or answer.status in statuses, answer
     assert answer.headers["content-type"] == "application/json"
@@ -91,7 +91,7 @@ NO_HTTP = {
 }
 
 
-def test_what_is_no_http_gets_an_error_and_is_hung_up_on(client: Client) -> None:
+def test_invalid_http_gets_an_error_and_a_closed_connection(client: Client) -> None:
     for what, data in NO_HTTP.items():
         with Wire(client) as wire:
             answer = wire.send(data).answer()
@@ -102,7 +102,7 @@ def test_what_is_no_http_gets_an_error_and_is_hung_up_on(client: Client) -> None
 
 def test_headers_that_are_too_large(client: Client) -> None:
     begin = b"GET /live HTTP/1.1\r\nhost: a\r\nx: "
-    with Wire(client) as wire:  # not a byte more: what the server has not read would make the system drop its answer
+    with Wire(client) as wire:  # not a byte more: with unread bytes the system would drop the answer
         check_error(wire.send(begin.ljust(MAX_HEADER_BYTES + 1, b"x")).answer(), 431)
         assert wire.rest() == b""
     with Wire(client) as wire:
@@ -179,7 +179,7 @@ def test_bodies_that_are_no_request(client: Client, path: str) -> None:
                 assert what in UNKNOWN_TO_TOKENIZE
                 continue
             error = check_error(answer, 400)
-            assert len(error["message"]) < 500, "what was sent is not sent back"
+            assert len(error["message"]) < 500, "the error does not repeat the request"
 
 
 def test_the_last_of_two_equal_keys_counts(client: Client) -> None:
@@ -250,7 +250,7 @@ def test_paths_that_are_no_route(client: Client, target: bytes) -> None:
 
 
 @pytest.mark.parametrize("host", [b"", b"[", b"a:b:c", b"\xff", b"http://x", b"a/../b?c#d"])
-def test_odd_hosts_matter_to_nobody(client: Client, host: bytes) -> None:
+def test_odd_host_headers_are_accepted(client: Client, host: bytes) -> None:
     assert ask(client, b"GET /live HTTP/1.1\r\nhost: " + host + b"\r\n\r\n").status == 200
 
 

@@ -1,4 +1,4 @@
-"""The page for Prometheus: its names are those of vLLM, and its numbers follow what happens."""
+"""The page for Prometheus: its names are those of vLLM, and its numbers follow the requests."""
 
 from __future__ import annotations
 

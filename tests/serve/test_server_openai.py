@@ -1,4 +1,4 @@
-"""The official `openai` client against a real server: what clients send is served, and errors have its classes."""
+"""The official `openai` client against a real server: its requests are served, and errors have its classes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: OpenAI) -> None:
-    """What evaluation harnesses ask for."""
+    """Requests of evaluation harnesses."""
     answer = client.completions.create(**GREEDY, prompt=PROMPT, echo=True, logprobs=2, max_tokens=0)
     [choice] = answer.choices
     assert choice.text == PROMPT
@@ -142,7 +142,7 @@ def test_echo_with_logprobs_scores_the_prompt(client: OpenAI) -> None:
     assert answer.usage.completion_tokens == 0
 
 
-def test_stop_strings_end_an_answer_and_are_told(client: OpenAI) -> None:
+def test_stop_strings_end_an_answer_and_are_reported(client: OpenAI) -> None:
     free = client.completions.create(**GREEDY, prompt="One, two, three,", max_tokens=12).choices[0].text
     word = free.split()[1]
     choice = client.completions.create(**GREEDY, prompt="One, two, three,", max_tokens=12, stop=[word]).choices[0]
@@ -170,7 +170,7 @@ def test_a_json_schema_is_followed(client: OpenAI) -> None:
     assert said.choices[0].message.content in ("blue", "yellow")
 
 
-def test_usage_tells_what_was_cached(client: OpenAI) -> None:
+def test_usage_reports_cached_tokens(client: OpenAI) -> None:
     prompt = [3 + i % 997 for i in range(700)]  # more than two blocks
     first, second = (client.completions.create(**GREEDY, prompt=prompt, max_tokens=2).usage for _ in range(2))
     assert first is not None
@@ -214,7 +214,7 @@ def test_tenants_with_a_cache_salt_share_no_kv(client: OpenAI) -> None:
     assert cached(cache_salt="tenant 1") == 0
     assert cached(cache_salt="tenant 2") == 0
     assert cached(cache_salt="tenant 1") > 80
-    assert cached() < 20, "others may have begun alike"
+    assert cached() < 20, "earlier prompts may share a beginning"
     with pytest.raises(openai.BadRequestError, match="cache_salt"):
         cached(cache_salt="")
 
@@ -292,7 +292,7 @@ def test_text_and_tokens(server: ServerProcess, reference: LLM) -> None:
     assert chat == reference.tokenize(reference.render_chat(MESSAGES), add_special_tokens=False)
 
 
-def test_metrics_count_what_was_served(server: ServerProcess, client: OpenAI) -> None:
+def test_metrics_count_served_requests(server: ServerProcess, client: OpenAI) -> None:
     before = server.client.wait_until_idle()
     client.completions.create(**GREEDY, prompt=[[5, 6, 7], [8, 9]], max_tokens=4, extra_body={"ignore_eos": True})
     client.completions.create(model=MODEL, prompt=[5, 6, 7, 8], n=3, max_tokens=2, extra_body={"ignore_eos": True})
@@ -328,7 +328,7 @@ def test_keys_are_known_to_the_api_server_only(server: ServerProcess) -> None:
     ("failure", "status", "code"),
     [(QueueFullError("2 wait"), 503, "queue_full"), (EngineLostError("rank 1"), 500, "500")],
 )
-def test_what_is_the_servers_fault_is_an_internal_server_error(failure: Exception, status: int, code: str) -> None:
+def test_a_fault_of_the_server_is_an_internal_server_error(failure: Exception, status: int, code: str) -> None:
     """Which the client by itself tries again."""
     server = make_server()
     fake_of(server).failure, fake_of(server).num_sent = failure, 0

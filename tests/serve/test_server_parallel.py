@@ -1,4 +1,4 @@
-"""GET and POST /admin/parallel: who may, what is refused and how, and that requests go on meanwhile."""
+"""GET and POST /admin/parallel: access, refusals, and requests during a change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from longspan.serve.server import Server
 # ---------------------------------------------------------------- the API server
 
 
-def test_the_spec_is_told_and_changed(client: TestClient) -> None:
+def test_the_spec_is_reported_and_changed(client: TestClient) -> None:
     assert client.get("/admin/parallel").json() == {"parallel": "2"}
     answer = client.post("/admin/parallel", json={"parallel": "3"})
     assert (answer.status_code, answer.json()) == (200, {"parallel": "3"})
@@ -32,12 +32,12 @@ def test_the_spec_is_told_and_changed(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"parallel": None}, {"parallel": 3}, {"parallel": "x" * 5000}, []])
-def test_what_is_no_text_never_reaches_the_engine(client: TestClient, body: Any) -> None:
+def test_a_spec_that_is_no_text_never_reaches_the_engine(client: TestClient, body: Any) -> None:
     error_of(client.post("/admin/parallel", json=body), 400)
     assert client.get("/admin/parallel").json() == {"parallel": "2"}
 
 
-def test_what_the_engine_refuses_is_400_with_its_words(client: TestClient, server: Server) -> None:
+def test_refusals_by_the_engine_are_400_with_its_message(client: TestClient, server: Server) -> None:
     fake_of(server).failure = ValueError("parallel 9x is no spec")
     error = error_of(client.post("/admin/parallel", json={"parallel": "9x"}), 400)
     assert (error["message"], error["param"]) == ("parallel 9x is no spec", "parallel")

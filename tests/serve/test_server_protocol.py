@@ -95,7 +95,7 @@ def test_a_head_that_does_not_come_ends_the_connection(begin: Callable[[Client],
     assert f"{LIMIT_S:g} s" in json.loads(body)["error"]["message"]
 
 
-def test_what_comes_after_the_head_may_take_longer() -> None:
+def test_a_body_may_take_longer_than_the_head() -> None:
     async def run() -> bytes:
         async with connected() as (reader, writer):
             writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n")
@@ -106,7 +106,7 @@ def test_what_comes_after_the_head_may_take_longer() -> None:
     assert asyncio.run(run()).startswith(b"HTTP/1.1 200")
 
 
-def test_connections_that_do_not_fit_are_refused_and_idle_ones_make_room(caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_over_the_limit_are_refused_after_idle_ones_are_closed(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> tuple[list[bytes], list[bytes], bytes]:
         async with listening(Patient, limit_concurrency=5) as connect:
             idle = [await connect() for _ in range(4)]

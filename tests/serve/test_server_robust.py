@@ -59,12 +59,12 @@ def bounded(servers: Servers, tiny: Path) -> ServerProcess:
 
 @pytest.fixture
 def pair(servers: Servers, tiny: Path) -> ServerProcess:
-    """Two instances, and a queue that is shorter than what runs."""
+    """Two instances, and a queue that is shorter than the number of running requests."""
     return servers(str(tiny), "--skip-tokenizer-init", "--parallel", "2", "--max-num-queued-reqs", "16")
 
 
 def check_metrics(metrics: Metrics, *, num_replayed: int = 0) -> None:
-    """What holds of the metrics of an idle server; a request that is computed anew has a first token twice."""
+    """Check the metrics of an idle server. A recomputed request has a first token twice."""
     assert all(value >= 0 and math.isfinite(value) for value in metrics.values()), metrics
     for name in ("e2e_request_latency_seconds", "request_generation_tokens"):
         assert metrics[f"{name}_count"] == num_ended(metrics)
@@ -250,7 +250,7 @@ def test_requests_go_on_after_workers_were_killed(pair: ServerProcess, what: str
 
 
 def test_a_fleet_goes_on_without_a_lost_worker(servers: Servers, tiny: Path) -> None:
-    """Three instances and then two, under load; streams go on where they were."""
+    """Three instances and then two, under load. Streams continue where they were."""
     server = servers(
         str(tiny), "--skip-tokenizer-init", "--parallel", "3", "--threads-per-rank", "1", "--max-worker-restarts", "0"
     )
@@ -294,7 +294,7 @@ def test_a_request_that_runs_in_two_losses_fails(pair: ServerProcess) -> None:
     check_same(client.complete(prompt=prompt, max_tokens=20), solo)
 
 
-def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair: ServerProcess) -> None:
+def test_requests_without_output_are_replayed_after_the_engine_process_was_killed(pair: ServerProcess) -> None:
     client, prompts = pair.client, prompts_of(900, 2)
     solo = solo_answers(client, prompts, 300)
     asks = [asking(client, prompts[i % 2], 300, stream=i >= 26) for i in range(30)]
@@ -305,7 +305,7 @@ def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair:
     with earlier, later:
         client.wait_until_running(30)
         pair.kill("engine")
-        _check_recovery(client, futures, within_s=120)  # Python, PyTorch and transformers are started anew
+        _check_recovery(client, futures, within_s=120)  # Python, PyTorch and transformers start again
         for index, future in enumerate(futures):
             reply = future.result()
             if index >= 26 and "error" in reply.events[-1]:
@@ -321,7 +321,7 @@ def test_nothing_is_left_when_the_api_server_is_killed(pair: ServerProcess) -> N
     threads, futures = at_once([asking(client, prompt, 500, stream=False) for _ in range(4)])
     with threads:
         client.wait_until_running(2)
-        assert len(pair.family) == 4, "the engine core, the one that forks workers, and two workers"
+        assert len(pair.family) == 4, "the engine core, the fork server, and two workers"
         pair.kill("API server")
         for future in futures:
             assert future.exception(timeout=60) is not None

@@ -37,7 +37,7 @@ def client(tetris_server: ServerProcess) -> OpenAI:
 
 
 def check_calls(calls: Any) -> list[str]:
-    """Checks that their arguments follow their schemas; returns their names."""
+    """Check that arguments follow their schemas. Return the names."""
     assert len({call.id for call in calls}) == len(calls)
     for call in calls:
         assert call.type == "function"
@@ -118,7 +118,7 @@ def test_calls_in_a_stream_are_those_of_the_whole_answer(client: OpenAI) -> None
 
 
 def test_several_calls_come_in_one_answer(client: OpenAI) -> None:
-    """The answer ends as soon as it may, but not before so many tokens."""
+    """The answer ends as soon as it may, but not before `min_tokens`."""
     options: Any = {**TALK, "tools": TOOLS[1:], "temperature": 0, "logit_bias": {END: 100}}
     one, several = (
         client.chat.completions.create(**options, tool_choice="required", extra_body={"min_tokens": least}).choices[0]

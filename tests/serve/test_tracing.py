@@ -87,7 +87,7 @@ def test_a_traceparent_that_is_none_is_ignored(server: Server, spans: InMemorySp
     assert only(spans).parent is None
 
 
-def test_what_a_client_chose_not_to_sample_is_not_sent(server: Server, spans: InMemorySpanExporter) -> None:
+def test_unsampled_traces_are_not_sent(server: Server, spans: InMemorySpanExporter) -> None:
     post(server, BODY, traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00")
     assert not spans.get_finished_spans()
 
@@ -102,12 +102,7 @@ def test_what_a_client_chose_not_to_sample_is_not_sent(server: Server, spans: In
     ],
 )
 def test_failures_are_errors(
-    server: Server,
-    spans: InMemorySpanExporter,
-    failure: Exception,
-    num_sent: int,
-    stream: bool,
-    status: int,
+    server: Server, spans: InMemorySpanExporter, failure: Exception, num_sent: int, stream: bool, status: int
 ) -> None:
     fake_of(server).failure, fake_of(server).num_sent = failure, num_sent
     assert post(server, BODY | {"stream": stream}).status_code == status
@@ -163,7 +158,7 @@ def test_a_collector_gets_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resource.scope_spans[0].spans[0].name == "llm_request"
 
 
-def test_grpc_is_what_a_tracer_speaks_if_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpc_is_the_default_protocol_of_a_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
     from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 
     opened: list[dict[str, Any]] = []

@@ -123,7 +123,7 @@ def test_the_form_of_outputs(fields: dict[str, Any], expected: dict[str, Any] | 
     assert structured_outputs(read(ChatCompletionRequest, {"messages": HELLO, **fields})) == form
 
 
-def test_a_schema_is_checked_beside_other_grammars() -> None:
+def test_a_schema_is_checked_concurrently_with_other_grammars() -> None:
     """Which may take seconds, and must hold up no other requests."""
     for fields, kind in (({}, "json_object"), ({"schema": None}, "json_object"), ({"schema": SCHEMA}, "json_schema")):
         asked = {"prompt": "a", "response_format": {"type": "json_object", **fields}}
@@ -239,14 +239,14 @@ def test_variables_of_templates_cannot_take_over_the_rendering(name: str) -> Non
         ({"prompt": "a", "stop_token_ids": [49152]}, "stop_token_ids", "token 49152"),
     ],
 )
-def test_what_the_model_cannot_do_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+def test_unsupported_features_of_the_model_are_named(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(WireError, match=words) as caught:
         completion_requests(read(CompletionRequest, fields), SERVED)
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_more_output_than_there_is_room_for_is_refused_if_it_was_asked_for(name: str) -> None:
+def test_an_explicit_max_tokens_beyond_the_context_is_refused(name: str) -> None:
     talk = {"messages": HELLO}
     room = 512 - len(chat_request(read(ChatCompletionRequest, talk), SERVED).token_ids)
     assert chat_request(read(ChatCompletionRequest, {**talk, name: room}), SERVED).params.max_tokens == room
@@ -256,13 +256,13 @@ def test_more_output_than_there_is_room_for_is_refused_if_it_was_asked_for(name:
         assert (caught.value.param, caught.value.status) == (name, 400)
 
 
-def test_more_output_than_there_is_room_for_behind_any_of_the_prompts_is_refused() -> None:
+def test_max_tokens_beyond_the_context_of_any_prompt_is_refused() -> None:
     def ask(**fields: Any) -> list[int | None]:
         engine_requests = completion_requests(read(CompletionRequest, {"prompt": [[5], [5] * 500], **fields}), SERVED)
         return [engine_request.params.max_tokens for engine_request in engine_requests]
 
     assert ask(max_tokens=12) == [12, 12]
-    assert ask() == [16, 16], "what was not asked for is cut by the engine"
+    assert ask() == [16, 16], "the engine cuts a default length"
     assert ask(max_tokens=0, echo=True) == [1, 1]
     with pytest.raises(WireError, match="prompt of 500 tokens leaves 12") as caught:
         ask(max_tokens=13)
@@ -305,7 +305,7 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: objec
 
 @pytest.mark.parametrize("size", [4, 9])
 def test_a_conversation_that_cannot_fit_is_refused_without_being_tokenized(size: int) -> None:
-    """By what it is rendered to, or before that, by its contents."""
+    """By its rendered text, or before that by its contents."""
     untouched = InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8)
     served = ServedModel(input_processor=untouched, names=("tiny",))
     parts = [{"type": "text", "text": "x" * size}] * 3
@@ -335,7 +335,7 @@ def test_tokens_there_and_back() -> None:
         detokenized(read(DetokenizeRequest, {"tokens": [49152]}), SERVED)
 
 
-def test_what_is_tokenized_only_is_bounded_too() -> None:
+def test_tokenized_texts_are_bounded_too() -> None:
     served = world(max_tokenize_length=3)
     assert tokenized(read(TokenizeRequest, {"prompt": "abc"}), served)["count"]
     assert detokenized(read(DetokenizeRequest, {"tokens": [5] * 3}), served)

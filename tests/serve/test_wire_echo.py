@@ -26,7 +26,7 @@ def test_pieces_of_byte_tokens(text: str) -> None:
 
 
 @given(st.text(st.sampled_from("a é😀€"), min_size=1, max_size=9))
-def test_offsets_of_a_tokenizer_that_tells_none(text: str) -> None:
+def test_offsets_of_a_tokenizer_without_offsets(text: str) -> None:
     token_ids = tuple(spell(text))
     echo, offsets = echo_of(None, token_ids, BYTE_LEVEL, True, with_offsets=True)
     assert echo == text

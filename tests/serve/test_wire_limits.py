@@ -1,4 +1,4 @@
-"""What a request may ask for, at the edges."""
+"""Limits of requests, at their edges."""
 
 from __future__ import annotations
 

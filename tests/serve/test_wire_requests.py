@@ -1,4 +1,4 @@
-"""Bodies to requests: the OpenAPI schema says exactly what is accepted, and what is wrong is named in one line."""
+"""Bodies to requests: the OpenAPI schema describes exactly the accepted bodies, and errors name a field in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS |= (
     st.lists(st.integers(-1, 9), max_size=4) | TOKEN_LISTS | st.sampled_from([None, 5, True, {}, ["a", 1], [1, "a"]])
 )
 ODD = st.sampled_from([None, "", "1", True, [], {}, -1, 0, 0.5, [0], ["a", None], 2**31, "a" * 5])
-"""What may be wrong for any field."""
+"""Wrong values for any field."""
 
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "model": st.text(max_size=3),
@@ -140,7 +140,7 @@ def bodies(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrat
 
 
 def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
-    """Whether a request is served, or refused for what no schema can say."""
+    """Return whether a request is served, or refused for a reason outside the schema."""
     served = world(**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__})
     try:
         request = read(model, body, LIMITS)
@@ -179,7 +179,7 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
     ],
 )
 @pytest.mark.parametrize("num_examples", [100, pytest.param(400, marks=pytest.mark.full)])
-def test_the_schema_tells_exactly_what_is_accepted(
+def test_the_schema_describes_exactly_the_accepted_requests(
     model: type[BaseModel], strategy: st.SearchStrategy[dict[str, Any]], num_examples: int
 ) -> None:
     schema = LIMITS.narrowed(model.model_json_schema())
@@ -234,14 +234,9 @@ def test_fields_that_would_change_the_answer_are_refused_unless_neutral(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("stop_regex", "a+"),
-        ("custom_logit_processor", "x"),
-        ("return_hidden_states", True),
-        ("lora_path", "x"),
-    ],
+    [("stop_regex", "a+"), ("custom_logit_processor", "x"), ("return_hidden_states", True), ("lora_path", "x")],
 )
-def test_what_other_servers_would_do_is_not_left_out_silently(name: str, value: object) -> None:
+def test_unsupported_fields_of_other_servers_are_refused(name: str, value: object) -> None:
     with pytest.raises(WireError, match="not supported") as caught:
         read(CompletionRequest, {"prompt": "a", name: value})
     assert caught.value.param == name
@@ -274,7 +269,7 @@ def test_fields_that_change_nothing_are_ignored() -> None:
     assert read(CompletionRequest, {"prompt": "a", **harmless}) == read(CompletionRequest, {"prompt": "a", "n": 2})
 
 
-def test_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="longspan")
     for _ in range(2):
         read(
@@ -324,7 +319,7 @@ def test_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         ),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+def test_wrong_fields_are_named(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(WireError, match=words) as caught:
         read(CompletionRequest, fields)
     assert caught.value.param == param
@@ -372,7 +367,7 @@ def test_a_wrong_message_is_named(message: dict[str, Any], param: str, words: st
         b"null",
     ],
 )
-def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(WireError, match="body") as caught:
         read_request(CompletionRequest, body, RequestLimits())
     assert (caught.value.status, caught.value.param) == (400, None)

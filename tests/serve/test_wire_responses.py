@@ -1,4 +1,4 @@
-"""Deltas to answers: OpenAI's types take them, streams say what whole answers say, tokens are where offsets say."""
+"""Deltas to answers: they fit OpenAI's types, streams equal whole answers, and offsets locate tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_wire(body: object) -> Any:
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What a client has of each choice when a stream has ended."""
+    """Return the text of each choice at the end of a stream."""
     choices: dict[int, dict[str, Any]] = defaultdict(lambda: {"text": "", "token_ids": [], "logprobs": None})
     for chunk in chunks:
         for part in chunk["choices"]:
@@ -160,9 +160,7 @@ def test_answers_are_as_the_documents_and_openais_types_say(drawn: Any) -> None:
         ChatCompletion.model_validate(body)
         for chunk in chunks:
             OpenAIChunk.model_validate(chunk)
-    elif (
-        not request.echo
-    ):  # OpenAI's types do not know that the first token of a prompt has no logprob; its server does
+    elif not request.echo:  # OpenAI's types lack the missing logprob of the first token of a prompt. Its server has it.
         Completion.model_validate(body)
 
 
@@ -194,7 +192,7 @@ def test_tokens_begin_where_the_offsets_say(drawn: Any) -> None:
 
 
 def characters(token_ids: list[int]) -> str:
-    """Those that are whole, by the bytes that GPT-2's vocabularies write as letters."""
+    """Return the complete characters, by the bytes that GPT-2's vocabularies write as letters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = printable + [byte for byte in range(256) if byte not in printable]
     table = {chr(byte if at < len(printable) else 256 + at - len(printable)): byte for at, byte in enumerate(letters)}
@@ -216,7 +214,7 @@ def test_a_prompt_with_special_tokens_is_echoed_as_it_is() -> None:
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("as_ids", [True, False])
 def test_log_likelihoods_as_evaluations_compute_them(max_tokens: int, as_ids: bool) -> None:
-    """Context and continuation are echoed with logprobs; those after the context are summed."""
+    """Context and continuation are echoed with logprobs. Logprobs after the context are summed."""
     context, continuation = (tokenizer()(text)["input_ids"] for text in ("The sky is", " very blue"))
     ids, sunny = context + continuation, tokenizer()(" sunny")["input_ids"][:1]
     prompt = ids if as_ids else tokenizer().decode(ids)
@@ -265,7 +263,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
         assert all(part["delta"].get("content") or part["finish_reason"] for part in of_choice[1:])
 
 
-def test_what_tells_nothing_is_not_sent() -> None:
+def test_empty_chunks_are_not_sent() -> None:
     """A character of several tokens comes when it is whole."""
     request, engine_requests = completion({"prompt": "a", "stream": True})
     output = tokenizer()("😀")["input_ids"]

@@ -1,8 +1,9 @@
-"""Requests with tools: what the prompt says of them, what is refused, and calls in answers, streamed or not."""
+"""Requests with tools: their text in the prompt, refusals, and calls in answers, streamed or not."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -39,6 +40,13 @@ def served(template: str | None = "hermes", **settings: Any) -> ServedModel:
     tokenizer = tool_tokenizer(template, with_markers=True)
     used = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
     return ServedModel(input_processor=used, names=("tiny",), **settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freed() -> Iterator[None]:
+    """Free the vocabularies, of 30 MB each."""
+    yield
+    served.cache_clear()
 
 
 def request(**fields: Any) -> ChatCompletionRequest:
@@ -81,7 +89,7 @@ def without_ids(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[tuple[str, str]], str | None]:
-    """What a client has of a choice when its stream has ended."""
+    """Return the content of a choice at the end of its stream."""
     text, calls, reason = "", list[dict[str, Any]](), None
     for part in (part for chunk in chunks for part in chunk["choices"] if part["index"] == index):
         assert reason is None, "the reason comes last"
@@ -194,7 +202,7 @@ def test_a_template_learns_which_function_has_answered() -> None:
     assert chat_request(asking, served(template)).text == "None,,time,,mine,"
 
 
-def test_what_may_be_called_is_what_the_grammar_is_made_for() -> None:
+def test_the_grammar_allows_exactly_the_callable_tools() -> None:
     assert grammar_kind(request()) == grammar_kind(request(tool_choice="required")) == "tools"
     assert grammar_kind(request(tool_choice="none")) == grammar_kind(request(tools=[])) == "text"
     assert grammar_of(request(tool_choice="none"), served()) == ""

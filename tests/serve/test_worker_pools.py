@@ -1,4 +1,4 @@
-"""Worker pools: order, bounds, what is given up; they hold up neither each other nor the end of a process."""
+"""Worker pools: order, bounds, cancelled work. They delay neither each other nor the end of a process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def gate() -> AsyncIterator[Gate]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_work_is_done_in_order_by_so_many_threads(num_threads: int) -> None:
+def test_work_is_done_in_order_by_the_given_number_of_threads(num_threads: int) -> None:
     async def check() -> None:
         pool, order = WorkerPool("test", num_threads), []
         async with gate() as closed:
@@ -79,7 +79,7 @@ def test_work_is_done_in_order_by_so_many_threads(num_threads: int) -> None:
     asyncio.run(check())
 
 
-def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None:
+def test_work_cancelled_before_its_start_is_neither_done_nor_kept() -> None:
     class Body:
         pass
 
@@ -109,7 +109,7 @@ def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None
 
 
 @pytest.mark.parametrize(("error", "num_lines"), [(WireError("too long", "prompt"), 0), (ZeroDivisionError(), 1)])
-def test_only_what_is_unexpected_is_logged_of_work_whose_caller_has_left(
+def test_only_unexpected_errors_of_abandoned_work_are_logged(
     error: Exception, num_lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def check() -> None:
@@ -124,7 +124,7 @@ def test_only_what_is_unexpected_is_logged_of_work_whose_caller_has_left(
             await until(lambda: closed.num_begun == 1)
             task.cancel()
             await asyncio.wait([task])
-        await pool.run(int)  # it has its turn after the other
+        await pool.run(int)  # it runs after the other
 
     asyncio.run(check())
     assert [record.name for record in caplog.records] == ["longspan"] * num_lines
@@ -155,7 +155,7 @@ def test_the_refusal_of_a_request_whose_client_has_left_is_not_logged(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_texts_are_tokenized_in_order_and_delay_no_other(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with serving(events) as api, gate() as closed:
             monkeypatch.setattr(app, "tokenized", closed.work)
@@ -175,7 +175,7 @@ def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatc
             await asyncio.sleep(0.2)
             closed.open()
             assert {reply.status for reply in await asyncio.gather(*waiting)} == {200}
-        assert (closed.num_begun, closed.most_running) == (5, 1), "who has left, or whose time is up, is not served"
+        assert (closed.num_begun, closed.most_running) == (5, 1), "abandoned and late work does not run"
 
     asyncio.run(check())
 
@@ -210,12 +210,12 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
             for connection in waiting:
                 connection.close()
             await until(lambda: not servers[0].grammars.num_waiting)
-        assert (closed.num_begun, closed.most_running) == (2, 2), "the others have left before it was their turn"
+        assert (closed.num_begun, closed.most_running) == (2, 2), "abandoned work never starts"
 
     asyncio.run(check())
 
 
-def test_a_process_ends_in_the_middle_of_work_after_what_is_to_be_done_at_exit() -> None:
+def test_a_process_with_unfinished_work_ends_after_its_exit_handlers() -> None:
     script = """
 import asyncio, atexit, sys, time
 from importlib import import_module

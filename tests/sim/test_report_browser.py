@@ -1,4 +1,4 @@
-"""The page of `longspan simulate --report` in headless Chromium: what it says is drawn is drawn."""
+"""The page of `longspan simulate --report` in headless Chromium: every described plot is drawn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BARS = """() => {
 
 @pytest.fixture(scope="module")
 def watched() -> dict[str, list[str]]:
-    """What the page complained of, and what it asked for."""
+    """Return the errors of the page, and its network requests."""
     return {"complaints": [], "requests": []}
 
 

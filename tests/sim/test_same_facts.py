@@ -30,7 +30,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "seesaw": {"prefill_parallel": "pp2", "decode_parallel": "1", "host_kv_gib": 0.01},
     "loongserve-disagg": {"prefill_parallel": "2", "decode_parallel": "1"},
 }
-"""The options that a policy cannot do without. Others run on two instances."""
+"""The required options of each policy. Policies without any run on two instances."""
 HEAD = 1e-3
 """The relative difference of turn costs that follows from `head_layers`."""
 LAID_OUT = ("parallel", "prefill_parallel", "decode_parallel")

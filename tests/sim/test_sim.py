@@ -1,4 +1,4 @@
-"""The simulated executor: when steps complete, and what it invents."""
+"""The simulated executor: times of completions, and invented tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ COST = LinearCost(base_s=1.0, per_token_s=0.5)
 
 
 def forward(
-    number: int,
-    *instances: int,
-    num_tokens: int = 2,
-    sample: Sample | None = None,
-    banned: tuple[int, ...] = (),
+    number: int, *instances: int, num_tokens: int = 2, sample: Sample | None = None, banned: tuple[int, ...] = ()
 ) -> Forward:
     runs = ((Run(0, num_tokens),),) + ((),) * (len(instances) - 1)
     part = Part(
@@ -172,7 +168,7 @@ def test_moves_from_one_instance_to_another_follow_each_other() -> None:
 
 def test_a_move_begins_when_its_source_has_done_the_steps_before_it() -> None:
     assert ends([forward(1, 0), move(2, 0, 1), forward(3, 0)]) == [([1], 2.0), ([2, 3], 4.0)]
-    assert ends([forward(1, 1), move(2, 0, 1)]) == [([1, 2], 2.0)], "who computes receives meanwhile"
+    assert ends([forward(1, 1), move(2, 0, 1)]) == [([1, 2], 2.0)], "a computing instance receives meanwhile"
 
 
 def test_a_stream_ends_a_layer_after_its_step_or_when_its_bytes_are_sent() -> None:

@@ -71,7 +71,7 @@ WRONG = {"0": 5}, {"0": 5, "0.9": 9}, {"0": 9, "1": 5}, {"0": 0, "1": 5}, {"0": 
 
 
 @pytest.mark.parametrize("points", [*WRONG, [1], {"a": 1}])
-def test_what_are_no_quantiles_is_refused(points: object) -> None:
+def test_invalid_quantiles_are_refused(points: object) -> None:
     with pytest.raises(ValueError, match="quantile"):
         quantiles("input_len", points)
 

@@ -42,7 +42,7 @@ FIELDS = {
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """A machine that takes 10 ms and 50 us per token, shared evenly; 12 ms between tokens."""
+    """A machine that takes 10 ms and 50 us per token, shared evenly, and 12 ms between tokens."""
     found = Profile(profile_key=structs.replace(SUBJECT, model="/models/smollm2-135m"))
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
@@ -151,7 +151,7 @@ def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.Cap
         (("--policy", "context"), False),
     ],
 )
-def test_an_improvement_rate_that_goes_by_nothing_is_told(
+def test_an_improvement_rate_without_a_profile_is_reported(
     options: tuple[str, ...], told: bool, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
@@ -230,7 +230,7 @@ def rows_of(page: Path) -> dict[str, str]:
     return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page.read_text()))
 
 
-def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_describes_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "out.html"
     run_of = ("--rate", "2", "--num-requests", "6", "--report", str(page), "--json")
     cluster = ("--hardware", "a100-sxm-80g", "--hosts", "2", "--link-gbytes-per-s", "25")
@@ -276,10 +276,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
             "--gpus-per-host(2) * hosts(1) = 2 devices, but instances(3) * tp(1) = 3 given",
         ),
-        (
-            ("--profile", "P", "--parallel", "2", "--hosts", "3"),
-            "2 ranks lie on 1 to 2 hosts, but 3 given",
-        ),
+        (("--profile", "P", "--parallel", "2", "--hosts", "3"), "2 ranks lie on 1 to 2 hosts, but 3 given"),
         (
             ("--hardware", "l4", "--parallel", "6", "--hosts", "5"),
             "--hosts(5) are more than the 3 that 6 devices, 2 each, take",
@@ -343,7 +340,7 @@ def test_mistakes_are_one_line(
         ),
     ],
 )
-def test_what_is_found_from_times_needs_a_request_that_is_served(
+def test_statistics_of_times_need_a_served_request(
     arguments: tuple[str, ...], words: str, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "3")
@@ -353,7 +350,7 @@ def test_what_is_found_from_times_needs_a_request_that_is_served(
 
 
 @pytest.mark.parametrize("flag", ["--report", "--trace"])
-def test_a_result_that_cannot_be_written_is_told(
+def test_a_result_that_cannot_be_written_is_reported(
     flag: str, profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
@@ -404,7 +401,7 @@ def test_policies_and_costs_have_instances_on_the_same_hosts(flags: dict[str, An
 
 
 @pytest.mark.parametrize(("link", "flows"), [("rdma-400g", 1), ("efa-400g-per-host", 8)])
-def test_rules_are_asked_with_what_instances_compute_and_send(link: str, flows: int) -> None:
+def test_rules_use_the_speeds_and_links_of_instances(link: str, flows: int) -> None:
     """Devices of a host may share its link: then each has an eighth of that for all that it computes."""
     found = make_experiment("llama-3-8b", ClusterSpec(hardware="a100-sxm-80g", hosts=2, parallel="2xtp8", link=link))
     hardware = found.facts.hardware
@@ -441,7 +438,7 @@ def test_the_profiled_model_can_be_a_folder_that_has_moved(
         assert run("simulate", model, *options) == 0, capsys.readouterr().err
 
 
-def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_are_too_long_are_reported(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--profile", str(profile), "--policy", "context", "--gpus-per-host", "2")
     options = (*base, "--rate", "1", "--num-requests", "9")
     assert run("simulate", "smollm2-135m", *options, "--max-model-len", "9000", "--json") == 0
@@ -451,7 +448,7 @@ def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.Captu
     assert f"{found['num_refused']} requests were refused" in shown.err
 
 
-def test_answers_that_are_cut_are_told(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_answers_are_reported(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.json"
     lengths.write_text('{"input_len": {"0": 8000, "1": 8000}, "output_len": {"0": 100000, "1": 100000}}')
     options = ("--profile", str(profile), "--gpus-per-host", "1", "--workload", str(lengths), "--rate", "1")
@@ -485,7 +482,7 @@ def test_cuts_of_chains_are_searched_by_the_model(
         sizes = ("--workload", str(lengths), "--num-requests", "3", "--max-num-batched-tokens", "8192")
         assert run("simulate", name, *where, "--gpus-per-host", "2", *sizes, *options, "--json") == 0
         ttfts[partition] = json.loads(capsys.readouterr().out)["ttft_p50_s"]
-    assert measured or ttfts[kind] < ttfts["even"], "what was measured of chains was measured of even pieces"
+    assert measured or ttfts[kind] < ttfts["even"], "chains were measured with even pieces"
 
 
 def test_a_run_that_serves_nothing_fails(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -555,7 +552,7 @@ def test_offline_all_requests_are_there_at_the_start(capsys: pytest.CaptureFixtu
     assert "swap_bytes" not in stays
     assert found["num_host_hits"] >= found["num_prompt_tokens"] > 0 == found["num_disk_hits"]
     token_bytes = 2 * 2 * 3 * 64 * 30  # keys and values in bfloat16, 3 heads of 64, 30 layers
-    assert found["swap_bytes"] >= 2 * found["num_prompt_tokens"] * token_bytes, "all of it leaves, and comes back"
+    assert found["swap_bytes"] >= 2 * found["num_prompt_tokens"] * token_bytes, "all of it is offloaded and loaded"
     assert found["phase_s"].keys() == {"prefill", "decode", "transition"}
     assert sum(found["phase_s"].values()) == pytest.approx(found["makespan_s"])
     assert run("simulate", "smollm2-135m", *options, *turns, "-o", "strict=true", "--offline") == 0

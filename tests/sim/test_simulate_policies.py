@@ -1,4 +1,4 @@
-"""`longspan simulate` with several policies, with a service level, and what its page says about them."""
+"""`longspan simulate` with several policies and a service level, and its page about them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def test_policies_that_are_compared_do_as_they_do_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with options that only some of them have, among them group sizes that others could choose."""
+    """Also with options that only some policies have, such as group sizes."""
     options = ("--exchange", "ring_kv", "-o", "sp=4")
     found = printed(capsys, "--policy", "chunked,context,fixed-sp", *options)
     assert list(found) == ["chunked", "context", "fixed-sp"]
@@ -50,7 +50,7 @@ def test_policies_that_are_compared_do_as_they_do_alone(capsys: pytest.CaptureFi
     assert len({one["ttft_p50_s"] for one in found.values()}) == 3
 
 
-def test_stages_leave_memory_for_what_each_computes_at_once() -> None:
+def test_stages_leave_memory_for_their_own_activations() -> None:
     """A full step is in as many parts as there are stages, so tokens that every part has more take room once."""
     spec = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=4, parallel="pp4")
     rooms = []
@@ -91,7 +91,7 @@ def test_prompts_that_no_device_holds_come_from_the_host() -> None:
     assert hosted["num_preemptions"] == 0
     host_s = (60_000 - 25_600) * 2 * 8 * 128 * 2 * 32 / 25e9
     assert hosted["tbt_p50_s"] > large["tbt_p50_s"] + host_s  # type: ignore[operator]
-    assert hosted["ttft_p50_s"] < 1.5 * large["ttft_p50_s"], "attention hides most of what comes"  # type: ignore[operator]
+    assert hosted["ttft_p50_s"] < 1.5 * large["ttft_p50_s"], "attention hides most copies"  # type: ignore[operator]
 
 
 def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_requests_that_keep_within_a_service_level_are_goodput() -> None:
     assert result.attainment(ServiceLevel(slo_ttft=middle, slo_tbt=slowest / 1e3)) == 0.0
     refused = simulate("llama-3-8b", SPEC, ASKED, scheduling=SchedulingArgs(max_model_len=20_000))
     assert 0 < len(refused.served) < 12
-    assert refused.attainment(ServiceLevel(slo_ttft=1e6)) == len(refused.served) / 12, "what is refused is not served"
+    assert refused.attainment(ServiceLevel(slo_ttft=1e6)) == len(refused.served) / 12, "refused requests are not served"
 
 
 def test_a_rate_above_the_highest_keeps_too_few_within_the_service_level(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_exposed_communication_is_part_of_the_time_of_a_step(policy: str) -> Non
     assert num_shared > 10
 
 
-def test_transfers_are_told_and_part_of_the_time(tmp_path: Path) -> None:
+def test_transfers_are_reported_and_part_of_the_time(tmp_path: Path) -> None:
     """A slow link: KV comes long after the first token, and decodes wait for it."""
     trace = tmp_path / "trace.json"
     roles = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--policy", "tetris", "--link-gbytes-per-s", "0.5")
@@ -224,7 +224,7 @@ def test_transfers_are_told_and_part_of_the_time(tmp_path: Path) -> None:
     assert {one["name"] for one in events if one["ph"] == "C"} == {"waiting", "KV prefill", "KV decode"}
 
 
-def test_kv_that_is_cached_is_told_from_what_is_held() -> None:
+def test_cached_kv_is_reported_apart_from_kv_in_use() -> None:
     seen = Timeline()
     shared = WorkloadSpec(workload="short", num_requests=6, rate=1.0, output_len=2, prefix_len=5000)
     simulate("llama-3-8b", SPEC, shared, timeline=seen)
@@ -290,8 +290,8 @@ def test_policies_are_compared_from_python() -> None:
     assert each_policy(context) == [context]
 
 
-def test_sparse_attention_is_priced_by_what_it_keeps() -> None:
-    """Nothing dropped costs about what `alltoall` does, and half dropped less; bytes are those of the formula."""
+def test_sparse_attention_is_priced_by_kept_tokens() -> None:
+    """Without drops it costs about as much as `alltoall`, with half dropped less. Bytes equal the formula."""
     cluster = ClusterSpec(hardware="a100-sxm-80g", parallel="8", gpus_per_host=4, hosts=2)
     requests = Workload(arrivals=[Arrival(due_s=0.0, prompt=text(1, 65536), output_len=2)], shares=False)
     found = {}

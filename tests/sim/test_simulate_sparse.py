@@ -100,7 +100,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict
 def test_dropped_tokens_shorten_a_simulated_prompt(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The settings of a file, and those that a tuned file leads to, each save time, and more drops save more."""
+    """The settings of a file and of a tuned file save time, and more drops save more."""
     base = ("--profile", str(profile), "--policy", "csps", "--gpus-per-host", "2", "-o", "threshold=1000")
     requests = ("--workload", "medium", "--rate", "0.1", "--num-requests", "4", "--output-len", "2")
     ttft_s = {}
@@ -133,7 +133,7 @@ def test_each_chunk_has_the_share_of_its_prompt() -> None:
 
 
 def test_bytes_count_where_links_are_slow() -> None:
-    """Attention takes as long on both machines. What is not sent saves more where a byte takes longer."""
+    """Attention takes the same time on both machines. Dropped bytes save more on slow links."""
     sparse, shares = ALLTOALL.sparse_form(setting(0.5)), []
     for link_s_per_byte in (1e-11, 1e-9, 1e-8):
         cost = FittedCost(measured(link_s_per_byte=link_s_per_byte, pair_s=1e-10), SMOLLM, block_size=256)

@@ -21,7 +21,7 @@ def write_requests(path: Path, prompts: Iterable[Sequence[int]], max_tokens: int
 
 
 def answers_in(path: Path) -> dict[str, list[int]]:
-    """Reads the output of each request by its name; all lines must be whole, and no request may have two."""
+    """Return the output of each request by its name. All lines must be complete, with one line per request."""
     text = path.read_bytes()
     assert text.endswith(b"\n"), "the last line is whole"
     lines = [json.loads(line) for line in text.splitlines()]

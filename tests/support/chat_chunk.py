@@ -11,14 +11,14 @@ from longspan.serve.schemas import ChatLogprobs, PromptLogprobs, Usage
 
 
 class FunctionDelta(BaseModel):
-    """The next piece of a call's arguments; the first has the name."""
+    """A piece of a call's arguments. The first piece has the name."""
 
     name: str | None = None
     arguments: str
 
 
 class CallDelta(BaseModel):
-    """The next piece of a call; the first has the id."""
+    """A piece of a call. The first piece has the id."""
 
     index: int
     id: str | None = None

@@ -25,7 +25,7 @@ NON_FINITE = -1
 
 @dataclass(kw_only=True)
 class Moving:
-    """A move in flight, what its sources held when it was emitted, and for whom."""
+    """A move in flight, the contents of its sources when it was emitted, and its request."""
 
     move: MoveKV
     held: list[list[int]]
@@ -67,8 +67,8 @@ class Slots:
 class CheckedExecutor:
     """Passes steps on to a `SimExecutor` after checking every law that ranks rely on.
 
-    It keeps what each KV slot holds - a name of all tokens up to there, the rotary length and the cache salt - as ranks
-    would.
+    It keeps the content of each KV slot, as ranks would: a name of all tokens up to there, the rotary length and the
+    cache salt.
 
     Attributes:
         cluster: the one that ranks have their places in. A `Reshard` replaces it.
@@ -90,7 +90,7 @@ class CheckedExecutor:
         self.in_flight: dict[int, Forward] = {}
         self.live: dict[int, _Live] = {}
         self._ranks = [rank_requests() for _ in self.cluster.instances]
-        self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
+        self.slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
         self._owners: dict[BlockRef, set[int]] = defaultdict(set)
         self._reads: dict[int, set[BlockRef]] = defaultdict(set)
         self.moving: dict[int, Moving] = {}
@@ -155,12 +155,12 @@ class CheckedExecutor:
         self._regrouping = step
 
     def _regroup(self, cluster: Cluster) -> None:
-        """Give each instance of a cluster an empty pool. What hosts and disks have stays."""
+        """Give each instance of a cluster an empty pool. Contents of hosts and disks stay."""
         self.cluster, self._regrouping = cluster, None
         self._ranks = [rank_requests() for _ in cluster.instances]
-        for ref in [ref for ref in self._slots if cluster.tier(ref.pool) == "device"]:
+        for ref in [ref for ref in self.slots if cluster.tier(ref.pool) == "device"]:
             assert not self._owners[ref], "no request has KV on devices"
-            del self._slots[ref]
+            del self.slots[ref]
 
     def _free(self, step: Free) -> None:
         for request_id in step.request_ids:
@@ -175,7 +175,7 @@ class CheckedExecutor:
                 "no live request has KV in cleared slots"
             )
             assert first >= self._copied_of(ref), "no step in flight copies cleared slots"
-            self._slots[ref][first:] = [0] * (self._setup.block_size - first)
+            self.slots[ref][first:] = [0] * (self._setup.block_size - first)
         for rank in self._ranks:
             rank.forget(step.request_ids)
 
@@ -194,7 +194,7 @@ class CheckedExecutor:
         assert all(busy[i] < ahead + pp(i) for i in forward.instances), "few steps are in flight on an instance"
         decoding = {part.request_id for part in forward.parts if part.unknown_on is not None}
         in_flight = Counter(part.request_id for other in self.in_flight.values() for part in other.parts)
-        assert all(in_flight[request_id] <= ahead for request_id in decoding), "and fewer sample what is unknown"
+        assert all(in_flight[request_id] <= ahead for request_id in decoding), "and fewer sample unknown tokens"
         assert forward.parts
         assert len({part.request_id for part in forward.parts}) == len(forward.parts)
         for move in forward.rebalances:
@@ -235,7 +235,7 @@ class CheckedExecutor:
             self._owners[ref].remove(part.request_id)
         has_moved = any(old != new for old, new in zip(live.table, tables[0], strict=False))
         for old, new in zip(live.table, tables[0], strict=False):
-            assert old == new or self._is_spilled(part, old, new), "what is told again has not changed"
+            assert old == new or self._is_spilled(part, old, new), "a repeated table has not changed"
             if old != new:
                 for number, forward in self.in_flight.items():
                     if any(other.request_id == part.request_id for other in forward.parts):
@@ -251,7 +251,7 @@ class CheckedExecutor:
         live.slots.follow(part, live.table)
 
     def _users(self, ref: BlockRef) -> set[int]:
-        """Who owns a block, but for requests that have it on the host by now; and steps in flight that read it."""
+        """Owners of a block and steps in flight that read it. Requests that have moved it to the host do not count."""
         readers = {-number for number, refs in self._reads.items() if ref in refs and number in self.in_flight}
         return {one for one in self._owners[ref] if one < 0 or ref in self._told(self.requests[one])} | readers
 
@@ -288,12 +288,12 @@ class CheckedExecutor:
         assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"
         assert (part.unknown_on is not None) == (part.tokens[-1] == UNKNOWN)
         if part.unknown_on is not None:
-            assert part.unknown_on == live.sampled_on, "who sampled a token passes it on"
+            assert part.unknown_on == live.sampled_on, "the sampling instance sends the token"
         live.sampled_on = None if part.sample is None else part.sample.instance
         if part.sample is not None:
             assert part.sample.position == part.stop
             runs = part.runs[part.group.index(part.sample.instance)]
-            assert runs and runs[-1].stop == part.stop, "who computes the last token samples"
+            assert runs and runs[-1].stop == part.stop, "the member that computes the last token samples"
 
     def _check_blocks(self, part: Part) -> None:
         live, names = self.live[part.request_id], self._names(part.request_id)
@@ -308,8 +308,8 @@ class CheckedExecutor:
             assert block_owners <= set(part.group[member:] if part.exchange == CHAIN else [part.group[member]])
         for ref, _ in slots[part.start :]:
             assert self._users(ref) == {part.request_id}, "a block that is written belongs to one request"
-            assert ref not in self._named, "nobody writes what moves, or where it goes"
-        stored = [self._slots[ref][offset] for ref, offset in slots[: part.start]]
+            assert ref not in self._named, "sources and targets of moves are not written"
+        stored = [self.slots[ref][offset] for ref, offset in slots[: part.start]]
         assert stored == names[: part.start], f"the blocks of request {part.request_id} hold other tokens"
 
     def _check_hosted(self, part: Part, table: Sequence[BlockRef]) -> None:
@@ -327,7 +327,7 @@ class CheckedExecutor:
         names, slots = self._names(part.request_id), self.live[part.request_id].slots.of
         for position in range(part.start, part.stop):
             ref, offset = slots[position]
-            self._slots[ref][offset] = names[position]
+            self.slots[ref][offset] = names[position]
 
     def _names(self, request_id: int) -> list[int]:
         """Names every position of a request by all tokens up to it."""
@@ -360,7 +360,7 @@ class CheckedExecutor:
             assert set(part.group) <= set(cluster.prefill) or set(part.group) <= set(cluster.decode)
 
     def _takes_seat(self, number: int) -> bool:
-        """Not who has ended, or is only to be moved."""
+        """Return False for a request that has ended or only waits for its transfer."""
         request, live = self.requests[number], self.live[number]
         leaves = bool(request.targets) and live.sampled_on is not None
         return request.finish_reason is None and not leaves
@@ -368,15 +368,15 @@ class CheckedExecutor:
     # ---------------------------------------------------------------- moves
 
     def keep(self, before: CheckedExecutor, tiers: Collection[Tier]) -> None:
-        """Takes over what some tiers hold when other workers, of another layout perhaps, did the steps before."""
+        """Take over the contents of some tiers from earlier workers, which may have another layout."""
         old, new = before.cluster, self.cluster
         pools = dict(zip([*old.host_pools, *old.disk_pools], [*new.host_pools, *new.disk_pools], strict=True))
-        for ref, held in before._slots.items():
+        for ref, held in before.slots.items():
             if old.tier(ref.pool) in tiers:
-                self._slots[BlockRef(pools[ref.pool], ref.block)] = held
+                self.slots[BlockRef(pools[ref.pool], ref.block)] = held
 
     def _swap(self, move: MoveKV) -> None:
-        """Between two tiers: sources hold something, and nobody writes them or touches the targets."""
+        """Check a move between two tiers: sources are filled and not written, and targets are unused."""
         cluster, written = self.cluster, self._written()
         assert move.copies and len(set(move.copies)) == len(move.copies)
         for source, target in move.copies:
@@ -386,11 +386,11 @@ class CheckedExecutor:
             else:
                 assert cluster.tier(here.pool) == "host" and there.pool == cluster.disk_pool(here.pool)
                 assert len(move.contents) == len(move.copies)
-            assert self._slots[source][0] and source not in written, "what is copied was computed"
-            assert NON_FINITE not in self._slots[source], "only finite KV goes to another tier"
-            assert not self._users(target) and target not in self._named, "nobody else touches a target"
+            assert self.slots[source][0] and source not in written, "copied blocks were computed"
+            assert NON_FINITE not in self.slots[source], "only finite KV goes to another tier"
+            assert not self._users(target) and target not in self._named, "only one move uses a target"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
-        held = [list(self._slots[source]) for source, _ in move.copies]
+        held = [list(self.slots[source]) for source, _ in move.copies]
         live = self.live.get(move.request_id) or _Live(group=(), next_start=0, slots=Slots(size=1))
         self.moving[move.number] = Moving(move=move, held=held, live=live)
 
@@ -405,7 +405,7 @@ class CheckedExecutor:
     @property
     def non_finite_blocks(self) -> list[BlockRef]:
         """The blocks that hold KV of poison."""
-        return [ref for ref, held in self._slots.items() if NON_FINITE in held]
+        return [ref for ref, held in self.slots.items() if NON_FINITE in held]
 
     @property
     def _named(self) -> set[BlockRef]:
@@ -420,10 +420,10 @@ class CheckedExecutor:
             index = live.table.index(source)
             stop = min((index + 1) * size, live.next_start)
             assert stop == (index + 1) * size or live.sampled_on is not None, "blocks are full, or the prompt is done"
-            assert self._slots[source][: stop - index * size] == names[index * size : stop]
+            assert self.slots[source][: stop - index * size] == names[index * size : stop]
 
     def _meet(self, request: Request) -> None:
-        """A request may send what is cached of it before its first part."""
+        """A request may send its cached blocks before its first part."""
         if request.id in self.live:
             return
         size, start = self._setup.block_size, request.num_scheduled
@@ -435,17 +435,17 @@ class CheckedExecutor:
         self.live[request.id] = live
 
     def _check_computed(self, move: MoveKV) -> None:
-        """What moves by itself is written by no step in flight."""
+        """No step in flight writes the blocks of a move."""
         parts = [part for forward in self.in_flight.values() for part in forward.parts]
         starts = [part.start for part in parts if part.request_id == move.request_id]
         table = self.live[move.request_id].table
         filling = {target for f in self.in_flight.values() for m in f.rebalances for _, target in m.copies}
         for source, _ in move.copies:
             assert all((table.index(source) + 1) * self._setup.block_size <= start for start in starts)
-            assert source not in filling, "no step in flight fills what moves"
+            assert source not in filling, "no step in flight fills moved blocks"
 
     def _move(self, move: MoveKV) -> None:
-        """From who prefills to who decodes."""
+        """Check a move from a prefill to a decode instance."""
         cluster, live, request = self.cluster, self.live[move.request_id], self.requests[move.request_id]
         ([source], [target]) = (move.sources, move.targets)
         assert source != target and target in request.targets
@@ -464,20 +464,20 @@ class CheckedExecutor:
             index = live.table.index(here)
             assert index not in copied, "each block is moved once, unless where it went to was taken back"
             copied.add(index)
-            assert not self._users(there) and there not in self._named, "nobody else touches a target"
+            assert not self._users(there) and there not in self._named, "only one move uses a target"
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
-        held = [list(self._slots[here]) for here, _ in move.copies]
+        held = [list(self.slots[here]) for here, _ in move.copies]
         self.moving[move.number] = Moving(move=move, held=held, live=live)
 
     def _end_move(self, moving: Moving, failed: tuple[int, ...]) -> None:
         for index, ((source, target), held) in enumerate(zip(moving.move.copies, moving.held, strict=True)):
-            assert self._slots[source] == held, "nobody writes what moves"
+            assert self.slots[source] == held, "moved blocks are not written"
             assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
-            assert not self._users(target), "nobody else touches a target"
-            self._slots[target] = [0] * self._setup.block_size if index in failed else held
+            assert not self._users(target), "only one move uses a target"
+            self.slots[target] = [0] * self._setup.block_size if index in failed else held
 
     def _copy(self, forward: Forward, move: MoveKV) -> None:
-        """The block that an admitted request begins in; others may write on behind what is copied of theirs."""
+        """Copy the block that an admitted request begins in. Other requests may write behind the copied tokens."""
         [part] = [part for part in forward.parts if part.request_id == move.request_id]
         [(source, target)] = move.copies
         assert part.first_block == 0 and part.blocks[part.start // self._setup.block_size] == target
@@ -486,8 +486,8 @@ class CheckedExecutor:
         assert self._users(target) <= {part.request_id} and target not in self._named
         assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
         num_used = part.start % self._setup.block_size
-        self._slots[target][:num_used] = self._slots[source][:num_used]
-        assert NON_FINITE not in self._slots[target], "a copy has the tokens that it is used for"
+        self.slots[target][:num_used] = self.slots[source][:num_used]
+        assert NON_FINITE not in self.slots[target], "a copy has the tokens that it is used for"
 
     def _balance(self, forward: Forward, move: MoveKV) -> None:
         """Full blocks go to other members, and the old ones stay until the step is done."""
@@ -504,13 +504,13 @@ class CheckedExecutor:
             self._owners[source].remove(move.request_id)
             self._owners[source].add(-forward.number)
             self._owners[target].add(move.request_id)
-            self._slots[target] = list(self._slots[source])
+            self.slots[target] = list(self.slots[source])
             live.table[index] = target
         live.slots.move(live.table)
         after = Counter(ref.instance for ref in live.table[: part.start // size])
         unevenness = [sum(number**2 for number in held.values()) for held in (before, after)]
         fewer = len(_holders(live.table)) < len(block_owners)
-        assert fewer or unevenness[1] < unevenness[0], "what members hold is more even than before, or fewer hold any"
+        assert fewer or unevenness[1] < unevenness[0], "KV is more even than before, or on fewer members"
 
     def _take_over(self) -> None:
         """Requests that have moved since the step before: all their KV is where they go on."""
@@ -535,8 +535,8 @@ class CheckedExecutor:
             live.table, live.group, live.is_new_there = table, request.group, True
             live.slots.move(live.table)
             names = self._names(number)
-            stored = [self._slots[ref][offset] for ref, offset in live.slots.of]
-            assert stored == names[: len(stored)] and len(stored) == live.next_start, "what has come is the same"
+            stored = [self.slots[ref][offset] for ref, offset in live.slots.of]
+            assert stored == names[: len(stored)] and len(stored) == live.next_start, "KV stays the same"
 
 
 @dataclass(kw_only=True)

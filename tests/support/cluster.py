@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 from checked_executor import CheckedExecutor, Slots
@@ -72,11 +73,11 @@ class Cluster:
     def transfers_of(self, request_id: int) -> tuple[Transfer, ...]:
         """Of a request whose KV is on its way, to all of its targets."""
         transfers = self.engine.kv.transfers
-        return () if transfers is None else transfers._transfers.get(request_id, ())
+        return tuple(one for one in (transfers.in_progress if transfers else ()) if one.request.id == request_id)
 
     def restart(self, policy: Policy | None = None) -> None:
-        """Lose the workers and start others. Another policy decides from then on, if one is given, on the first cluster
-        of the setup.
+        """Lose the workers and start new ones. With `policy`, use that policy from now on, on the first cluster of the
+        setup.
         """
         before, cluster = self.executor, self.engine.config.cluster if policy is None else self.setup.cluster
         inner = SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(self.setup, cluster=cluster))
@@ -90,9 +91,10 @@ class Cluster:
 
     @property
     def saved(self) -> list[list[tuple[int, Content]]]:
-        """What disks have when nothing runs, the least recently used first."""
-        pools = map(self._pool, self.engine.config.cluster.disk_pools)
-        return [[(block, pool.content(block)) for block in pool._cached] for pool in pools]
+        """The contents of each disk when nothing runs, the least recently used first."""
+        pools = [self._pool(number) for number in self.engine.config.cluster.disk_pools]
+        blocks = [deepcopy(pool).allocate(pool.num_free)[pool.num_free - pool.num_cached :] for pool in pools]
+        return [[(block, pool.content(block)) for block in of] for pool, of in zip(pools, blocks, strict=True)]
 
     @property
     def forwards(self) -> list[Forward]:
@@ -119,7 +121,7 @@ class Cluster:
     def add(
         self, prompt: Sequence[int], params: SamplingParams | None = None, *, cache_salt: str = "", **wishes: int | bool
     ) -> Request:
-        """Queues a request; `wishes` are sampling parameters."""
+        """Queue a request. `wishes` are sampling parameters."""
         chosen = params or SamplingParams(**wishes)  # type: ignore[arg-type]
         request = self.engine.add(tuple(prompt), chosen, cache_salt=cache_salt)
         self.executor.requests[request.id] = request
@@ -134,7 +136,7 @@ class Cluster:
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """One turn of the engine's loop, after which every block is accounted for."""
         found = self.engine.step(timeout_s)
-        assert not (wrong := violations(self.engine.kv, self.engine._queues.requests.values())), wrong
+        assert not (wrong := violations(self.engine.kv, self.requests)), wrong
         return found
 
     def run(self, max_steps: int = 20_000) -> None:
@@ -151,8 +153,9 @@ class Cluster:
         return [part for forward in self.forwards for part in forward.parts if part.request_id == request.id]
 
     def assert_at_rest(self) -> None:
-        """Nothing runs and every block is free."""
+        """Nothing runs, every block is free, and no request has any."""
         assert not self.engine.has_unfinished
+        assert not violations(self.engine.kv, ())
         assert not self.executor.in_flight
         assert not self.executor.live
         assert not self.executor.moving
@@ -163,7 +166,7 @@ class Cluster:
             assert not any(pool.references(block) for block in range(pool.num_blocks))
 
     def expected_output(self, request: Request) -> list[int]:
-        """What the request must put out if nobody aborts it, whatever the other requests do."""
+        """Return the expected output of a request without an abort. It does not depend on other requests."""
         params, eos = request.params, self.setup.eos_token_ids
         room = self.engine.config.max_model_len - len(request.prompt)
         output: list[int] = []

@@ -1,4 +1,4 @@
-"""What simulated clusters of tests are made of."""
+"""The setup of simulated clusters, and its costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The first instances prefill only, the others decode only."""
+    """The first instances prefill only. The remaining ones decode only."""
 
     num_prefill: int
     num_decode: int
@@ -45,10 +45,10 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A cluster; what is left out is plenty. Without a policy it is `context` on several instances.
+    """A cluster. Sizes that are not given are large. The default policy on several instances is `context`.
 
     Attributes:
-        phases: how the clusters are split that prefill and decode by turns. The first has `num_instances`.
+        phases: the specs of the prefill and the decode phase. The first has `num_instances`.
     """
 
     num_instances: int = 1
@@ -82,7 +82,7 @@ class Setup:
 
     @property
     def clusters(self) -> tuple[Cluster, ...]:
-        """The clusters that take turns; else none."""
+        """The clusters of the two phases. Empty without phases."""
         if self.phases is None:
             return ()
         return tuple(map(self._with_pools, in_phases(Cluster(spec=self.phases[0], decode_spec=self.phases[1]))))
@@ -157,13 +157,13 @@ class UnevenCost:
 
 
 def rank_requests() -> RankRequests:
-    """What a rank without a device remembers."""
+    """Return the requests of a rank without a device."""
     files: Any = None  # no request has a grammar
     return RankRequests(Vocabulary(files, size=VOCAB, eos_token_ids=()), torch.device("cpu"))
 
 
 def invented_token(request: Request, position: int, eos: tuple[int, ...]) -> int:
-    """What `SimExecutor` samples."""
+    """Return the token that `SimExecutor` samples."""
     token = zlib.crc32(f"{request.id} {position}".encode()) % VOCAB
     banned = (*eos, *request.params.stop_ids)
     while position - len(request.prompt) < request.params.min_tokens and token in banned:

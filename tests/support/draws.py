@@ -1,4 +1,4 @@
-"""Rows to sample, and what their sampling should mean: plain numpy, one dense row at a time, written from the docs."""
+"""Rows to sample, and the expected result in plain numpy: one dense row at a time, written from the docs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from longspan.runtime.sampling import Draw, TokenCounts, uniforms
 
 VOCAB = 16
 
-CHI_SQUARE_999 = dict(
-    enumerate((10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32, 26.12, 27.88, 29.59, 31.26), start=1),
-)
+CHI_SQUARE_999 = dict(enumerate((10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32, 26.12, 27.88, 29.59, 31.26), start=1))
 """Exceeded once in 1,000 times, by degrees of freedom."""
 
 
@@ -67,7 +65,7 @@ def changed(logits: Tensor, case: Case) -> np.ndarray:
 
 
 def probabilities(logits: Tensor, case: Case) -> np.ndarray:
-    """Of one row that is not greedy, float64: 0 for what must not be drawn."""
+    """Return the probabilities of a row that is not greedy, float64. Excluded tokens have 0."""
     wish = case.sampling
     row = changed(logits, case).astype(np.float64)
     weights = np.exp((row - row.max()) / wish.temperature)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ Row = dict[str, Any]
 
 
 class InOrderLauncher(ThreadLauncher):
-    """Connects workers as NCCL would, see `in_order`: what would hang there fails here, whatever is tested."""
+    """Connects workers with the rules of NCCL, see `in_order`. A call that would hang there fails here."""
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
@@ -75,31 +74,36 @@ def num_free_blocks(llm: LLM) -> list[int]:
     return [account.pool(instance).num_free for instance in llm.engine.config.cluster.instances]
 
 
+MAX_ENGINES = 4
+"""Engines that `Engines` keeps. Each takes 10 to 30 MB. Most tests that share one follow each other."""
+
+
 class Engines:
-    """Engines on tiny models that tests share; each is started once and ends with the session."""
+    """Engines on tiny models that tests share. The least recently used one ends when there are too many."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._known: dict[tuple[object, ...], ThreadLLM] = {}
+        self._engines: dict[tuple[object, ...], ThreadLLM] = {}
 
     def __call__(self, folder: Path, **arguments: Any) -> ThreadLLM:
-        """Gives one with blocks of 16 tokens and steps of at most 48 per instance, unless told otherwise.
+        """Return an engine with blocks of 16 tokens and steps of at most 48 tokens per instance by default.
 
-        Nothing is cached in it. Its policy is as the last test has set it.
+        Its prefix cache is empty. Its policy is the one that the last test set.
         """
         given = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48, **arguments}
         key = (folder, *sorted(given.items()))
-        if key not in self._known:
-            self._known[key] = self._stack.enter_context(ThreadLLM(str(folder), **given))
-        self._known[key].reset_prefix_cache()
-        return self._known[key]
+        llm = self._engines.pop(key, None) or ThreadLLM(str(folder), **given)
+        self._engines[key] = llm
+        self.close(MAX_ENGINES)
+        llm.reset_prefix_cache()
+        return llm
 
-    def close(self) -> None:
-        self._stack.close()
+    def close(self, num_kept: int = 0) -> None:
+        while len(self._engines) > num_kept:
+            self._engines.pop(next(iter(self._engines))).shutdown()
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], is_legal: Callable[[Row], bool] = lambda _: True) -> list[Any]:
-    """Gives all legal rows of a product as parameters; those that pairs do not need are marked `full`.
+    """Return all legal rows of a product as parameters. Rows that pairs do not need are marked `full`.
 
     Rows are taken greedily until every pair of values that occurs in any legal row occurs in a taken one.
     """

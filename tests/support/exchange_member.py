@@ -1,7 +1,7 @@
 """One rank of `test_faults.test_processes`.
 
-Exchanges over real connections with random delays, compares with one device, meets a message that is too short,
-and at last goes on exchanging until rank 1 has killed itself; the others end well if that is a CommError.
+Exchanges over real connections with random delays, compares with one device, and meets a message that
+is too short. Then it exchanges until rank 1 has killed itself. The remaining ranks exit with 0 after a CommError.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed:
 
 
 def meet_short_message(transport: Transport, rank: int, tag: int) -> None:
-    """For gloo a message passes for a longer one without a word; for the trailer, and in shared memory, it does not."""
+    """Gloo accepts a short message in place of a longer one. The trailer and shared memory do not."""
     message = Message([((3 if rank else 2,), torch.float32)], torch.device("cpu"))
     if rank == 0:
         Group(transport, (0, 1), 0, tags=range(tag, tag + 20)).start(sends={1: message}, receives={}, hop=0)
@@ -85,5 +85,5 @@ def until_killed(transport: Transport, num_ranks: int, rank: int, tags: itertool
             )
     except CommError as error:
         print(f"CommError: {error}", flush=True)
-        os._exit(0)  # at once, as a worker does: the others learn of it by this
-    raise AssertionError("nobody noticed")
+        os._exit(0)  # at once, as a worker does: its peers see the closed connection
+    raise AssertionError("no peer noticed")

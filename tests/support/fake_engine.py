@@ -1,7 +1,7 @@
-"""An engine core that computes nothing: what it does with a request is what the prompt's first token says.
+"""An engine core that computes nothing. The first token of a prompt chooses its reaction.
 
-The model of its `EngineSetup` is a file to which it appends a line of JSON per event; so a test sees what it was told,
-and each process knows how many there were before it. It starts in a blink, since it imports neither torch nor longspan.
+The model of its `EngineSetup` is a file, to which it appends a line of JSON per event. Tests read the events, and each
+process counts the earlier ones. It starts fast, since it imports neither torch nor longspan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SILENT = 2  # accepted; nothing follows
 UNACCEPTED = 3  # no answer at all
 BEGIN = 4  # one token, and no more
 DIE = 5  # accepted; the process ends
-DIE_ONCE = 6  # the same in the first process, as SAY in others
+DIE_ONCE = 6  # the same in the first process, as SAY in later processes
 SAY_AND_DIE_ONCE = 7  # one token before it ends
 FLOOD = 8  # max_tokens tokens with a text of 1,000 characters each
 PACED = 9  # max_tokens tokens, 20 ms apart
@@ -31,7 +31,7 @@ STUCK = 10  # one token; then its grammar cannot go on
 
 NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", "wrong", "ends-at-once"
 NEVER_QUITS, IS_KILLED = "never-quits", "is-killed"
-"""What the name of the file makes of the start."""
+"""Start as the name of the file demands."""
 
 _SETTINGS: dict[str, Any] = {
     "name": "fake",
@@ -123,7 +123,7 @@ class FakeEngine:
         self._send({"type": "PolicySet", "settings": settings, "id": number})
 
     def _die(self) -> NoReturn:
-        """Ends at once, but for what it has said."""
+        """End at once, after the sent messages."""
         self._socket.close(linger=5000)
         self._context.term()
         os._exit(9)

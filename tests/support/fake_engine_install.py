@@ -19,7 +19,7 @@ from longspan.serve import core_process
 
 @contextmanager
 def fake_engine_installed() -> Iterator[None]:
-    """Engine processes are those of `fake_engine.py`; no folder that is shared with one may be left."""
+    """Use `fake_engine.py` for engine processes. No folder that is shared with one may be left."""
     with tempfile.TemporaryDirectory(prefix="ls-") as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", name)
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
@@ -29,13 +29,13 @@ def fake_engine_installed() -> Iterator[None]:
 
 
 def told(events: Path, *kinds: str) -> list[dict[str, Any]]:
-    """What fake engines were told, those kinds of it."""
+    """Return the messages of these kinds that fake engines received."""
     lines = map(json.loads, events.read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line["event"] in kinds]
 
 
 async def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Lets others run until it is true."""
+    """Run other tasks until the condition is true."""
     deadline_s = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline_s

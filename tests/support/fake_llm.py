@@ -1,4 +1,4 @@
-"""`LLM` replaced by one that writes down what it is asked for and answers from a script."""
+"""A replacement of `LLM` that records its arguments and answers from a script."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOP = {7: Logprob(logprob=-0.5, rank=2, decoded_token="a"), 8: Logprob(logprob=-
 
 
 class FakeLLM:
-    """Every answer is `WORDS`. Tokens are characters; a prompt without any, or with a `!`, is refused."""
+    """Every answer is `WORDS`. Tokens are characters. A prompt without any, or with a `!`, is refused."""
 
     last: FakeLLM
     failure: BaseException | None = None
@@ -88,7 +88,7 @@ class FakeLLM:
 
 
 def output(prompt: str | list[int], params: SamplingParams, num_words: int, *, aborted: bool = False) -> RequestOutput:
-    """The state of a request after so many words; the last token of a finished one ends it and has no text."""
+    """Return the state of a request after a number of words. The last token of a finished request has no text."""
     done = num_words == len(WORDS)
     completions = [
         CompletionOutput(

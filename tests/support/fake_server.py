@@ -1,4 +1,4 @@
-"""The API server over an engine that is invented: what it does with requests, without any process."""
+"""The API server over a fake engine, without any process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import EngineRequest, InputProcessor
 
 OUTPUT = [5, 6]
-"""What every choice of every answer is."""
+"""The text of every choice of every answer."""
 POLICY = PolicySettings(
     name="tetris",
     options={"improvement_rate": "auto", "chunking": True, "min_chunk": 256, "sp_sizes": "1,2"},
@@ -56,7 +56,7 @@ STATS = Stats(
 
 
 class FakeEngine:
-    """Stands for an `EngineClient`; answers at once, or raises `failure`."""
+    """Replaces an `EngineClient`. Answers at once, or raises `failure`."""
 
     def __init__(self) -> None:
         self.started, self.stats, self.state = STARTED, STATS, "serving"
@@ -152,7 +152,7 @@ def fake_of(server: Server) -> FakeEngine:
 
 
 def client_of(server: Server) -> TestClient:
-    """A client that sees what others see, and not the server's exceptions."""
+    """A client that sees responses instead of the server's exceptions."""
     return TestClient(make_app(server), raise_server_exceptions=False)
 
 

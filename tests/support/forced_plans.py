@@ -27,7 +27,7 @@ PLANS: dict[str, Plans] = {
 
 
 class ForcedPlanner:
-    """The plan of each length; everything else goes to instance 0, and so do prompts that begin with cached tokens."""
+    """Return the plan of each length. Other prompts, and prompts with cached tokens, go to instance 0."""
 
     def __init__(self, plans: Plans, num_instances: int) -> None:
         self._plans, self.largest = plans, num_instances
@@ -83,20 +83,16 @@ def forced(
 
 
 def planned(
-    planner: ChunkPlanner,
-    options: SharingOptions | None = None,
-    *,
-    decode: Sequence[int] = (),
-    balance: bool = True,
+    planner: ChunkPlanner, options: SharingOptions | None = None, *, decode: Sequence[int] = (), balance: bool = True
 ) -> Policy:
-    """Prompts as a planner wishes, on instances that also decode, or with others that do."""
+    """Prompts as a planner wishes, on instances that also decode, or with separate decode instances."""
     instances, options = tuple(range(planner.largest)), options or SharingOptions()
     parts = GroupParts(len(instances), options, Facts(), balance=balance)
     return Cdsp(instances, options, planner, parts, decode=decode)
 
 
 class Wandering(Policy):
-    """A policy under which each step of a request is for any group that has all holders of its KV; also in decode."""
+    """A policy that picks a random group for each step, also in decode. The group has all holders of the KV."""
 
     def __init__(self, num_instances: int, seed: int) -> None:
         super().__init__(tuple(range(num_instances)), None, None)

@@ -1,6 +1,6 @@
-"""Functions in processes of their own, forked from one that has imported what takes long to import.
+"""Functions in processes that are forked from a process with PyTorch imported.
 
-That one starts with the first of them, has a single thread, and ends with this process.
+The parent process starts with the first function, has a single thread, and ends with this process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _context.set_forkserver_preload(["torch.distributed", "longspan.llm", "longspan.
 
 
 class Forked:
-    """A process that runs `function(*arguments)`; its exit code is 1 if that raises.
+    """A process that runs `function(*arguments)`. Its exit code is 1 if the function raises.
 
-    Its environment is ours, with that of `environment`; with `own_group`, signals for our group do not reach it.
+    Its environment is ours, updated by `environment`. With `own_group`, signals for our group do not reach it.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Forked:
 
     @property
     def stdout(self) -> str:
-        """What it has written so far."""
+        """Return its output so far."""
         return self._outputs[0].read_text() if self._outputs[0].exists() else ""
 
     def wait(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """Waits for its end; kills it when it takes longer.
+        """Wait for its end. Kill it after the timeout.
 
         Raises:
             TimeoutError: when it does.
@@ -74,13 +74,13 @@ class Forked:
 def run_ranks(
     function: Callable[[str, int, int], object], store: Path, num_ranks: int, timeout_s: float = 60
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Calls `function(store, num_ranks, rank)` in a process for each rank; waits until all have ended."""
+    """Call `function(store, num_ranks, rank)` in a process for each rank. Wait until all have ended."""
     ranks = [Forked(function, str(store), num_ranks, rank) for rank in range(num_ranks)]
     return [rank.wait(timeout_s) for rank in ranks]
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens."""
+    """Return an unused port of this machine."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         return int(free.getsockname()[1])
 

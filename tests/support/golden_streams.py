@@ -1,4 +1,4 @@
-"""Some 50 workloads and the steps that they took: `python tests/test_golden.py` records them anew.
+"""Some 50 workloads and their recorded steps. `python tests/test_golden.py` records them again.
 
 A change of the scheduling code that is meant to change no decision leaves every stream as it is.
 """
@@ -164,7 +164,7 @@ def _stream(name: str) -> list[Step]:
 
 
 def _grown(name: str, balance: bool) -> list[Step]:
-    """Groups that grow as they are told, also while others run."""
+    """Groups that grow by a fixed plan, also while other requests run."""
     cluster = Cluster(Setup(num_instances=4, block_size=8, max_num_batched_tokens=64, uneven=2))
     cluster.engine.set_policy(forced(PLANS[name], 4, balance=balance))
     for length in (300, 200, 300, 40):
@@ -232,11 +232,11 @@ STREAMS: dict[str, Callable[[], list[Step]]] = {
     "wandering": _wandering,
     **{name: lambda name=name: _simulated(name) for name in SIMULATED},  # type: ignore[misc]
 }
-"""What takes the steps of each workload."""
+"""The function that runs each workload."""
 
 
 def main() -> None:
-    """Records all streams; prints how many steps each has."""
+    """Record all streams, and print the number of steps of each."""
     found = {}
     for name, steps in STREAMS.items():
         taken = steps()

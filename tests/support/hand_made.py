@@ -61,7 +61,7 @@ def workers(
 
 
 class Cluster:
-    """An executor, numbers for steps, and blocks that nobody has; the latest one freed is used first."""
+    """An executor, numbers for steps, and free blocks. The most recently freed block is used first."""
 
     def __init__(self, executor: WorkerExecutor, instances: Instances) -> None:
         self.executor, self.instances = executor, instances
@@ -85,7 +85,7 @@ class Cluster:
             self.free[ref.pool].append(ref.block)
 
     def wait(self, *numbers: int, timeout_s: float = 60.0) -> list[Completion]:
-        """The completions of some steps; others that come meanwhile are kept."""
+        """Return the completions of some steps. Keep other completions for later calls."""
         deadline = time.monotonic() + timeout_s
         while not set(numbers) <= set(self.completions):
             assert time.monotonic() < deadline, f"steps {numbers} are not done"
@@ -160,7 +160,7 @@ class Driven:
         return [self._move([copy for copy in copies if copy[0].instance == source]) for source in sources]
 
     def even_out(self, group: tuple[int, ...]) -> tuple[MoveKV, list[BlockRef]]:
-        """Gives full blocks to the members of a group in turns; returns the move, and the blocks that were left."""
+        """Distribute full blocks over the members of a group. Return the move and the old blocks."""
         copies = []
         for index in range(self.stop // BLOCK):
             home = group[index % len(group)]
@@ -170,7 +170,7 @@ class Driven:
         return self._move(copies), [old for old, _ in copies]
 
     def swap(self, way: MoveWay, pool: int) -> MoveKV:
-        """Begins to copy all blocks to a pool, out to the host's or in to that of an instance; frees the old ones."""
+        """Begin to copy all blocks to a pool of the host or of an instance, and free the old blocks."""
         old, self.table = self.table, [self.cluster.block(pool) for _ in self.table]
         self.cluster.release(old)
         move = self._move(list(zip(old, self.table, strict=True)), way)

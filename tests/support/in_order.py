@@ -1,9 +1,9 @@
 """A transport that orders calls as NCCL does: no tags, each communicator runs a rank's calls one after the other.
 
 A call is a group of sends and receives, which run together when all calls before it on this rank are over. A send and
-a receive meet when the calls of both are running, and a sum when those of all its ranks are. What would hang on NCCL is
-found at once and told as a circle of calls that wait for each other; what would arrive in the wrong buffer is told by
-its tag or its size.
+a receive meet when the calls of both are running, and a sum when those of all its ranks are. A hang on NCCL
+fails here at once, and the error names the circle of calls that wait for each other. A message in the wrong buffer is
+found by its tag or its size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from longspan.attn.comm import Calls, CommError, Pending, Sums
 
 @dataclass(eq=False)
 class _Call:
-    """One rank's grouped call; `sends` and `receives` are those that have not met their counterparts.
+    """One rank's grouped call. `sends` and `receives` are the messages without a counterpart so far.
 
     Or its term of a sum, until that is made: then the term has become the sum.
     """
@@ -52,7 +52,7 @@ class _Call:
 
 @dataclass
 class Fabric:
-    """The communicators of all ranks, by name, and who waits for what."""
+    """The communicators of all ranks, by name, and the call that each thread waits for."""
 
     timeout_s: float = 60.0
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -67,7 +67,7 @@ class Fabric:
     _failure: str = ""
 
     def open(self, rank: int, num_ranks: int, groups: Sequence[Sequence[int]]) -> None:
-        """Makes communicators of some of so many ranks, all of which have to make the same ones in the same order."""
+        """Make communicators among `num_ranks` ranks. All ranks must make the same ones in the same order."""
         with self._changed:
             opened = self._opened[num_ranks]
             for members in map(tuple, groups):
@@ -79,7 +79,7 @@ class Fabric:
                     self._fail(f"rank {rank} opens {members} where another opens {opened[number]}")
 
     def add(self, lane: str, rank: int, num_ranks: int, members: Sequence[int], term: Tensor) -> Tensor:
-        """Turns a term into the sum of those of all members; waits for them."""
+        """Replace a term by the sum of the terms of all members. Wait for them."""
         with self._changed:
             opened = self._opened[num_ranks][: self._num_opened[rank, num_ranks]]
             assert tuple(members) in opened and rank in members, f"rank {rank} has opened {opened}, not {members}"
@@ -112,8 +112,7 @@ class Fabric:
             try:
                 self._look_for_circle(call)
                 is_over = self._changed.wait_for(
-                    lambda: call.is_over or self._failure or self._gone & {call.rank, *call.peers},
-                    self.timeout_s,
+                    lambda: call.is_over or self._failure or self._gone & {call.rank, *call.peers}, self.timeout_s
                 )
             finally:
                 del self._waiting[thread]
@@ -158,7 +157,7 @@ class Fabric:
         self._changed.notify_all()
 
     def _meet(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
-        """Sends what the peers' running calls receive; returns whether anything was, or the call is over."""
+        """Send to the peers' running calls. Return whether a message was sent, or the call is over."""
         found = call.is_over or self._meet_all(call, heads)
         for peer in list(call.sends):
             other = heads[peer][0] if heads.get(peer) else None
@@ -174,7 +173,7 @@ class Fabric:
         return found
 
     def _meet_all(self, call: _Call, heads: dict[int, deque[_Call]]) -> bool:
-        """Makes a sum if all terms are there, not in the order of the ranks; returns whether it did."""
+        """Make a sum if all terms are there, not in the order of the ranks. Return whether it was made."""
         running = [heads[member][0] for member in call.members if heads.get(member)]
         if call.term is None or len(running) < len(call.members):
             return False
@@ -190,7 +189,7 @@ class Fabric:
         return True
 
     def _look_for_circle(self, call: _Call) -> None:
-        """Fails if a call waits, by way of others, for itself."""
+        """Fail if a call waits for itself, also through other calls."""
         way: list[_Call] = []
         done: set[int] = set()
 
@@ -221,9 +220,9 @@ class Fabric:
             if self._queues[key] and call.members:
                 continue  # it has called, and waits for the same ranks
             if self._queues[key]:
-                yield self._queues[key][0]  # of something else: what is meant for each other has met
+                yield self._queues[key][0]  # of something else: matching messages were delivered
             elif (caller := self._caller(*key)) is not None and (waited := self._waiting.get(caller)) is not None:
-                yield waited  # whoever is to call waits for something
+                yield waited  # the calling thread waits for something
 
     def _caller(self, communicator: str, rank: int) -> threading.Thread | None:
         """Return the thread that has called for a rank there, or the only thread of the rank. None if unknown."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 Run = Callable[..., None]
-"""Runs a function of a module there with its arguments; where it fails there, it fails here."""
+"""Run a function of a module there with its arguments. Its failures are raised here."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Profiles that nobody measured, in the place of stored ones."""
+"""Profiles without measurements, in place of stored ones."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _LENGTHS = (1024, 2048, 4096)
 
 
 def invented_points(group: Group, *, kv: float = 40.0, qkv: float = 90.0) -> list[Point]:
-    """Exact ones, and some that lose so many points with all dropped, by the square of the ratio."""
+    """Exact settings, and settings that lose points by the square of the drop ratio."""
     found = [_point(group, length, Configuration(1), "kv", 0.0) for length in _LENGTHS]
     for number in range(60):
         mode: DropMode = "kv" if number % 2 else "qkv"

@@ -13,7 +13,7 @@ from longspan.model.files import cache_root
 
 @contextmanager
 def loaded_kernels() -> Iterator[None]:
-    """Loads the kernels inside a block; skips the test where the machine cannot have them."""
+    """Load the kernels inside a block. Skip the test where the machine cannot have them."""
     try:
         library = native.build(cache_root() / "native")
     except native.UnavailableError as error:

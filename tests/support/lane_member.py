@@ -1,7 +1,7 @@
 """One rank of `test_network.test_lanes_of_their_own`.
 
-Sends between subsets of the ranks on two lanes that have process groups of their own, as NCCL needs them: the same tags
-and the same ranks, and other numbers on each. Then sums over sets of ranks that change, as when clusters do.
+Sends between subsets of the ranks on two lanes with separate process groups, as NCCL needs them. Both lanes use
+the same tags and ranks, with other numbers. Then it sums over sets of ranks that change, as when clusters change.
 """
 
 from __future__ import annotations

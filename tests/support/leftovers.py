@@ -1,4 +1,4 @@
-"""What engines may leave behind on a machine: processes, run folders and segments of shared memory."""
+"""Traces of engines on a machine: processes, run folders and segments of shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def left_names() -> set[str]:
 
 
 def wait_until_gone(pids: Iterable[int], before: set[str]) -> None:
-    """Waits for the ends of processes and of all names but those of before; other tests' come and go meanwhile."""
+    """Wait until processes and new names are gone. Names of other tests may come and go meanwhile."""
     deadline = time.monotonic() + 60
     new = left_names() - before
     while True:

@@ -1,6 +1,6 @@
 """One of three ranks of `test_attn_library.test_process_groups`.
 
-Two process groups that share ranks take turns in exchanges on real gloo connections. Nothing waits between the calls,
+Two process groups that share ranks alternate in exchanges on real gloo connections. Nothing waits between the calls,
 and the last one is followed at once by the end of the process.
 """
 

@@ -11,7 +11,7 @@ from longspan.cost.flows import Flow
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long, and stages equal parts.
+    """`base_s` plus `per_token_s` for every token of the busiest instance. Stages take equal parts of it.
 
     A transfer takes `per_block_s` for every block.
     """
@@ -39,7 +39,7 @@ class LinearCost:
         """Returns None: it has no messages."""
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
-        """Sends it as `StepCost` says; bytes are blocks."""
+        """See `StepCost`. Bytes are blocks."""
         pairs = Counter((source.instance, target.instance) for source, target in move.copies)
         return tuple(
             Flow(*pair, number, 0.0, ((("out", pair[0]), self.per_block_s), (("in", pair[1]), self.per_block_s)))

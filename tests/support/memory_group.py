@@ -1,4 +1,4 @@
-"""A control group with a memory limit, which a test puts processes into; tests without the right to make one skip."""
+"""A control group with a memory limit for processes of a test. Tests without the right to make one are skipped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MemoryGroup:
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[MemoryGroup]:
-    """Makes a group below that of this process, so that all limits from above hold too; skips where that fails."""
+    """Make a group below the group of this process, so that all its limits hold too. Skip where that fails."""
     lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else []
     own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
     parent = _MOUNT / "memory" / own["memory"].lstrip("/") if "memory" in own else _MOUNT / own.get("", "").lstrip("/")

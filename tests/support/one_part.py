@@ -1,4 +1,4 @@
-"""Parts, and steps with a single one, for tests of what becomes of steps."""
+"""Parts, and steps with a single part."""
 
 from __future__ import annotations
 

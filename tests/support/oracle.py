@@ -28,8 +28,8 @@ class Expected:
 class Oracle:
     """A model that ignores end-of-sequence tokens.
 
-    With `use_cache=False` every token is computed afresh: a Llama with longrope needs that, since `generate` keeps keys
-    with the short factors in its cache when a request grows past the length at which the factors change.
+    With `use_cache=False` every token is computed afresh. Llamas with longrope need that: when a request
+    grows past the switch length, `generate` keeps cached keys with the short factors.
     """
 
     def __init__(self, folder: Path, *, use_cache: bool = True) -> None:
@@ -80,5 +80,5 @@ def assert_exact(output: RequestOutput, expected: Expected, *, tolerance: float 
         if got.token_ids[step] != expected.token_ids[step]:
             second, first = np.sort(reference)[-2:]
             assert first - second <= tolerance, f"token {step}: {got.token_ids[step]} != {expected.token_ids[step]}"
-            warnings.warn(f"token {step} is a tie within {tolerance}; what follows is not compared", stacklevel=2)
+            warnings.warn(f"token {step} is a tie within {tolerance}; later tokens are not compared", stacklevel=2)
             return

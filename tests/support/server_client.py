@@ -26,7 +26,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """An answer to a request; the names of its headers are in lower case."""
+    """An answer to a request. The names of its headers are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -103,16 +103,16 @@ class Client:
         return found
 
     def wait_until_idle(self) -> Metrics:
-        """Until nothing runs, waits, or holds a block; then the metrics."""
+        """Wait until no request runs, waits, or holds a block. Return the metrics."""
         return self._wait_for(lambda metrics: not any(metrics[name] for name in metrics if _OCCUPIED.match(name)), 60)
 
     def wait_for_more(self, name: str, before: Metrics) -> Metrics:
-        """Until a counter has gone up, which the engine tells twice a second, and nothing runs; then the metrics."""
+        """Wait until a counter, reported twice a second, has risen and nothing runs. Return the metrics."""
         self._wait_for(lambda metrics: metrics[name] > before[name], 60)
         return self.wait_until_idle()
 
     def wait_until_running(self, number: int) -> None:
-        """Until at least so many requests run."""
+        """Wait until at least this many requests run."""
         self._wait_for(lambda metrics: metrics["num_requests_running"] >= number, 60)
 
     def wait_for_health(self, status: int, timeout_s: float) -> None:
@@ -170,7 +170,7 @@ class Wire:
 
 
 def completion(**fields: object) -> dict[str, object]:
-    """A greedy completion of just so many tokens, told as token ids."""
+    """Return a greedy completion of this length, as token ids."""
     return {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
 
 

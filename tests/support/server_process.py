@@ -1,4 +1,4 @@
-"""A real `longspan serve`: started, waited for, looked into, ended; it must end well, and nothing of it may be left."""
+"""A real `longspan serve` process. It must exit as expected, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from server_client import Client
 KEY = "sesame"
 """Without one, a server's policy would not be changed."""
 MODEL, OTHER_NAME, MAX_MODEL_LEN = "tiny", "gpt-4o-mini", 4096
-"""What the server that several files ask calls its model, and how long it lets requests become."""
+"""The name of the model of the shared server, and the length of its longest request."""
 
 _VARIABLES = {"OMP_NUM_THREADS": "1", "LONGSPAN_DTYPE": "float32"}
 _START_TIMEOUT_S = 120.0
@@ -31,12 +31,12 @@ _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _ADDRESS = re.compile(r"serving \S+ on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
 _LOSSES = ("new workers", "another engine core")
-"""What the log says of lost processes."""
+"""The log lines about lost processes."""
 
 
 @contextmanager
 def running(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
-    """`longspan serve` with these arguments, when it answers; it is closed at the end, unless it has been before."""
+    """Start `longspan serve` with these arguments, and wait until it answers. Close it at the end."""
     server = ServerProcess(arguments, log, environment or {})
     try:
         server.wait_until_healthy()
@@ -59,9 +59,9 @@ class ServerProcess:
 
     def __init__(self, arguments: tuple[str, ...], log: Path, environment: Mapping[str, str]) -> None:
         self.log = log
-        self._folder = Path(tempfile.mkdtemp(prefix="ls-"))  # for all its temporary files; short: it is to hold sockets
+        self._folder = Path(tempfile.mkdtemp(prefix="ls-"))  # of temporary files, short for sockets
         self._api_key = environment.get("LONGSPAN_API_KEY")
-        self._exit_code: int | None = None  # once somebody has made it end: what is expected
+        self._exit_code: int | None = None  # the expected one, once the process was ended
         self._is_hurt = self._is_closed = False
         self._others = set(_SHARED_MEMORY.iterdir())  # process ids come again: a name may be another's of before
         with log.open("wb") as file:
@@ -89,7 +89,7 @@ class ServerProcess:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """Its descendants: the engine core, the one that forks workers, and these."""
+        """Its descendants: the engine core, the fork server, and the workers."""
         found = self.process.children(recursive=True)
         self._seen.update(found)
         return found
@@ -112,7 +112,7 @@ class ServerProcess:
         self.process.send_signal(signal.SIGTERM)
 
     def kill(self, what: str) -> None:
-        """SIGKILL to one of its processes, `API server` included; from now on its log may tell of losses."""
+        """SIGKILL to one of its processes, `API server` included. From now on its log may have lines about losses."""
         self._is_hurt = True
         if what == "API server":
             assert self.family
@@ -143,7 +143,7 @@ class ServerProcess:
         shutil.rmtree(self._folder)
 
     def _check_nothing_is_left(self) -> None:
-        """No process, no folder, no shared memory, nobody on its port."""
+        """Check that no process, folder, shared memory or listener is left."""
         _, alive = psutil.wait_procs(self._seen, timeout=_LEAVE_TIMEOUT_S)
         pids = {str(process.pid) for process in self._seen}
         new = set(_SHARED_MEMORY.iterdir()) - self._others
@@ -151,4 +151,4 @@ class ServerProcess:
         left = [*alive, *self._folder.iterdir(), *segments]
         assert not left, f"left behind: {left}"
         with closing(socket.create_server(("127.0.0.1", self.client.port))):
-            pass  # raises if somebody still listens
+            pass  # raises if a process still listens

@@ -1,4 +1,4 @@
-"""One of two stages of `test_network.test_what_has_left_for_another_stage_is_not_kept`."""
+"""One of two stages of `test_network.test_hidden_states_sent_to_another_stage_are_freed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CUDA graphs are, on a CPU: operators and kernels that a function called are repeated, the function is not."""
+"""CUDA graphs on a CPU: a replay repeats the operators and kernels of a function, without the function."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _recorded_kernels:  # noqa: N801 - a context
-    """Records launches of Triton's kernels, of which the mode above sees nothing but what the interpreter does."""
+    """Records launches of Triton's kernels, of which the mode above sees only the work of the interpreter."""
 
     def __init__(self, calls: list[Callable[[], object]]) -> None:
         self._calls = calls

@@ -1,7 +1,7 @@
-"""Algorithms 1 to 3 of Tetris as the paper writes them, slowly: what `policy.cdsp` is held against.
+"""Algorithms 1 to 3 of Tetris as in the paper: the slow reference of `policy.cdsp`.
 
-What the paper leaves open is settled as in `policy.cdsp`: of equals the first that was free at the start, then the
-lower number; a chunk is too short below `min_chunk`, or when the next smaller size is as quick.
+Open points follow `policy.cdsp`. Ties go to the instance that was free first, then to the lower number. A chunk is too
+short below `min_chunk`, or when the next smaller size is as quick.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """What all calls share: the models of Eq. 1 by size, the improvement rate, and what counts as too short."""
+    """Arguments of all calls: the models of Eq. 1 by size, the improvement rate, and the shortest chunk."""
 
     times: Mapping[int, PrefillTime]
     improvement_rate: float
@@ -88,7 +88,7 @@ class Paper:
     def get_chunk_plan(
         self, length: int, before: Allocation, current: int, following: int, pool: Sequence[Instance]
     ) -> tuple[int, list[Instance]]:
-        """Algorithm 3; the quadratic is solved by bisection."""
+        """Algorithm 3. The quadratic is solved by bisection."""
         current_group = get_group(pool, instances(before), current)
         next_group = get_group(pool, numbers(current_group), following)
         budget_s = max(one.queue_s for one in next_group) - max(one.queue_s for one in current_group)

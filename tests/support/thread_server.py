@@ -187,16 +187,13 @@ class ThreadServer:
 
 @contextmanager
 def thread_server(given: EngineArgs, *, max_worker_restarts: int | None = None) -> Iterator[ThreadServer]:
-    """Start a server with the options of an engine; it is closed at the end.
+    """Start a server with the options of an engine. It is closed at the end.
 
     Raises:
         ValueError: the engine core refuses the options.
     """
     setup = EngineSetup(
-        engine=given,
-        max_num_queued_reqs=100,
-        max_num_queued_tokens=10**6,
-        max_worker_restarts=max_worker_restarts,
+        engine=given, max_num_queued_reqs=100, max_num_queued_tokens=10**6, max_worker_restarts=max_worker_restarts
     )
     with start_blocking_portal() as portal, pytest.MonkeyPatch.context() as patch:
         server = ThreadServer(setup, portal)

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class DiedError(Exception):
-    """What a member raises whose transport was told to die."""
+    """Raised by a member whose transport ends by a planned fault."""
 
 
 class FaultyTransport:
@@ -66,21 +66,21 @@ class FaultyTransport:
         return pending
 
     def complete_sends(self) -> None:
-        """Waits until the lane is empty; raises what it met."""
+        """Wait until the lane is empty, and raise its error."""
         with self._changed:
             self._changed.wait_for(lambda: not self._due or self._error)
             if self._error:
                 raise self._error
 
     def close(self) -> None:
-        """Ends the lane; what it still holds is lost."""
+        """End the lane. Its messages are lost."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _lane(self) -> None:
         with self._changed:
-            while not self._closed:  # a peer's death does not stop what is meant for the others
+            while not self._closed:  # the end of a peer does not stop messages to other peers
                 wait_s = self._due[0][0] - time.monotonic() if self._due else None
                 if wait_s is None or wait_s > 0:
                     self._changed.wait(wait_s)
@@ -105,7 +105,7 @@ def run_members(
     faults: Callable[[int, Transport], FaultyTransport] | None = None,
     limit_s: float = 30.0,
 ) -> list[Result | Exception]:
-    """Runs `work(rank, transport)` on a thread per member; returns what each returned or raised, by rank.
+    """Run `work(rank, transport)` on a thread per member. Return the result or the error of each, by rank.
 
     A member that raises closes its transport, as a worker process does by ending. Fails when one hangs.
     """

@@ -1,4 +1,4 @@
-"""Engines whose clusters take turns, with little room so that they do so often."""
+"""Engines with a prefill and a decode phase, and few blocks, so that phases change often."""
 
 from __future__ import annotations
 

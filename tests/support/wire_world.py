@@ -1,4 +1,4 @@
-"""What the tests of the server's JSON share: a served model without an engine, and deltas of an engine, invented."""
+"""A served model without an engine, and invented deltas of an engine, for tests of the server's JSON."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def deltas_of(
     finish_reason: FinishReason = "length",
     by: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Delta]:
-    """Deltas of an engine request whose choices are these token ids; `steps` is how many tokens come at a time."""
+    """Return deltas of an engine request whose choices are these token ids, `steps` tokens at a time."""
     params, shown = engine_request.params, engine_request.shown_token_ids
     detokenizers = [
         Detokenizer(by or tokenizer(), engine_request.token_ids, params.stop_strings, shown_token_ids=shown)
@@ -98,7 +98,7 @@ def whole(assembler: Assembler, deltas: Sequence[Sequence[Delta]]) -> dict[str, 
 
 
 def stream(assembler: Assembler, deltas: Sequence[Sequence[Delta]]) -> list[dict[str, Any]]:
-    """The chunks when these deltas of engine requests come, in turns."""
+    """Return the chunks when these deltas of engine requests arrive alternately."""
     chunks = []
     for step in range(max(map(len, deltas))):
         for index, of_request in enumerate(deltas):

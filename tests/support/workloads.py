@@ -43,9 +43,9 @@ class Job:
 
 
 def machine(num_instances: int) -> Profile:
-    """Short prompts are quicker on one instance, longer ones on two, three or four; every exchange is best for some."""
+    """Short prompts are quicker on one instance, longer ones on two, three or four. Each exchange is best for some."""
     profile = Profile(
-        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
+        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m")
     )
     terms = {"local": (0, 2, 0, 0.0), "ring_kv": (60, 2, 1e-2, 0.0), "ring_q": (60, 2.4, 0, 0.0)}
     terms |= {"alltoall": (80, 1.6, 5e-3, 0.0), "gather_kv": (60, 1.8, 2e-2, 1e-2), "chain": (60, 2, 0, 0.0)}
@@ -125,8 +125,8 @@ def play(
     damaged: Callable[[MoveKV], tuple[int, ...]] = lambda _: (),
     poison: Collection[int] = (),
 ) -> Cluster:
-    """Runs a workload to its end. With `timeouts`, some polls end before anything is done; `damaged` says which copies
-    of a move a disk cannot make; for `poison` tokens ranks compute NaN.
+    """Run a workload to its end. With `timeouts`, some polls end early. `damaged` returns the copies of a move that a
+    disk cannot make. For `poison` tokens ranks compute NaN.
     """
     cluster = Cluster(setup)
     cluster.executor.damaged, cluster.executor.poison = damaged, poison
@@ -161,7 +161,7 @@ def add(cluster: Cluster, job: Job) -> Request:
 
 
 def assert_lawful(cluster: Cluster) -> None:
-    """Every request that nobody aborted has all its tokens, and none was computed twice without need."""
+    """Every request without an abort has all its tokens, and none was computed twice without need."""
     setup, poison = cluster.setup, cluster.executor.poison
     for request in cluster.requests:
         expected = cluster.expected_output(request)

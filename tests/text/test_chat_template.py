@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.core.sampling import SamplingParams
@@ -72,7 +73,7 @@ def test_a_message_that_only_calls_tools_has_no_text(tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.parametrize(("prompt", "shown"), [(5, "5"), ([1, "a"], "[1, 'a']"), ([1.5], "[1.5]")])
-def test_what_is_no_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, shown: str) -> None:
+def test_values_that_are_no_prompt_are_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, shown: str) -> None:
     processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
     with pytest.raises(ValueError, match=rf"^a prompt is a text or a list of token ids, but {re.escape(shown)} given"):
         processor.process(prompt, SamplingParams())
@@ -91,29 +92,29 @@ def test_a_dict_holds_a_prompt_and_its_cache_salt(tokenizer: PreTrainedTokenizer
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
+    ("prompt", "parameter"),
     [
-        ({}, "has neither"),
-        ({"cache_salt": "a"}, "has neither"),
-        ({"prompt": 5}, "^prompt must be a text, but 5 given"),
-        ({"prompt_token_ids": "Hello"}, "^prompt_token_ids must be a list of token ids, but 'Hello' given"),
-        ({"prompt_token_ids": [1.5]}, "a list of token ids, but "),
+        ({}, "neither"),
+        ({"cache_salt": "a"}, "neither"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt_token_ids": "Hello"}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1.5]}, "token"),
         ({"prompt_token_ids": []}, "empty"),
-        ({"prompt": "a", "cache_salt": ""}, "^cache_salt must be a text that is not empty, but '' given: leave it out"),
-        ({"prompt": "a", "cache_salt": 7}, "^cache_salt must be a text that is not empty, but 7 given: leave it out"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "the key 'multi_modal_data', which is not supported"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": 7}, "cache_salt"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
     ],
 )
-def test_a_dict_that_is_no_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, words: str) -> None:
+def test_a_dict_that_is_no_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, parameter: str) -> None:
     processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
-    with pytest.raises(ValueError, match=words):
+    with refused(parameter):
         processor.process(prompt, SamplingParams())
 
 
 def test_without_a_tokenizer_there_are_no_stop_strings() -> None:
     processor = InputProcessor(tokenizer=None, vocab_size=9, max_model_len=512)
     assert processor.process([1, 2], SamplingParams(stop_token_ids=[3])).token_ids == (1, 2)
-    with pytest.raises(ValueError, match=r"stop strings need a tokenizer, but there is none \(skip_tokenizer_init\)"):
+    with refused("stop"):
         processor.process([1, 2], SamplingParams(stop=["a"]))
 
 

@@ -33,7 +33,7 @@ def test_a_check_is_made_once_whatever_it_finds(regex: str, monkeypatch: pytest.
     assert num_runs == 1
 
 
-def test_what_the_machine_had_no_time_for_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_timed_out_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar, run = LLMatcher.grammar_from_regex("[xy]{4}"), subprocess.run
 
     def too_late(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Incremental text equals the text of the whole; stop strings end it exactly."""
+"""Incremental text equals the whole text. Stop strings end it exactly."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PRINTABLE_FIRST = PRINTABLE + [byte for byte in range(256) if byte not in PRINTA
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerBase:
-    """Every byte is a token, some letters too; ids 0 and 1 are special."""
+    """Every byte and some letters are tokens. Ids 0 and 1 are special."""
     words = ["<eos>", "<pad>", *_stand_ins(), "ab", "abc", "Ġab", "Ġthe", "ðŁĺ"]
     model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[])
     core = Tokenizer(model)
@@ -109,16 +109,13 @@ def test_a_space_between_prompt_and_output_is_kept() -> None:
 def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop=tuple(stop))
     out = pieces(detokenizer, spell(text))
-    # One token at a time, the stop string that is complete first ends the text; of two, the one that begins first.
-    first = min(
-        ((text.find(each) + len(each), text.find(each)) for each in stop if each in text),
-        default=None,
-    )
+    # One token at a time, the first complete stop string ends the text. Of two, the one that begins first counts.
+    first = min(((text.find(each) + len(each), text.find(each)) for each in stop if each in text), default=None)
     assert "".join(out) == detokenizer.text == (text if first is None else text[: first[1]])
     assert (detokenizer.stopped_by in stop) == (first is not None)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop=("\n\nX",))
     assert pieces(detokenizer, spell("a\n\nb\n")) == ["a", "", "", "\n\nb", "", "\n"]
     assert detokenizer.stopped_by is None
@@ -166,7 +163,7 @@ def test_a_grammar_needs_a_token_that_ends_an_output() -> None:
     assert grammar_vocabulary(endless, vocab_size=VOCAB, eos_token_ids=(1,)).eos_token == 1
 
 
-def test_a_tokenizer_whose_bytes_cannot_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_without_byte_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("no bytes\nhere")
 

@@ -69,7 +69,7 @@ class ScriptedEngine:
         return self.stepped
 
     def finish(self, request: ScriptedRequest, reason: str) -> None:
-        """As the engine does: what has ended keeps its reason, but for a stop string in the last token."""
+        """As in the engine: an ended request keeps its reason, except for a stop string in the last token."""
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
 
