@@ -336,7 +336,7 @@ def _over(ours: float, other: float) -> float:
     return ours / other if other else 1.0
 
 
-def _plot(found: Sequence[Point], file: Path) -> None:
+def plot(found: Sequence[Point], file: Path) -> None:
     """Draw a row per cluster and workload, a column per metric, and a line per policy, over loads."""
     import plotly.graph_objects as go  # noqa: PLC0415  # optional
     from plotly.colors import qualitative  # noqa: PLC0415
