@@ -226,6 +226,7 @@ def test_a_new_prompt_is_shared_although_a_host_has_its_beginning(policy: str) -
     for number in range(40):  # evicts the beginning from the devices
         cluster.add([40 + number] * 60, max_tokens=2)
     cluster.run()
+    cluster.clock.advance_to(cluster.clock.now() + 1000)  # the rate of arrivals falls
     request = cluster.add([*shared, *(number % 7 for number in range(160))], max_tokens=2)
     cluster.run()
     assert request.metrics.num_cached_tokens == 16
