@@ -102,14 +102,14 @@ class Costs:
         return 2 * min(1.0, (now_s - waiting.request.arrival_s + waiting.fastest_s) / max_s) / max_s
 
     def of(self, waiting: Waiting, seconds: Numbers, haste: float, now_s: float, load: Load) -> Numbers:
-        """Return the cost of each group on which a prompt takes these seconds: [num_groups].
+        """Return the cost of a prefill on each group, where it takes `seconds`: [num_groups].
 
-        The cost sums what the choice adds to the penalties of the prompt; of prompts that wait behind it or come later,
-        for which more of the instances' time is spent, or which find no instance free; and of answers on the group,
-        which wait during the prefill. Answers do not count for a prompt that is overdue.
+        Sum the latency penalties that the choice adds for this prompt, for prompts behind it or later, and for answers.
+        Other prompts lose instance time, or find no instance free. Answers on the group wait during the prefill, but do
+        not count for an overdue prompt.
 
         Args:
-            haste: the sum over all prompts that wait behind this one.
+            haste: the sum of `Costs.haste` over the prompts that wait behind this one.
         """
         candidates, num_instances, wait_s = self._candidates, len(load.wait_s), load.wait_s
         requests_per_s, busy = self._history.rates(now_s)
@@ -124,11 +124,11 @@ class Costs:
         held_up_s = np.minimum(longest_s, queues_s[-1 - candidates.sum(free.astype(float)).astype(int)])
         held_up_s -= np.minimum(longest_s, queues_s[-1])
         slack = 1 - min(MAX_BUSY, busy / num_instances)
-        later_s = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
+        later_delay = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
 
         ttft_s = now_s - waiting.request.arrival_s + begins_s + seconds
         costs: Numbers = _penalty(ttft_s / (self._max_ttft * fastest_s)) + haste * more_s
-        costs += 2 / self._max_ttft**2 * requests_per_s * seconds * later_s
+        costs += 2 / self._max_ttft**2 * requests_per_s * seconds * later_delay
         if now_s < waiting.overdue_s:
             costs += self._answers(seconds / self._history.answer_tokens, load)
         return costs
