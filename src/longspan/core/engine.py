@@ -58,7 +58,7 @@ class Engine:
         self._intake.check(num_prompt_tokens, *self._regrouping.target(self._policy, self.config))
 
     def add(self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
-        """Queue a request. During a change of clusters, its bounds and settings are those after the change.
+        """Queue a request. While clusters change, apply the limits and settings that hold after the change.
 
         Raises:
             ValueError: see `check`.

@@ -21,10 +21,10 @@ _ROLES = re.compile(r"\s*(\S+)\s+prefill\s*\+\s*(\S+)\s+decode\s*")
 
 
 def parse_fleet(text: str) -> Cluster:
-    """Read a parallel spec, or the two specs of roles or phases: `2 prefill + tp2 decode`.
+    """Parse a parallel spec such as `2xtp2`, or a prefill and a decode spec such as `2 prefill + tp2 decode`.
 
     Raises:
-        ValueError: the text has neither form.
+        ValueError: `text` has neither form.
     """
     roles = _ROLES.fullmatch(text)
     return Cluster.of(text) if roles is None else Cluster.of(*roles.groups())
@@ -56,14 +56,14 @@ def in_phases(cluster: Cluster) -> tuple[Cluster, Cluster]:
 
 
 def parts(fleet: Fleet) -> Iterator[Fleet]:
-    """Yield a fleet without its spare ranks, and then its parts, by falling size.
+    """Yield a fleet without its spare ranks, then its parts, largest first. With several host pools, yield no parts.
 
     A part lacks the last instances of some roles or phases. Each role and each phase keeps at least one instance.
     """
     groups = [(cluster, group) for cluster in fleet for group in (cluster.prefill, cluster.decode) if group]
     sizes = [len(cluster.ranks(group.start)) for cluster, group in groups]
     choices = product(*([group[:count] for count in range(len(group), 0, -1)] for _, group in groups))
-    largest_first = sorted(choices, key=lambda groups: -sum(map(mul, map(len, groups), sizes)))
+    largest_first = sorted(choices, key=lambda choice: -sum(map(mul, map(len, choice), sizes)))
     for kept in largest_first[:1] if _spans_host_pools(fleet) else largest_first:
         if not fleet[1:]:
             yield (_only(fleet[0], chain.from_iterable(kept)),)

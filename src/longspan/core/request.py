@@ -266,7 +266,7 @@ class Request:
     # ------------------------------------------------------------ parts of steps
 
     def make_part(self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...], hosted: tuple[int, ...] = ()) -> Part:
-        """Return its part of a step, and count the part's contents as sent. The table has the new blocks already.
+        """Build the request's part of a step, and record its contents as sent. The table already has the new blocks.
 
         Args:
             hosted: see `Part.hosted`.
@@ -297,7 +297,7 @@ class Request:
             first_block=first_block,
             blocks=tuple([self.moving.get(ref, ref) for ref in self.table[first_block:]]),
             hosted=hosted,
-            sample=self._sample(scheduled) if stop == self.num_tokens else None,
+            sample=self._place_sample(scheduled) if stop == self.num_tokens else None,
             unknown_on=unknown_on,
             sampling=self.sampling(eos_token_ids) if first_block == 0 else None,
             first_output=first_output,
@@ -307,11 +307,11 @@ class Request:
             rotation=self.rotation,
         )
 
-    def _sample(self, scheduled: ScheduledPart) -> Sample:
+    def _place_sample(self, scheduled: ScheduledPart) -> Sample:
         position = scheduled.stop
         for instance, runs in compress(zip(scheduled.group, scheduled.runs, strict=True), scheduled.runs):
             if runs[-1].stop == position:
-                self.sampler = instance
+                self.sampler = instance  # computes the last token
         below_minimum = position - self.num_prompt < self.params.min_tokens
         return Sample(instance=self.sampler, position=position, below_minimum=below_minimum)
 

@@ -367,7 +367,7 @@ def _times(model: Roofline, channel: Channel, batch: int = 1) -> dict[int, Break
     tokens = dict(zip(channel.group, channel.shares.queries, strict=True))
     if channel.decode:
         sampled = dict(tokens)
-    else:
+    else:  # one token of each prompt
         sampled = {channel.group[-1] if channel.exchange.traits.skewed else channel.group[0]: batch}
     return model.times([channel], tokens, sampled)
 
@@ -382,7 +382,7 @@ def _estimate(
     flops: float,
     at_once: Channel,
 ) -> Estimate:
-    """Return an estimate with bytes, memory and rates. `at_once` is the part of the channel in one step."""
+    """Complete an estimate by bytes, memory and rates. `at_once` is the channel, or the last chunk of a pipeline."""
     layer, shape = model.layer, model.layer.model.attention
     queries = channel.shares.queries
     sums = 1 if layer.model.parallel else 2

@@ -29,7 +29,7 @@ class Flow(NamedTuple):
 
 
 def alone_s(flows: Sequence[Flow]) -> float:
-    """Return the seconds of flows that start together on idle links, which the busiest end determines."""
+    """Return the seconds of flows that start together on idle links: the busiest end's plus the longest latency."""
     busy_s: defaultdict[Hashable, float] = defaultdict(float)
     for flow in flows:
         for end, seconds in flow.s_per_byte:

@@ -113,12 +113,12 @@ class PricedPhases:
         return num_tokens / length / cluster.num_instances * self._stage_s(cluster.spec, 0, length)
 
     def decode_s(self, cluster: Cluster, num_seqs: int, length: int) -> float:
-        """Return the seconds of one more token for each of `num_seqs` requests, within the KV blocks of devices."""
+        """Return the seconds to decode a token of each of `num_seqs` requests, in rounds if devices lack KV blocks."""
         max_seqs = max(1, cluster.num_blocks[0] // -(-length // self._block_size))
         at_once = max(1, min(max_seqs, -(-num_seqs // cluster.num_instances)))
-        num_stages, number = cluster.pp(0), -(-at_once // cluster.pp(0))
+        num_stages, per_stage = cluster.pp(0), -(-at_once // cluster.pp(0))
         rounds = num_seqs / (at_once * cluster.num_instances)
-        return rounds * num_stages * self._stage_s(cluster.spec, number, length)
+        return rounds * num_stages * self._stage_s(cluster.spec, per_stage, length)
 
     def reshard_s(self, cluster: Cluster) -> float:
         return self._costs[self._other[cluster.spec].spec].reshard(cluster).seconds

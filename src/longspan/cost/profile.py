@@ -221,9 +221,9 @@ _PARTIAL_PARTS = (32, 4)
 
 
 def profiled_prompts(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
-    """Return the new and cached tokens of a profile's prefills.
+    """Return the (new, cached) tokens of a profile's prefills, shorter than the longest sequence.
 
-    They are every length alone, and every length as cached tokens, with one new token per 32 and one per 4 of them.
+    Each length is prefilled without a cache. As a cached prefix, it is followed by 1/32 and by 1/4 as many new tokens.
     """
     every = sorted(set(lengths))
     partial = [(max(1, cached // part), cached) for cached in every for part in _PARTIAL_PARTS]

@@ -207,9 +207,9 @@ class RooflineCost:
     def seconds(self, forward: Forward) -> dict[int, float]:
         if self._line(forward.instances[0]).hops:
             return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
-        if (decodes_alone := _decodes_alone(forward)) is not None:
+        if (counts := _local_decode_counts(forward)) is not None:
             [instance] = forward.instances
-            return {instance: self._alone_s(self._line(instance), *decodes_alone)}
+            return {instance: self._alone_s(self._line(instance), *counts)}
         layers_s, heads_s = self._layers_and_heads_s(forward)
         return {instance: layers_s[instance] + head_s for instance, head_s in heads_s.items()}
 
@@ -366,10 +366,10 @@ class _Decodes:
         return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
 
 
-def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
-    """Return the numbers of single tokens, of their keys, and of samples, of a local decode step on one instance.
+def _local_decode_counts(forward: Forward) -> tuple[int, int, int] | None:
+    """Count the tokens, keys and samples of a step on one instance, if every part is a single token without exchange.
 
-    Return None for any other step.
+    Return None for any other step, or if keys are on hosts.
     """
     if len(forward.instances) > 1:
         return None

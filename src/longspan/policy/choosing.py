@@ -117,7 +117,7 @@ class Chooser:
         return exchange._replace(weights=weights)
 
     def _source(self, shape: ModelShape, tp: int) -> WeightSource:
-        """Return the host on CPUs, which map its copy of the weights. Elsewhere compare measured links."""
+        """Return the source of unsharded weights: by measured links, or the host without a profile and on CPUs."""
         profile = self._facts.profile
         if profile is None or profile.profile_key.device == "cpu":
             return "host"

@@ -129,8 +129,8 @@ class Context(Policy, name="context"):
     def _candidates(self, view: ClusterView) -> Iterator[RequestView]:
         """Yield the requests that may be admitted. A short prompt may overtake a sharded prompt that has to wait.
 
-        One sharded prompt is prefilled at a time. A concurrent placement fills the instances that prefill none. The
-        cache is looked up for the first request only, because many may wait.
+        Sharded prompts are prefilled one at a time, or several on separate instances if the placement is concurrent.
+        The cache is looked up for the first request only, because many may wait.
         """
         if not view.startable:
             return

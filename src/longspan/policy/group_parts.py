@@ -66,13 +66,13 @@ class GroupParts:
         return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members, answer_tokens)
 
     def next(self, request: RequestView, budget: Budget, most: int, partition: int = 0) -> ScheduledPart | None:
-        """Schedule the next chunk of a prompt, or token of a decode. Return None if the budget has no token for it.
+        """Schedule the next chunk of a prompt, or one token of a decode. Return None if the budget has no token for it.
 
-        After a chain its last member continues alone.
+        If the last member of a chain has all KV, it decodes alone.
 
         Args:
-            most: upper bound for the tokens of a sharded prompt on each member.
-            partition: as of `chunk`.
+            most: maximum tokens of a sharded prompt on each member.
+            partition: see `chunk`.
         """
         start = request.num_scheduled
         is_single = request.num_tokens - start == 1

@@ -86,7 +86,7 @@ def shard_chunk(
 
 
 def shard_to_last(start: int, stop: int, owners: Sequence[int], capacity: Capacity, shape: Shape) -> SpanShards | None:
-    """Shard a chunk for a chain whose last member holds all KV. Return None if it has too few free blocks."""
+    """Shard a chunk over a chain whose last member stores all KV. Return None without tokens or blocks there."""
     shards = shard_chunk(start, stop, owners, replace(capacity, blocks=(stop,) * len(capacity.tokens)), shape)
     if shards is None:
         return None

@@ -153,7 +153,7 @@ def pack(
 
     return Packed(
         tokens=tensor([token for share in shares for token in share.tokens]),
-        positions=tensor(_numbers([run.positions for share in shares for run in share.runs])),
+        positions=tensor(_joined([run.positions for share in shares for run in share.runs])),
         rope_lengths=tensor(np.repeat([s.part.rope_length for s in shares], [s.num_tokens for s in shares])),
         num_alone=next((share.rows.start for share in shares if share.part.exchange.is_layerwise), None),
         slots=_slots(before, instance, block_size, device),
@@ -246,15 +246,15 @@ def _slots(shares: Iterable[OwnPart], instance: int, block_size: int, device: to
             rows.append(range(row, row + len(slots)))
             refs.extend(blocks)
             row += len(slots)
-    index, offsets = np.divmod(_numbers(slot_ranges), block_size)
+    index, offsets = np.divmod(_joined(slot_ranges), block_size)
     pools, numbers = np.fromiter(chain.from_iterable(refs), np.int64, 2 * len(refs)).reshape(-1, 2)[index].T
     own = pools == instance
-    selected = torch.from_numpy(np.stack([_numbers(rows)[own], numbers[own], offsets[own]]))
+    selected = torch.from_numpy(np.stack([_joined(rows)[own], numbers[own], offsets[own]]))
     return Slots(rows=selected[0], blocks=selected[1], offsets=selected[2], device=device)
 
 
-def _numbers(ranges: Sequence[range]) -> NDArray[np.int64]:
-    """Return the concatenated ranges. Vectorized: many short ranges cost as much as one long range."""
+def _joined(ranges: Sequence[range]) -> NDArray[np.int64]:
+    """Join ranges into one array. NumPy fills it, without a Python loop over elements."""
     starts = np.array([piece.start for piece in ranges], dtype=np.int64)
     steps = np.array([piece.step for piece in ranges], dtype=np.int64)
     counts = np.array([len(piece) for piece in ranges], dtype=np.int64)

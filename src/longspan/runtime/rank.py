@@ -109,7 +109,7 @@ class Rank:
                     return None
 
     def _take_place(self, cluster: Cluster) -> tuple[Worker | None, int]:
-        """Return the worker of its place in a cluster, or None for a spare rank, and the copied weight bytes."""
+        """Connect and load this rank for a cluster. Return its worker (None if spare) and the copied weight bytes."""
         config, rank = self._config, self._rank
         if self._transports is None or cluster.num_ranks > self._num_connected:
             if self._transports is not None:
@@ -119,7 +119,7 @@ class Rank:
         if cluster.is_spare(rank):
             return None, 0
         instance, stage, shard = cluster.at(rank)
-        model, copied_bytes = self._share(cluster)
+        model, copied_bytes = self._load_shard(cluster)
         dtype = DTYPES[config.files.dtype]
         pool = KvPool(
             kv_record(model.info.specs, config.block_size, dtype),
@@ -166,8 +166,8 @@ class Rank:
             )
         return self._host_blocks
 
-    def _share(self, cluster: Cluster) -> tuple[Model, int]:
-        """Return its share of the model in a cluster, and the copied weight bytes."""
+    def _load_shard(self, cluster: Cluster) -> tuple[Model, int]:
+        """Load this rank's layers and shard of the model, if needed. Return them and the copied weight bytes."""
         instance, stage, shard = cluster.at(self._rank)
         layers, tp = cluster.layers(instance, stage), cluster.tp(instance)
         key = layers, shard, tp

@@ -321,10 +321,10 @@ def _published(request: Request, index: int) -> BlockRef:
 
 
 def _num_publishable(request: Request) -> int:
-    """Return the number of tokens that can be published: computed, with known ids and finite KV.
+    """Return the number of leading tokens that the prefix cache may hold: computed, with known ids and finite KV.
 
-    The last sampled ids of an aborted request are unknown. Blocks after a rotation by token, or with KV that is
-    not finite, are not published.
+    The last sampled ids of an aborted request are unknown. Tokens that a `Rotation` has placed do not count, nor do
+    blocks with KV that is not finite.
     """
     num_tokens = min(request.num_computed, request.num_known)
     if request.rotation is not None:

@@ -181,7 +181,7 @@ class KvManager:
         return [request for request, _ in completed]
 
     def _extend(self, request: Request, scheduled: ScheduledPart) -> None:
-        """Append the blocks that a part asks for to the table of the request."""
+        """Append a part's new blocks to the request's table. First copy a new hit's tail and open transfers."""
         if (hit := scheduled.hit) is not None:
             self.account.copy_last(request, hit)
             self._open_transfers(request, scheduled.targets)

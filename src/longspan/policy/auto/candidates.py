@@ -104,13 +104,13 @@ class Costs:
         return 2 * min(1.0, (now_s - waiting.request.arrival_s + waiting.fastest_s) / max_s) / max_s
 
     def of(self, waiting: Waiting, seconds: Numbers, haste: float, now_s: float, load: Load) -> Numbers:
-        """Return the cost of each group on which a prompt takes these seconds: [num_groups].
+        """Return the cost of a prefill on each group, where it takes `seconds`: [num_groups].
 
         The choice adds to the penalties of the prompt, of prompts that wait behind it or come later, and of answers on
         the group. For an overdue prompt, answers count only as far as they wait longer than it has.
 
         Args:
-            haste: the sum over all prompts that wait behind this one.
+            haste: the sum of `Costs.haste` over the prompts that wait behind this one.
         """
         candidates, num_instances, wait_s = self.candidates, len(load.wait_s), load.wait_s
         requests_per_s, busy = self.history.rates(now_s)
@@ -125,12 +125,12 @@ class Costs:
         held_up_s = np.minimum(longest_s, queues_s[-1 - candidates.sum(free.astype(float)).astype(int)])
         held_up_s -= np.minimum(longest_s, queues_s[-1])
         slack = 1 - min(MAX_BUSY, busy / num_instances)
-        later_s = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
+        later_delay = more_s / (slack * max(usual_fastest_s, fastest_s)) + held_up_s / max(usual_fastest_s, usual_s)
 
         waited_s = now_s - waiting.request.arrival_s
         ttft_s = waited_s + begins_s + seconds
         costs: Numbers = _penalty(ttft_s / (self._max_ttft * fastest_s)) + haste * more_s
-        costs += 2 / self._max_ttft**2 * requests_per_s * seconds * later_s
+        costs += 2 / self._max_ttft**2 * requests_per_s * seconds * later_delay
         unpaid = 1.0 if now_s < waiting.overdue_s else np.maximum(0.0, 1 - waited_s / seconds)
         costs += unpaid * self._answers(seconds, load, outlasts=fastest_s > _LONG * self.history.answer_s)
         return costs

@@ -58,7 +58,7 @@ class DecodePlacement:
         return () if group == (best,) else (Target(best, num_blocks),)
 
     def _sharded(self, num_blocks: int, group: tuple[int, ...], free: Sequence[int]) -> tuple[Target, ...]:
-        """Shard a request over the fewest instances with enough blocks, if they are fewer than its group."""
+        """Return the fewest instances whose blocks suffice together, or () if they are not fewer than the group."""
         by_free = sorted([place for place, blocks in enumerate(free) if blocks > 0], key=lambda place: -free[place])
         for number in range(2, len(group)):
             chosen = sorted(by_free[:number])

@@ -243,11 +243,11 @@ def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, P
 
 
 def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, PrefillTime]:
-    """Predict times without measurements: one instance by shape and hardware, several by even shares and a start."""
+    """Predict prefill times without a profile: one instance by FLOPs, a group by even shares and `_HOP_S` per hop."""
     shape, hardware = facts.shape, facts.hardware
     alone = _ONE_INSTANCE
     if shape is not None and hardware is not None:
-        weights = 12 * shape.num_layers * shape.hidden_size**2  # of a usual layer, whatever the model's is
+        weights = 12 * shape.num_layers * shape.hidden_size**2  # of a standard layer, whatever the model has
         pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim / hardware.flops_per_s
         alone = replace(alone, token_s=2 * weights / hardware.flops_per_s, cached_s=pair_s, square_s=pair_s / 2)
     return {

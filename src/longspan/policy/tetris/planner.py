@@ -282,8 +282,8 @@ class Groups:
     ) -> None:
         self._order, self._key, self._sizes, self._near, self._hosts = order, key, sizes, near, hosts
         self._initial, (members, latest) = initial, initial
-        self._follow = order.planner.nested and latest >= 0
-        """Whether every extension of these groups is one of them."""
+        self._are_nested = order.planner.nested and latest >= 0
+        """Whether each group contains the smaller ones, so that `inside` and `after` need no other groups."""
         num_initial = self._num_initial = len(members)
         num_near, num_own = bisect_right(sizes, num_initial), bisect_right(sizes, num_initial + len(near))
         self._positions = [latest] * num_near
@@ -323,7 +323,7 @@ class Groups:
 
     def inside(self, k: int) -> Groups:
         """Return the groups if only the instances of group `k` are available."""
-        if self._follow or k == self._all:
+        if self._are_nested or k == self._all:
             return self
         if k not in self._inside:
             key = None if self._key is None else (frozenset(self._members(k)), self._key[1])
@@ -338,7 +338,7 @@ class Groups:
 
     def after(self, k: int) -> Groups:
         """Return the groups that extend group `k`."""
-        if self._follow:
+        if self._are_nested:
             return self
         if k not in self._after:
             members = self._members(k)

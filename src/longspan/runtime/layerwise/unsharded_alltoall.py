@@ -192,7 +192,7 @@ class HostWeights:
                 buffer[name].copy_(weight, non_blocking=True)
 
     def take(self, layer: int) -> Weights:
-        """Return views or copies. Later work on the current stream waits for the copies."""
+        """Return a layer's weights: views on CPUs, else copies for which later work on the current stream waits."""
         if self._stream is None:
             if layer not in self._layers:
                 self._layers[layer] = self._stored(layer)
@@ -226,7 +226,7 @@ class PeerWeights:
         self._pending[layer] = Gathering(self._connect(), blocks), blocks
 
     def take(self, layer: int) -> Weights:
-        """Wait for the shares and join them."""
+        """Wait for the shares of a layer, and return them joined."""
         gathering, blocks = self._pending.pop(layer)
         gathering.wait()
         return joined_weights(self._layouts(layer), self._shares[layer], blocks)
