@@ -83,8 +83,8 @@ def claims(cases: Sequence[Case] | None = None) -> list[Claim]:
             "3.1, Fig. 2",
             "With chunks of 256 one after the other TTFT grows from 1.6 s at 1K tokens to 213 s at 1M.",
             _fig_2_ttft(),
-            "Ours are of InternLM2.5 and requests alone, on 8 GPUs. The paper's at 1K wait for other requests. At 1M ours "
-            "reach less of the peak in chunks of 256 than in chunks of 8,192, which take 171 s.",
+            "Ours are of InternLM2.5 and requests alone, on 8 GPUs. The paper's at 1K wait for other requests. At 1M "
+            "ours reach less of the peak in chunks of 256 than in chunks of 8,192, which take 171 s.",
         ),
         Claim(
             "3.1, Fig. 2",
@@ -137,8 +137,8 @@ _BY_FLOPS = (
 )
 _PRODUCTS = (
     "By 64K tokens a GPU, prompts of 100K to 448K have fewer GPUs than with Sarathi-Serve, and the products are the "
-    "same. With 8 GPUs for each, CSPS gains the loss of chunks of 256, the dropped tokens, and the queue that follows. At 1 "
-    "request/s NeedleBench needs more than the peak of 64 A100, which csps.py prints."
+    "same. With 8 GPUs for each, the gain of CSPS is the loss by chunks of 256, the work on dropped tokens, and the "
+    "queue that follows. At 1 request/s NeedleBench needs more than the peak of 64 A100, which csps.py prints."
 )
 _DECODE = (
     "A decode on few GPUs without TP reads all weights on each of them, where Sarathi-Serve splits them over 8. "

@@ -307,9 +307,7 @@ def _missing(points: Sequence[Point]) -> str:
     return _NOT_KEPT if any(one.pairs for one in points) or seesaw_serving.has_resharding() else _RESHARDING
 
 
-_SLOWER = (
-    "Sums over 8 ranks are priced to start as quickly as measured over 4. The script has the arithmetic."
-)
+_SLOWER = "Sums over 8 ranks are priced to start as quickly as measured over 4. The script has the arithmetic."
 _WORKLOADS = "The paper's lengths are not public. Ours are of the same kind."
 _STRAGGLERS = (
     "Some answers of up to 3,716 tokens decode alone at the end, quicker by TP. Cut at 600 tokens, TP2PP2 is best."

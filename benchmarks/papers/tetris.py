@@ -136,7 +136,8 @@ def _prefills() -> list[Claim]:
         ),
         Claim(
             "2.4, first example",
-            "Behind 1 s, 32k on 16 and then 16k on 8 take 1.53 and 1.84 s. Each on its own 8 instances, they take 1.58 and 1.31 s.",
+            "Behind 1 s, 32k on 16 and then 16k on 8 take 1.53 and 1.84 s. Each on its own 8 instances, they take 1.58 "
+            "and 1.31 s.",
             numbers(
                 {
                     "32k, SP 16": (1.53, greedy[0]),

@@ -51,7 +51,10 @@ _CLAIMED = {
         order=(("fixed-sp 8", "loongserve-disagg", "tetris"), ("fixed-sp 8", "loongserve", "tetris")),
     ),
 }
-_BUSY = "Near saturation prefill instances compute 80 to 95 % of the time even without chunks, so there is little time to fill."
+_BUSY = (
+    "Near saturation prefill instances compute 80 to 95 % of the time even without chunks, so there is little time "
+    "to fill."
+)
 _READING = "The paper's traces and lengths of answers are not public. Ours have its ranges and means of prompts."
 _NOT_KEPT = "The stored run did not keep these numbers. They need a run of an hour or more."
 
@@ -106,7 +109,8 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
             "Fig. 10",
             f"{of}: throughput over that of the baselines, at the best baseline's highest load.",
             in_range(*paper.throughput, found.throughput),
-            "At the same load the same number of tokens is served. The reason for the paper's large differences is not clear.",
+            "At the same load the same number of tokens is served. The reason for the paper's large differences is not "
+            "clear.",
         ),
     ]
     if of == "70B":

@@ -178,7 +178,7 @@ class SchedulingArgs:
     policy_options: Annotated[
         Mapping[str, str] | None,
         _scheduling(
-            "An option of the policy, repeatable.",
+            "An option of the policy; repeatable.",
             name="policy-option",
             short="o",
             metavar="KEY=VALUE",
