@@ -133,11 +133,11 @@ def claims(cases: Sequence[Case] | None = None) -> list[Claim]:
 _BY_FLOPS = (
     "Attention grows with the length while a GPU's partition does not. At 1M tokens it has 95 % of the FLOPs. To take "
     "43 % of the time, with 34 % for messages, it would have to reach ten times the products' part of the peak. "
-    "csps.py prints the arithmetic."
+    "The arithmetic is printed by csps.py."
 )
 _PRODUCTS = (
     "By 64K tokens a GPU, prompts of 100K to 448K have fewer GPUs than with Sarathi-Serve, and the products are the "
-    "same. With 8 GPUs for each, the gain of CSPS is the loss by chunks of 256, the work on dropped tokens, and the "
+    "same. With 8 GPUs each, the gain of CSPS is the loss by chunks of 256, the work on dropped tokens, and the "
     "queue that follows. At 1 request/s NeedleBench needs more than the peak of 64 A100, which csps.py prints."
 )
 _DECODE = (
