@@ -1,7 +1,6 @@
-"""Writes those parts of the pages that the code knows: flags, limits, metrics, refused fields, recorded errors, claims,
-models.
+"""Write the generated parts of the pages: flags, limits, metrics, refused fields, recorded errors, claims, models.
 
-`python docs/generate.py` rewrites them, `--check` only says whether they are up to date.
+`python docs/generate.py` rewrites them. With `--check` it exits with 1 if they are not up to date.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Row = tuple[str, ...]
 
 
 def main() -> int:
-    """Writes the pages, or only checks them; returns 1 if one was to be checked and is not up to date."""
+    """Write the pages, or only check them. Return 1 if a checked page is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     only_check = parser.parse_args().check
@@ -48,7 +47,7 @@ def main() -> int:
 
 
 def rewritten(text: str) -> str:
-    """Returns the page with its generated parts as they should be."""
+    """Return the page with new generated parts."""
     return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n{part[3]}", text)
 
 
@@ -134,7 +133,7 @@ def _claims() -> str:
 
 
 def _claim(one: dict[str, str]) -> Row:
-    says = f"{one['says']}<br>*{one['why']}*" if one["why"] else one["says"]
+    says = f"{one['says']}<br> *{one['why']}*" if one["why"] else one["says"]
     verdict = f"**{one['verdict']}**" if one["verdict"] == "fails" else one["verdict"]
     return (
         one["where"],
@@ -174,12 +173,12 @@ def _models() -> str:
 
 
 def _verdicts(row: dict[str, dict[str, str]], reasons: dict[str, int], types: Sequence[str]) -> Iterator[str]:
-    """Yields the text of each cell of a row, and numbers the reasons as they come; types share those that name them."""
+    """Yield the text of each cell of a row. Number the reasons in order. Types share reasons that name them."""
     for cell in row.values():
         verdict = f"**{cell['verdict']}**" if cell["verdict"] in {"wrong", "lost"} else cell["verdict"]
         if reason := cell.get("reason"):
-            first, _, others = reason.partition(" ")
-            shared = f"the type {others}".removeprefix("the type is not supported: ") if first in types else reason
+            first, _, rest = reason.partition(" ")
+            shared = f"the type {rest}".removeprefix("the type is not supported: ") if first in types else reason
             verdict += f" [{reasons.setdefault(shared, len(reasons) + 1)}]"
         yield verdict
 

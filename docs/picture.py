@@ -1,7 +1,7 @@
-"""Makes the pictures of the docs, as Chromium draws them.
+"""Draw the pictures of the docs with Chromium.
 
-`docs/tetris.png` is what instances did in a simulation, the report's first picture; `docs/sparse-quality.png` is what
-sparse attention costs by what it drops, of what `benchmarks/csa.py quality` has found. `python docs/picture.py` needs
+`docs/tetris.png` shows the instances of a simulation, the report's first picture. `docs/sparse-quality.png` shows the
+loss of sparse attention by drop ratio, from the results of `benchmarks/csa.py quality`. `python docs/picture.py` needs
 Chromium, and the packages of `longspan[dev]`.
 """
 
@@ -30,7 +30,7 @@ SIMULATION = (
     *("--policy", "tetris", "--workload", "short", "--rate", "6", "--num-requests", "40"),
 )
 DRAWN = "#{} .main-svg"
-"""The plot that plotly makes in the place of a picture."""
+"""CSS selector of the plot that plotly draws for a picture."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _DRAWING_MS = 60_000
 _DASHES = {"same": "solid", "rule": "dash"}
@@ -39,13 +39,13 @@ _TICKS_PX = 30
 
 
 def find_chromium() -> str | None:
-    """Returns the path of the program, if it is installed."""
+    """Return the path of the program, if it is installed."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 @contextmanager
 def opened(path: Path, watch: Callable[[Page], None] = lambda _: None) -> Iterator[Page]:
-    """Opens a page in headless Chromium, which must have been found; `watch` sees it before it is loaded."""
+    """Open a page in headless Chromium, which is installed. Call `watch` with it before it is loaded."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox", "--disable-gpu"])
         try:
@@ -59,7 +59,7 @@ def opened(path: Path, watch: Callable[[Page], None] = lambda _: None) -> Iterat
 
 
 def main() -> int:
-    """Draws the pictures; returns 1 without Chromium."""
+    """Draw the pictures. Return 1 without Chromium."""
     if find_chromium() is None:
         print(
             f"none of {', '.join(_NAMES)} is there: install Chromium, say by apt-get install chromium", file=sys.stderr
@@ -86,7 +86,7 @@ def _draw_simulation(report: Path) -> None:
 
 
 def _quality_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plots perplexity, KL divergence and keys found over the mean drop ratio, a line for each mode and rule."""
+    """Plot perplexity, KL divergence and keys found over the mean drop ratio, a line for each mode and rule."""
     shown = (("perplexity_ratio", "perplexity over exact"), ("kl", "KL divergence, nats"), ("needle", "keys found"))
     figure = make_subplots(1, len(shown), subplot_titles=[title for _, title in shown])
     [exact] = [one for one in found if one["mode"] == "exact"]

@@ -108,11 +108,11 @@ def _full_prefill() -> list[Claim]:
             "section 1",
             "One host needs about 60 s for 128K tokens, and 1,200 s for 1M.",
             numbers({"128K": (60, times[1]), "1M": (1200, context_parallel(1, _M1))}),
-            why="Not known. 60 s are 16 times the 3.8 s of 16 hosts; ours is quicker on one host.",
+            why="Not known. 60 s are 16 times the 3.8 s of 16 hosts. Ours is quicker on one host.",
         ),
         Claim(
             "Appendix A",
-            "Each GPU reaches 502 TFLOP/s at 1M tokens, 93 % of what attention alone reaches (540), and 63 % of the "
+            "Each GPU reaches 502 TFLOP/s at 1M tokens, 93 % of the speed of attention alone (540), and 63 % of the "
             "peak.",
             numbers(
                 {
@@ -191,7 +191,7 @@ def _partial_prefill() -> list[Claim]:
                 },
                 most=0.1,
             ),
-            why="Attention among new tokens bends the curve: the line misses most where the time is least, at 2.5 %.",
+            why="Attention among new tokens bends the curve. The line misses most where the time is least, at 2.5 %.",
         ),
         Claim(
             "4.2.4, Fig. 9",
@@ -292,7 +292,7 @@ def _decode() -> list[Claim]:
             "3.6",
             "Sharding decoded tokens round-robin fills the KV memory of all hosts alike.",
             "no number",
-            "Nothing here serves until memory is full; tests check that owners rotate.",
+            "Nothing here serves until memory is full. Tests check that owners rotate.",
         ),
     ]
 

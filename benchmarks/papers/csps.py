@@ -83,15 +83,15 @@ def claims(cases: Sequence[Case] | None = None) -> list[Claim]:
             "3.1, Fig. 2",
             "With chunks of 256 one after the other TTFT grows from 1.6 s at 1K tokens to 213 s at 1M.",
             _fig_2_ttft(),
-            "Ours are of InternLM2.5 and requests alone, on 8 GPUs; the paper's at 1K wait for others. At 1M ours "
-            "reach less of the peak in chunks of 256 than in chunks of 8,192, which take 171 s.",
+            "Ours are of InternLM2.5 and requests alone, on 8 GPUs. The paper's at 1K wait for other requests. At 1M "
+            "ours reach less of the peak in chunks of 256 than in chunks of 8,192, which take 171 s.",
         ),
         Claim(
             "3.1, Fig. 2",
             "TBT of Sarathi-Serve grows from 0.54 s at 1K tokens to 9.6 s at 1M.",
             _fig_2_tbt(),
-            "Ours is of a token that waits for a chunk of 256 behind as many tokens, which is all that a step computes "
-            "besides decodes; the paper does not say what else its tokens wait for.",
+            "Ours is of a token that waits for a chunk of 256 after as many tokens. A step computes nothing else but "
+            "decodes. The paper does not state other causes of waiting.",
         ),
         Claim("3.2.3, Fig. 5", "SP-NTP spends 13 to 34 % of TTFT on messages.", _messages(), _BY_FLOPS),
         Claim("3.2.3, Fig. 5", "SP-NTP spends 18 to 43 % of TTFT on attention.", _attention(), _BY_FLOPS),
@@ -108,7 +108,7 @@ def claims(cases: Sequence[Case] | None = None) -> list[Claim]:
             "5.3",
             "Dropping 22 % of the tokens saves 19 % of the messages' time and 28 % of the computation's.",
             _dropped(),
-            "Queries, keys and values are dropped alike, so that bytes fall by the drop ratio, and pairs above level "
+            "Queries, keys and values are dropped alike. So bytes fall by the drop ratio, and pairs above level "
             "1 by nearly twice that. By the paper's rule three levels drop 23 % at least, so there are two. How ratios "
             "differ by layer, head and level in the paper is not given.",
         ),
@@ -131,18 +131,18 @@ def claims(cases: Sequence[Case] | None = None) -> list[Claim]:
 
 
 _BY_FLOPS = (
-    "Attention grows with the length while a GPU's partition does not: at 1M tokens it has 95 % of the FLOPs. To take "
-    "43 % of the time, with 34 % for messages, it would have to reach ten times the part of the peak that products do. "
-    "csps.py prints the arithmetic."
+    "Attention grows with the length while a GPU's partition does not. At 1M tokens it has 95 % of the FLOPs. To take "
+    "43 % of the time, with 34 % for messages, it would have to reach ten times the products' part of the peak. "
+    "The arithmetic is printed by csps.py."
 )
 _PRODUCTS = (
     "By 64K tokens a GPU, prompts of 100K to 448K have fewer GPUs than with Sarathi-Serve, and the products are the "
-    "same. With 8 GPUs for each, CSPS gains what chunks of 256 lose, what is dropped, and the queue that follows. At 1 "
-    "request/s NeedleBench needs more than the peak of 64 A100, which csps.py prints."
+    "same. With 8 GPUs each, the gain of CSPS is the loss by chunks of 256, the work on dropped tokens, and the "
+    "queue that follows. At 1 request/s NeedleBench needs more than the peak of 64 A100, which csps.py prints."
 )
 _DECODE = (
-    "A decode on few GPUs without TP reads all weights on each of them, where Sarathi-Serve splits them over 8; beside "
-    "prompts our decodes wait for steps of whole prompts, since no GPU there only decodes."
+    "A decode on few GPUs without TP reads all weights on each of them, where Sarathi-Serve splits them over 8. "
+    "Concurrently with prompts, our decodes wait for steps of whole prompts, since no GPU there only decodes."
 )
 
 
@@ -272,7 +272,7 @@ def _ntp_over_tp(cases: Sequence[Case]) -> Claim:
         )
         ours[f"{case.name} ({gpus:.3g} : {GPUS_PER_HOST} GPUs)"] = ratio
     why = (
-        f"Longer than {LONG:,} tokens is for SP-NTP, on a GPU for each 64K; the rest is for SP-TP on 8. Their numbers "
+        f"Longer than {LONG:,} tokens is for SP-NTP, on a GPU for each 64K. The rest is for SP-TP on 8. Their numbers "
         "of GPUs and lengths differ more than their exchanges do. csps.py has both on the same requests."
     )
     return Claim("5.3", says, in_range(1.32, 1.51, ours), why)
@@ -291,7 +291,7 @@ def _rate(cases: Sequence[Case]) -> Claim:
     if not ours or len(ours) < len(cases):
         return Claim("5.3, Fig. 17", says, "1.6 to 2.5", _NOT_KEPT)
     why = (
-        "At twice the response time of Sarathi-Serve alone, between simulated rates; the paper gives neither its "
+        "At twice the response time of Sarathi-Serve alone, between simulated rates. The paper gives neither its "
         f"latency nor its GPUs. With tuned chunks of Sarathi-Serve it is {min(tuned):.2f} to {max(tuned):.2f} times."
     )
     return Claim("5.3, Fig. 17", says, in_range(1.6, 2.5, ours), why)

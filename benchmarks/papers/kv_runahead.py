@@ -165,13 +165,13 @@ def _times() -> list[Claim]:
                     for at, gpus in enumerate((2, 4))
                 }
             ),
-            why="As for the seconds; 1k on 2 GPUs is a tie in the paper at 10 GB/s.",
+            why="As for the seconds. 1k on 2 GPUs is a tie in the paper at 10 GB/s.",
         ),
         Claim(
             "Appendix B",
             "For 2k at 10 GB/s 4 GPUs are slower than 2.",
             order({"": {f"{gpus} GPUs": _s("KVR-S", gpus, 2, "llama-7b", 10) for gpus in (2, 4)}}),
-            why="Both lie within 3 % of each other here; the paper has 0.16 and 0.19 s.",
+            why="Both lie within 3 % of each other here. The paper has 0.16 and 0.19 s.",
         ),
     ]
 
@@ -189,15 +189,15 @@ def _speed_ups() -> list[Claim]:
         for n, row in rows.items()
         for at, gpus in ((0, 4), (2, 8))
     ]
-    slow = "What all-gathers of TSP lose without direct links is not known; here they lose as little as messages do."
-    falcon = "Not known; Falcon's times are further off than those of Llamas."
+    slow = "The loss of all-gathers of TSP without direct links is not known. Here it is as small as that of messages."
+    falcon = "Not known. Falcon's times are further off than times of Llamas."
     return [
         Claim("Tables 1 and 2", "Speed-ups of KVR-S over TSP, of all given rows.", table(columns), required=True),
         Claim(
             "Figs. 8b and 8c",
             "KVR-S is 1.42 times faster on 4 GPUs, and 1.41 times on 8 (16k).",
             numbers({f"{gpus} GPUs": (paper, _speed_up(gpus, 16)) for gpus, paper in ((4, 1.42), (8, 1.41))}),
-            why="On 8 GPUs KVR-S is 12 % too quick, TSP is right; why is not known.",
+            why="On 8 GPUs KVR-S is 12 % too quick, and TSP is right. The reason is not known.",
         ),
         Claim(
             "Figs. 8e and 8f",
@@ -237,7 +237,7 @@ def _speed_ups() -> list[Claim]:
         ),
         Claim(
             "Fig. 9",
-            "Falcon 7B, 4k: KVR-S is 1.37 times faster on 4 GPUs, and 1.47 on 8; KVR-E gains nothing.",
+            "Falcon 7B, 4k: KVR-S is 1.37 times faster on 4 GPUs, and 1.47 on 8. KVR-E gains nothing.",
             numbers(
                 {f"{gpus} GPUs": (paper, _speed_up(gpus, 4, "falcon-7b")) for gpus, paper in ((4, 1.37), (8, 1.47))}
                 | {
@@ -418,9 +418,9 @@ def _limits() -> list[Claim]:
         ),
         Claim(
             "Fig. 11",
-            "Beside noise on the links TSP loses over 10 %, KVR-S at most 3.7 %.",
+            "With noise on the links TSP loses over 10 %, and KVR-S at most 3.7 %.",
             "TSP 11.8 %, KVR-E 2.7 %",
-            "Links have one speed at all times: a fault model of links that slow down for a while is missing.",
+            "Links have one speed at all times. A fault model of links that slow down for a while is missing.",
         ),
     ]
 

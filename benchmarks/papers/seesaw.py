@@ -46,7 +46,7 @@ _STATIC_WINNERS = {
 }
 """The best single parallelism of points, as far as the text tells. Seesaw is the best of all in Figs. 12 to 14."""
 _RESHARDING = "Weights are not re-sharded while serving, and no policy fills the tier on the host before it decodes."
-_NOT_KEPT = "The stored run did not keep these numbers; they need one of an hour or more."
+_NOT_KEPT = "The stored run did not keep these numbers. They need a run of an hour or more."
 _LENGTHS = "Lengths of requests are not given, and the throughput of decoding depends on them."
 
 
@@ -307,12 +307,10 @@ def _missing(points: Sequence[Point]) -> str:
     return _NOT_KEPT if any(one.pairs for one in points) or seesaw_serving.has_resharding() else _RESHARDING
 
 
-_SLOWER = (
-    "Sums over 8 ranks are priced to start as quickly as they were measured to over 4; the script has the arithmetic."
-)
-_WORKLOADS = "The paper's lengths are not public; ours are of the same kind."
+_SLOWER = "Sums over 8 ranks are priced to start as quickly as measured over 4. The script has the arithmetic."
+_WORKLOADS = "The paper's lengths are not public. Ours are of the same kind."
 _STRAGGLERS = (
-    "Some answers of up to 3,716 tokens decode alone at the end, quicker by TP; cut at 600 tokens, TP2PP2 is best."
+    "Some answers of up to 3,716 tokens decode alone at the end, quicker by TP. Cut at 600 tokens, TP2PP2 is best."
 )
 _BEST_STATIC = {
     12: ("6.3, Fig. 12", "The best single parallelism of 34B on four A10 is TP2PP2.", _STRAGGLERS),

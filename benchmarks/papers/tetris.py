@@ -109,7 +109,7 @@ def _prefills() -> list[Claim]:
     busy_s = 1.0
     greedy = busy_s + _s(16, 32), busy_s + _s(16, 32) + _s(8, 16)
     split = busy_s + _s(8, 32), busy_s + _s(8, 16)
-    hops = "32k on 16 instances takes 0.64 s here, not 0.53: a hop costs what Table 1 says, which is too much for that."
+    hops = "32k on 16 instances takes 0.64 s here, not 0.53: a hop has the cost of Table 1, which is too much for that."
     return [
         Claim("Table 1", "Prefill seconds of Llama 3 8B on 1 to 16 instances.", table(table_1()), required=True),
         Claim(
@@ -136,13 +136,14 @@ def _prefills() -> list[Claim]:
         ),
         Claim(
             "2.4, first example",
-            "Behind 1 s, 32k on 16 and then 16k on 8 take 1.53 and 1.84 s; each on its own 8, 1.58 and 1.31 s.",
+            "Behind 1 s, 32k on 16 and then 16k on 8 take 1.53 and 1.84 s. Each on its own 8 instances, they take 1.58 "
+            "and 1.31 s.",
             numbers(
                 {
                     "32k, SP 16": (1.53, greedy[0]),
                     "then 16k": (1.84, greedy[1]),
                     "32k, SP 8": (1.58, split[0]),
-                    "16k beside": (1.31, split[1]),
+                    "16k concurrently": (1.31, split[1]),
                 }
             ),
             hops,
@@ -161,7 +162,7 @@ def _prefills() -> list[Claim]:
         ),
         Claim(
             "2.4, second example",
-            "128k on 8 instead of 16 instances takes 1.34 s longer; waiting for 16k on 8 takes 0.31 s.",
+            "128k on 8 instead of 16 instances takes 1.34 s longer, and waiting for 16k on 8 takes 0.31 s.",
             numbers({"longer": (1.34, _s(8, 128) - _s(16, 128)), "waiting": (0.31, _s(8, 16))}),
             "Not known: its times for 128k are kept for a later comparison.",
         ),
@@ -171,7 +172,7 @@ def _prefills() -> list[Claim]:
 def _decodes() -> list[Claim]:
     found = {cell.name: cell for cell in fig_2()}
     groups = {name.split(",")[0].split()[1]: (cell.paper, cell.ours) for name, cell in found.items()}
-    batches = "The figure does not say at which batches: the largest that fits is our reading."
+    batches = "The figure does not state the batches. Our reading is the largest batch that fits."
     return [
         Claim(
             "Fig. 2a",
@@ -239,7 +240,7 @@ def _moves() -> list[Claim]:
             "Table 2",
             "Scheduling a prompt takes at most 86.8 us, for up to 128 instances.",
             "22.8 to 30.6 us on average",
-            "Wall time is not simulated; `benchmarks/decisions.py` measures ours, which is in Python and slower.",
+            "Wall time is not simulated. `benchmarks/decisions.py` measures ours, which is in Python and slower.",
         ),
     ]
 

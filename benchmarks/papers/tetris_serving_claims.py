@@ -51,9 +51,12 @@ _CLAIMED = {
         order=(("fixed-sp 8", "loongserve-disagg", "tetris"), ("fixed-sp 8", "loongserve", "tetris")),
     ),
 }
-_BUSY = "Near saturation prefill instances compute 80 to 95 % of the time even without chunks: little is left to fill."
-_READING = "The paper's traces and lengths of answers are not public; ours have its ranges and means of prompts."
-_NOT_KEPT = "The stored run did not keep these numbers; they need one of an hour or more."
+_BUSY = (
+    "Near saturation prefill instances compute 80 to 95 % of the time even without chunks, so there is little time "
+    "to fill."
+)
+_READING = "The paper's traces and lengths of answers are not public. Ours have its ranges and means of prompts."
+_NOT_KEPT = "The stored run did not keep these numbers. They need a run of an hour or more."
 
 
 def claims(found: Mapping[str, Figures]) -> list[Claim]:
@@ -73,7 +76,7 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
     claims = [
         Claim(
             "Fig. 8",
-            f"{of}: so many times the load of the best baseline is served ({found.num_requests:,} requests per case).",
+            f"{of}: served load over that of the best baseline ({found.num_requests:,} requests per case).",
             in_range(*paper.load, load),
             _READING,
         ),
@@ -97,7 +100,7 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
         ),
         Claim(
             "Fig. 9",
-            f"{of}: P50 of TTFT is so many times lower than the best baseline's at its highest load.",
+            f"{of}: P50 of TTFT of the best baseline, at its highest load, over that of Tetris.",
             in_range(*paper.ttft_p50, found.ttft_p50),
             _READING,
         ),
@@ -106,7 +109,8 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
             "Fig. 10",
             f"{of}: throughput over that of the baselines, at the best baseline's highest load.",
             in_range(*paper.throughput, found.throughput),
-            "At the same load as many tokens come and go; how the paper's can differ by so much is not clear.",
+            "At the same load the same number of tokens is served. The reason for the paper's large differences is not "
+            "clear.",
         ),
     ]
     if of == "70B":
@@ -117,7 +121,7 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
             "Fig. 8",
             "8B: P50 of LoongServe's TBT is 55 to 67 % longer than with decode instances of TP 8.",
             in_range(1.55, 1.67, found.tbt_p50),
-            "It depends on the length of answers, which the paper does not give; ours was chosen with this in sight.",
+            "It depends on the length of answers, which the paper does not give. Ours was chosen with this in view.",
         ),
         _if_kept(
             "Fig. 8",
@@ -158,13 +162,13 @@ def _ablations_of(paper: _Claimed, found: Figures) -> list[Claim]:
         ),
         Claim(
             "Fig. 13",
-            f"{of}: without chunks P50 of TTFT is up to so many times higher.",
+            f"{of}: the largest factor of P50 of TTFT without chunks.",
             in_range(*paper.single_p50, found.single_p50),
             _BUSY,
         ),
         Claim(
             "Fig. 13",
-            f"{of}: without chunks P99 of TTFT is up to so many times higher.",
+            f"{of}: the largest factor of P99 of TTFT without chunks.",
             in_range(*paper.single_p99, found.single_p99),
             _BUSY,
         ),

@@ -23,8 +23,8 @@ RULES = {
     "numbers": f"each of ours is within {_percent(_TOLERANCE)} of the paper's",
     "table": f"the mean error of its cells is at most {_percent(_TOLERANCE)}, and none is off by more than "
     f"{_percent(_WORST)}",
-    "range": f"each of ours is in the paper's range, whose ends are moved out by {_percent(_TOLERANCE)}",
-    "order": "ours come in the paper's order, without ties",
+    "range": f"each of ours is in the paper's range, widened at both ends by {_percent(_TOLERANCE)}",
+    "order": "ours have the paper's order, without ties",
     "bound": f"each of ours keeps to the paper's bound, or to {_percent(_TOLERANCE)} where it has words such as hardly",
     "choice": "ours is the paper's in every case",
 }

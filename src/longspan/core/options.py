@@ -134,9 +134,9 @@ _scheduling = partial(Option, group="Scheduling and memory", configures=True)
 class SchedulingArgs:
     """The options of scheduling and KV memory, for engines and simulations."""
 
-    policy: Annotated[str, _scheduling("Who decides the steps.")] = "auto"
+    policy: Annotated[str, _scheduling("The policy that plans the steps.")] = "auto"
     exchange: Annotated[
-        str, _scheduling("How queries, keys and values of a shared prompt travel; auto chooses per step.")
+        str, _scheduling("How queries, keys and values of a shared prompt are sent. auto chooses per step.")
     ] = "auto"
     layout: Annotated[PromptLayout, _scheduling("How a shared prompt is sharded.")] = "auto"
     fractions: Annotated[
@@ -158,9 +158,9 @@ class SchedulingArgs:
     max_accuracy_loss: Annotated[
         float | None,
         _scheduling(
-            "What --csa auto may lose to be quick: points of needle score, or per cent of perplexity.",
+            "Loss of quality that --csa auto may accept: points of needle score, or per cent of perplexity.",
             minimum=0,
-            default="0; less than 1 counts as none",
+            default="0, and less than 1 counts as none",
         ),
     ] = None
     target_ttft: Annotated[
@@ -187,23 +187,23 @@ class SchedulingArgs:
         ),
     ] = None
     max_model_len: Annotated[
-        int | None, _scheduling("Longest prompt plus output, in tokens.", default="what model and KV pools allow")
+        int | None, _scheduling("Longest prompt plus output, in tokens.", default="limit of model and KV pools")
     ] = None
     block_size: Annotated[int, _scheduling("Tokens per KV block.")] = 256
     max_num_batched_tokens: Annotated[
         int | None,
         _scheduling(
             "Most tokens of one step on one instance.",
-            default="2048; what memory allows where chains have been searched",
+            default="2048, or the limit by memory where chains have been searched",
         ),
     ] = None
     max_num_seqs: Annotated[int, _scheduling("Most requests that run at once on one instance.")] = 128
     num_gpu_blocks_override: Annotated[
-        int | None, _scheduling("KV blocks of each instance, whatever memory there is.", default="what memory holds")
+        int | None, _scheduling("KV blocks of each instance, for any size of memory.", default="limit by memory")
     ] = None
-    host_kv_gib: Annotated[float, _scheduling("GiB of memory on each host for KV that devices have no room for.")] = 0.0
+    host_kv_gib: Annotated[float, _scheduling("GiB of memory on each host for KV in addition to devices.")] = 0.0
     disk_kv_gib: Annotated[
-        float, _scheduling("GiB on the disk of each host for KV that later runs find, too; by way of --host-kv-gib.")
+        float, _scheduling("GiB on the disk of each host for KV that later runs can load. Needs --host-kv-gib.")
     ] = 0.0
     enable_prefix_caching: Annotated[bool, _scheduling("Reuse the KV of prompts that begin alike.")] = True
     async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True

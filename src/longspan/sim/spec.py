@@ -27,7 +27,7 @@ class ComparedScheduling(SchedulingArgs):
     policy: Annotated[
         str,
         Option(
-            "Who decides the steps. Several with commas between are compared; each gets those options that it has.",
+            "The policy that plans the steps. Several with commas between are compared, each with the options it has.",
             group="Scheduling and memory",
             read=str,
         ),
@@ -37,7 +37,7 @@ class ComparedScheduling(SchedulingArgs):
         Option(
             "Most tokens of one step on one instance.",
             group="Scheduling and memory",
-            default="8192; what memory allows where chains have been searched",
+            default="8192, or the limit by memory where chains have been searched",
         ),
     ] = None
 
