@@ -123,7 +123,7 @@ def check_options(given: EngineArgs) -> None:
         problem = f"{given.policy} is not simulated for parallel {AUTO}: choose {', '.join(_POLICIES)}, or give a spec"
         raise ParameterError("policy", problem, given.policy)
     if given.policy == "seesaw" and not given.host_kv_gib:
-        problem = "must be more than 0 for policy seesaw, which keeps KV on hosts while clusters change: give some"
+        problem = "must be above 0 for policy seesaw, which keeps KV on hosts while clusters change: give some"
         raise ParameterError("host_kv_gib", problem, given.host_kv_gib)
     replace(given, parallel="1", policy="chunked").resolve()  # raises for other options of the spec
 
