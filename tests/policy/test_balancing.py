@@ -128,7 +128,7 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
         for _ in range(number):
             decoding = request_of(1)
             decoding.id, decoding.group = 1 + len(running), (instance,)
-            running.join(decoding)
+            running.add(decoding)
     nobody = frozenset[int]()
     return ClusterView(
         cluster=Instances.of("3"),

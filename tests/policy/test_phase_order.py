@@ -316,7 +316,7 @@ def computed(account: KvAccount, instance: int, request_id: int, *, upto: int, *
 def plan_for(spec: str, account: KvAccount, requests: Sequence[Request], busy: Sequence[int] = ()) -> Plan:
     running = Running(len(Instances.of(spec).instances))
     for request in requests:
-        running.join(request)
+        running.add(request)
     view = ClusterView(
         cluster=Instances.of(spec),
         max_num_batched_tokens=2048,

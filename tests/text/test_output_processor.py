@@ -230,7 +230,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("number", "wanted", "stderr", "shown"),
+    ("number", "is_shown", "stderr", "shown"),
     [
         (2, True, Terminal(), True),
         (1, True, Terminal(), False),
@@ -239,11 +239,11 @@ class Terminal(io.StringIO):
     ],
 )
 def test_a_bar_is_drawn_for_several_prompts_on_a_terminal(
-    number: int, wanted: bool, stderr: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
+    number: int, is_shown: bool, stderr: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
     runs = [Run(None) for _ in range(number)]
-    with Progress([run.tracked for run in runs], wanted=wanted) as progress:
+    with Progress([run.tracked for run in runs], is_shown=is_shown) as progress:
         runs[0].give(10, 11, 12, finish="length")
         assert count_tokens([run.tracked for run in runs]) == (2, 3)
         progress.update()

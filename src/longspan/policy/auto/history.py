@@ -57,9 +57,11 @@ class History:
     def rates(self, now_s: float) -> tuple[float, float]:
         """Return prompts per second, and the seconds of one instance that they take per second.
 
-        The span of the mean is at least a usual prefill on its fastest group: the first prompts are no high rate.
+        The last prompt is the one to place, so it is no evidence of a load: the first prompt of all finds a rate of 0.
+        The span of the mean is at least a usual prefill on its fastest group.
         """
-        if not self._prompts:
+        if len(self._prompts) < 2:
             return 0.0, 0.0
         span_s = max(self.usual_fastest_s, now_s - self._prompts[0][0])
-        return len(self._prompts) / span_s, max(0.0, self._total_s) / span_s
+        earlier_s = max(0.0, self._total_s - self._prompts[-1][1])
+        return (len(self._prompts) - 1) / span_s, earlier_s / span_s
