@@ -1,14 +1,14 @@
-"""Seesaw: what it says of parallelism and of throughput, beside the cost model and the simulator, and all its claims.
+"""Seesaw: its numbers on parallelism and throughput, compared with the cost model and the simulator, and its claims.
 
-    python benchmarks/papers/seesaw.py             # some two minutes; figures of serving are those that were kept
-    python benchmarks/papers/seesaw.py --serving   # simulates Figures 10 to 14 anew, an hour or more
+    python benchmarks/papers/seesaw.py             # some two minutes; uses the stored figures of serving
+    python benchmarks/papers/seesaw.py --serving   # simulates Figures 10 to 14 again, an hour or more
 
-Exits with 1 unless decoding 70B on 4 of 8 devices of 40 GB has 10 to 20 % of the throughput of all 8, PP8 prefills and
-TP8 or TP4PP2 decodes 13B quickest on eight L4, and Eq. 1 is within 15 % of the simulator.
+Exits with 1 unless these hold. Decoding 70B on 4 of 8 devices of 40 GB has 10 to 20 % of the throughput of all 8. On
+eight L4, PP8 has the fastest prefill of 13B, and TP8 or TP4PP2 the fastest decode. Eq. 1 is within 15 % of the simulator.
 
-Figure 1 has 16 requests of a length that is not given; 1,000 tokens are taken here, and no time in which stages wait,
-since other requests fill them. Of Figure 4 no length is given either: the largest batches that fit are compared, of
-requests with the 3,000 tokens that articles of arxiv-summarization have.
+Figure 1 has 16 requests whose length the paper does not give. It is 1,000 tokens here. Other requests fill idle stages,
+so the time of idle stages is excluded. Figure 4 has no length either. It compares the largest batches that fit, with
+requests of 3,000 tokens, as articles of arxiv-summarization have.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _STATIC_WINNERS = {
     (14, "0.1"): "pp8",
     (14, "50"): "tp8",
 }
-"""The best single parallelism of points, as far as the text tells. Seesaw is the best of all in Figs. 12 to 14."""
+"""The best single parallelism of points that the text mentions. Seesaw is the best of all in Figs. 12 to 14."""
 _RESHARDING = "Weights are not re-sharded while serving, and no policy fills the tier on the host before it decodes."
 _NOT_KEPT = "The stored run did not keep these numbers. They need a run of an hour or more."
 _LENGTHS = "Lengths of requests are not given, and the throughput of decoding depends on them."
 
 
 def main(arxiv: Path = seesaw_serving.ARXIV) -> bool:
-    """Prints the claims and what is required; returns whether that holds."""
+    """Print the claims and the required cells. Return True if all required ones hold."""
     points = seesaw_serving.stored()
     passed = report("Seesaw: what its text says of static parallelism", _required())
     passed = _fig_1_holds() and passed
@@ -70,7 +70,7 @@ def main(arxiv: Path = seesaw_serving.ARXIV) -> bool:
 
 
 def claims(points: Sequence[Point] | None = None) -> list[Claim]:
-    """Lists the claims of the paper; those of figures go by the points that were kept."""
+    """Return the claims of the paper. Claims of figures use `points`, by default the stored ones."""
     points = seesaw_serving.stored() if points is None else points
     return [
         Claim("Fig. 1, 3.1", "Pipeline parallelism is best for prefill, tensor parallelism for decoding.", _fig_1()),
@@ -96,13 +96,13 @@ def claims(points: Sequence[Point] | None = None) -> list[Claim]:
 
 
 def _required() -> list[Cell]:
-    """Lists what must be near, within 5 points of 15 %."""
+    """Return the required cell, which must be within 5 points of 15 %."""
     share = _share_of_half(_ARTICLE)
     return [Cell(name="decoding on 4 of 8 (70B)", paper=0.15, ours=share, tolerance=1 / 3, unit="")]
 
 
 def _fig_1_holds() -> bool:
-    """Prints which spec prefills and which decodes quickest on eight L4."""
+    """Print the specs with the fastest prefill and decode on eight L4. Return True if they are the paper's."""
     prefill, decode = (min(times, key=times.__getitem__) for times in _l4().values())
     passed = prefill == "pp8" and decode in ("tp8", "tp4pp2")
     print(f"13B on 8 L4: {prefill} prefills quickest, {decode} decodes quickest: {'pass' if passed else 'FAIL'}\n")
@@ -136,13 +136,13 @@ def _half() -> Setting:
 
 
 def _share_of_half(tokens: int, used: float = 1.0) -> float:
-    """Compares tokens per second of the largest batches that fit on four devices and on eight."""
+    """Return tokens per second on four devices over those on eight, of the largest batches that fit."""
     four, eight = (_decode_rate(spec, tokens, used) for spec in (_HALF, _WHOLE))
     return four / eight
 
 
 def _decode_rate(spec: str, tokens: int, used: float = 1.0) -> float:
-    """Returns the highest tokens per second of a batch that takes at most a part of the memory."""
+    """Return the highest tokens per second of batches that use at most a share `used` of the memory."""
     setting, best, batch = _half(), 0.0, 1
     while (step := setting.decode(spec, tokens, batch)).memory.used <= used * step.memory.capacity:
         best = max(best, batch / step.seconds)
@@ -156,21 +156,21 @@ def _prefill_over_decode(tokens: int) -> float:
 
 
 def _print_half() -> None:
-    """Prints how the share of Fig. 4 depends on what the paper does not give."""
+    """Print the share of Fig. 4 for several lengths and shares of memory, which the paper does not give."""
     shown = Table("tokens", "all memory", f"{USED_MEMORY:.0%} of it", title="Decoding 70B on 4 of 8 GPUs of 40 GB")
     for tokens in (500, 1000, 2000, 3000):
         shares = (_share_of_half(tokens, used) for used in (1.0, USED_MEMORY))
         shown.add_row(f"{tokens:,}", *(f"{share:.1%}" for share in shares))
     Console().print(shown)
     step = _half().decode(_HALF, _ARTICLE, 1)
-    print(f"On 4: {step.memory.arithmetic}. Appendix A gives all memory beside weights to KV (b_max), vLLM 90 %.\n")
+    print(f"On 4: {step.memory.arithmetic}. Appendix A uses all memory except for weights for KV (b_max), vLLM 90 %.\n")
 
 
 # ---------------------------------------------------------------- Eq. 1
 
 
 def equation_1() -> list[Cell]:
-    """Compares the closed form with the simulator on Fig. 13's requests, each spec with passes that suit it."""
+    """Compare the closed form with the simulator on Fig. 13's requests, each spec with its best pass size."""
     machine, cells = Machine(model="llama-2-70b", hardware="a10", gpus=8), []
     for length in OUTPUT_LENS:
         requests = seesaw_serving.constant(length)
@@ -186,7 +186,7 @@ def equation_1() -> list[Cell]:
 
 
 def equation_1_of_pairs(points: Sequence[Point]) -> list[Cell]:
-    """Compares the closed form with the simulator on the best pairs of Fig. 13 that were kept."""
+    """Compare the closed form with the simulator on the stored best pairs of Fig. 13."""
     machine, cells = Machine(model="llama-2-70b", hardware="a10", gpus=8), []
     for one in points:
         if one.figure != 13 or (pair := one.best_pair) is None:
@@ -205,7 +205,7 @@ _EQ_1_TOKENS = (256, 512, 1024, 2048)
 
 
 def _print_sums() -> None:
-    """Prints why TP8 decodes quicker here than TP4PP2, which is Fig. 13's best for long answers: the terms of Eq. 1."""
+    """Print the terms of Eq. 1 for TP8 and TP4PP2. TP8 decodes faster here, TP4PP2 in Fig. 13 for long answers."""
     machine, length = Machine(model="llama-2-70b", hardware="a10", gpus=8), OUTPUT_LENS[-1]
     work, taken = OfflineWork(num_requests=1, input_len=INPUT_LEN, output_len=length), {}
     batch = round(max_batch(machine.line("tp8"), work, _EQ_1_TOKENS[0]))
@@ -231,17 +231,17 @@ def _print_sums() -> None:
 
 
 def _print_stragglers(arxiv: Path) -> None:
-    """Prints what a few long answers do to Fig. 12, which the paper has another winner of."""
+    """Print the effect of a few long answers on Fig. 12, in which the paper has a different best spec."""
     whole = seesaw_serving.articles(arxiv)
     longest = max(one.output_len for one in whole.arrivals)
     shown = Table("answers", *(_FIG_12_SPECS), title="34B on four A10, articles: requests/s with passes of 256 tokens")
-    for most in (longest, _CUT):
-        arrivals = [replace(one, output_len=min(one.output_len, most)) for one in whole.arrivals]
+    for max_tokens in (longest, _CUT):
+        arrivals = [replace(arrival, output_len=min(arrival.output_len, max_tokens)) for arrival in whole.arrivals]
         requests, machine = replace(whole, arrivals=arrivals), Machine(model="codellama-34b", hardware="a10", gpus=4)
         rates = (seesaw_serving.throughput(machine, requests, 256, spec) for spec in _FIG_12_SPECS)
-        shown.add_row(f"up to {most:,} tokens", *(f"{rate:.3g}" for rate in rates))
+        shown.add_row(f"up to {max_tokens:,} tokens", *(f"{rate:.3g}" for rate in rates))
     Console().print(shown)
-    print("The longest answers decode alone at the end, which TP makes quicker and PP does not.\n")
+    print("The longest answers decode alone at the end. TP makes that faster, and PP does not.\n")
 
 
 # ---------------------------------------------------------------- figures of serving
@@ -256,13 +256,13 @@ def _speedup(points: Sequence[Point], hardware: str) -> Claim:
 
 
 def _mean_and_most(points: Sequence[Point], hardware: str) -> tuple[float, float] | None:
-    """Returns the geometric mean and the maximum of all ratios on some devices; None when some are missing."""
+    """Return the geometric mean and the maximum of all ratios on a device, or None if ratios are missing."""
     ratios = [one.ratio for one in points if one.figure == 10 and one.name.startswith(hardware) and one.ratio]
     return (statistics.geometric_mean(ratios), max(ratios)) if len(ratios) == _NUM_BARS else None
 
 
 def _speedups(points: Sequence[Point]) -> list[Cell]:
-    """Lists the averages and maxima of Fig. 10, as far as all of their ratios are there."""
+    """Return the averages and maxima of Fig. 10 for devices with all ratios."""
     return [
         Cell(name=f"{hardware}, {name}", paper=paper, ours=ours, tolerance=0.2, unit="x")
         for hardware, papers in _SPEEDUPS.items()
@@ -272,7 +272,7 @@ def _speedups(points: Sequence[Point]) -> list[Cell]:
 
 
 def _winners(points: Sequence[Point], figure: int) -> Claim:
-    """Compares the best single parallelism of the points of which the paper tells it."""
+    """Compare the best single parallelism at the points for which the paper gives it."""
     where, says, why = _BEST_STATIC[figure]
     kept = {one.name: one.best_static for one in points if one.figure == figure}
     told = {name: winner for (number, name), winner in _STATIC_WINNERS.items() if number == figure}
@@ -282,7 +282,7 @@ def _winners(points: Sequence[Point], figure: int) -> Claim:
 
 
 def _gains(points: Sequence[Point], figure: int) -> Claim:
-    """Compares the best pair with the best single parallelism at all points of a figure."""
+    """Compare the best pair with the best single parallelism at all points of a figure."""
     where, says, given = _BEST_OF_ALL[figure]
     ratios = {one.name: one.ratio for one in points if one.figure == figure}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
@@ -292,7 +292,7 @@ def _gains(points: Sequence[Point], figure: int) -> Claim:
 
 
 def _a100(points: Sequence[Point]) -> list[Claim]:
-    """Compares A100 by PCIe with those by NVLink, and Seesaw on both."""
+    """Compare A100 on PCIe with A100 on NVLink, and Seesaw on both."""
     where, rates = "6.4, Fig. 11", {one.name: one for one in points if one.figure == 11}
     best = {name: one.static[one.best_static].requests_per_s for name, one in rates.items()}
     says = "On A100 by PCIe single parallelism has 60 % of the throughput by NVLink."
@@ -339,28 +339,28 @@ def _table(figure: int, points: Sequence[Point]) -> Table:
 
 
 def _print_winners(points: Sequence[Point]) -> None:
-    """Prints who wins at each point of Figs. 12 to 14 beside the paper's, and how many agree."""
-    shown, agree, told = Table("", "paper", "ours", "paper, single", "ours, single", title="Who wins"), 0, 0
+    """Print our best system and the paper's at each point of Figs. 12 to 14, and the number of equal ones."""
+    shown, agree, given = Table("", "paper", "ours", "paper, single", "ours, single", title="Best system"), 0, 0
     for one in points:
         if one.figure not in (12, 13, 14):
             continue
         paper, ours = _STATIC_WINNERS.get((one.figure, one.name)), one.best_static
         winner = "-" if one.ratio is None else "seesaw" if one.ratio > 1 else ours
-        shown.add_row(f"Fig. {one.figure}, {one.name}", "seesaw", winner, paper or "not told", ours)
+        shown.add_row(f"Fig. {one.figure}, {one.name}", "seesaw", winner, paper or "not given", ours)
         agree += (winner == "seesaw") + (paper == ours)
-        told += (one.ratio is not None) + (paper is not None)
+        given += (one.ratio is not None) + (paper is not None)
     Console(width=120).print(shown)
-    print(f"{agree} of {told} agree\n")
+    print(f"{agree} of {given} agree\n")
 
 
 def _main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serving", action="store_true", help="simulate Figures 10 to 14")
     seesaw_serving.options(parser)
-    given = parser.parse_args()
-    if not given.serving:
-        return main(given.arxiv)
-    return report_claims("Seesaw, serving", claims(seesaw_serving.run(given)))
+    args = parser.parse_args()
+    if not args.serving:
+        return main(args.arxiv)
+    return report_claims("Seesaw, serving", claims(seesaw_serving.run(args)))
 
 
 if __name__ == "__main__":

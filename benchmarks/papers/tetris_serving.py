@@ -3,22 +3,22 @@
     python benchmarks/papers/tetris.py --serving [--quick] [--num-requests N] [--jobs N] [--json FILE]
     python benchmarks/papers/tetris.py --auto [--num-requests N] [--jobs N]
 
-`--json tetris_serving.json` replaces the figures by which the claims page goes, which are of a run with the defaults.
+`--json tetris_serving.json` replaces the figures that the claims page uses. They are of a run with the defaults.
 
-Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and
-70B on 8 hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP
-4. All use ring attention. The paper leaves open, and here is chosen:
+Llama 3 8B runs on 4 hosts of 8 A100: 16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16. 70B
+runs on 8 hosts: 8 prefill and 8 decode instances of TP 4, groups of up to 8. `loongserve` has all devices in one pool of
+TP 1, or TP 4. All use ring attention. The paper leaves these parameters open:
 
-- answers have 512 tokens. At that length `loongserve` takes about half of its instances for decode, which is what the
-  paper's P/D ratio of 1:1 gives, and its TBT stands to TP 8 as in the paper; so TBT is no independent check.
+- Answers have 512 tokens. At that length `loongserve` uses about half of its instances for decode, as the paper's P/D
+  ratio of 1:1 implies. The ratio of its TBT to TP 8 is the paper's, so TBT is no independent check.
 - "25x of the light-load latency" is 25 times the P99 of TTFT of `tetris` at light load, for all systems.
-- Improvement rates are profiled with another seed than the one they are measured with.
-- Steps have up to 32,768 tokens per instance, so that hardly any chunk is cut.
+- Improvement rates are profiled with a different seed than in the measurement.
+- Steps have up to 32,768 tokens per instance, so hardly any chunk is cut.
 
-`--auto` finds the highest rates of the default policy, with these roles, and on as many devices without any, where it
-has answers to decode, too. Exit code 1 if neither is within 2 % of that of `tetris` in some case.
+`--auto` finds the highest rates of the default policy: with these roles, and on the same number of devices without
+roles, where answers are decoded, too. The exit code is 1 if neither is within 2 % of `tetris` in some case.
 
-Answers do not change TTFT where others decode, so that only what is printed of TBT is simulated with them.
+If separate instances decode, answers do not change TTFT. They are then simulated only for the printed TBT.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _OUTPUT_LEN = 512
 _SEED, _PROFILED_SEED = 0, 1
 FIXED_RATES = (0.1, 0.3, 0.5, 0.7)
 _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
-"""Parts of the highest rate of `tetris` at which its options are compared."""
+"""Loads at which the options of `tetris` are compared, as shares of its highest rate."""
 _PRECISION = 1.05
-_FEWEST = 200
+_MIN_REQUESTS = 200
 _AS_GOOD = 0.98
 _STORED = Path(__file__).with_name("tetris_serving.json")
 
@@ -72,7 +72,7 @@ class Setup:
 
     @property
     def sizes(self) -> str:
-        """Returns the improvement rate of groups."""
+        """The group sizes, powers of two up to `largest`, as the option `sp_sizes`."""
         return ",".join(str(2**power) for power in range(self.largest.bit_length()))
 
 
@@ -97,15 +97,15 @@ class Point:
 
 @dataclass(kw_only=True)
 class Study:
-    """An outcome is what became of one setup and workload.
+    """The results of one setup and workload.
 
     Attributes:
         num_requests: of each run.
         max_rates: by system.
         at_limit: by system, at the highest rate of the best baseline.
         fixed_rates: TTFT with an improvement rate over that with the table, by load, then rate: P50 and P99.
-        single_chunk: by load, TTFT without chunks over that with them: P50 and P99; and which part of the time prefill
-            instances compute then, without and with.
+        single_chunk: by load: TTFT without chunks over that with chunks (P50 and P99), and the share of time in which
+            prefill instances compute, without and with chunks.
     """
 
     model: str
@@ -120,7 +120,7 @@ class Study:
 
     @property
     def best_baseline(self) -> str:
-        """Returns the setup with the highest rate."""
+        """The system with the highest rate, except for `tetris`."""
         return max((name for name in self.max_rates if name != "tetris"), key=self.max_rates.__getitem__)
 
 
@@ -154,7 +154,7 @@ class Systems:
         return make_experiment(setup.model, cluster, scheduling)
 
     def profile(self) -> tuple[float, str]:
-        """Gives `tetris` its improvement rates, and returns its TTFT at light load with them."""
+        """Profile the improvement rates of `tetris`, and return its TTFT at light load and the table of rates."""
         tetris = self.experiments["tetris"]
         light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(self.requests(output_len=1))
         assert light_s is not None
@@ -165,7 +165,7 @@ class Systems:
         return light_s, str(table)
 
     def auto(self) -> dict[str, Experiment]:
-        """Lists the default policy beside `tetris`: on the same roles, and on as many devices without."""
+        """Return `tetris` and the default policy: with the same roles, and on the same devices without roles."""
         options = {"exchange": "ring_kv"}
         return {
             "tetris": self.experiments["tetris"],
@@ -174,7 +174,7 @@ class Systems:
         }
 
     def requests(self, *, seed: int = _SEED, output_len: int = _OUTPUT_LEN, num: int | None = None) -> Workload:
-        """Sends requests at one per second."""
+        """Return requests that arrive at one per second."""
         return make_workload(
             WorkloadSpec(
                 workload=self._workload,
@@ -186,12 +186,12 @@ class Systems:
         )
 
     def answers(self, system: str) -> Workload:
-        """Requests whose answers are as long as they must be for TTFT."""
+        """Return requests for measuring TTFT. Answers have one token if separate instances decode."""
         return self.requests(output_len=_OUTPUT_LEN if system in {"loongserve", "auto"} else 1)
 
 
 def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ...]) -> Study:
-    """Runs all of one setup and workload."""
+    """Run all simulations of one setup and workload."""
     systems = Systems(setup, workload, num_requests)
     light_s, table = systems.profile()
     found = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=table)
@@ -206,21 +206,21 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
 
 
 def auto_rates(setup: Setup, workload: str, num_requests: int) -> dict[str, float]:
-    """Finds the highest rates of the default policy, and of `tetris`."""
+    """Return the highest rates of the default policy, and of `tetris`."""
     systems = Systems(setup, workload, num_requests)
     light_s, _ = systems.profile()
     return {name: _max_rate(one, systems.answers(name), light_s) for name, one in systems.auto().items()}
 
 
-def run_auto(given: argparse.Namespace) -> bool:
-    """Prints highest rates, each case when it is done; tells whether `auto` has the highest in all, but for 2 %."""
-    cases = list(product([setup for setup in SETUPS if setup.model in given.models], given.workloads))
+def run_auto(args: argparse.Namespace) -> bool:
+    """Print the highest rates. Return True if `auto` is within 2 % of `tetris` in all cases."""
+    cases = list(product([setup for setup in SETUPS if setup.model in args.models], args.workloads))
     names = ("tetris", "auto with roles", "auto")
     table, passed = Table("highest rate, requests/s", *names), True
-    with ProcessPoolExecutor(max_workers=given.jobs) as pool:
-        waiting = [pool.submit(auto_rates, *case, given.num_requests or 1000) for case in cases]
-        for (setup, workload), one in zip(cases, tqdm(waiting, desc="cases", disable=None), strict=True):
-            rates = one.result()
+    with ProcessPoolExecutor(max_workers=args.jobs) as pool:
+        futures = [pool.submit(auto_rates, *case, args.num_requests or 1000) for case in cases]
+        for (setup, workload), future in zip(cases, tqdm(futures, desc="cases", disable=None), strict=True):
+            rates = future.result()
             table.add_row(f"{setup.model}, {workload}", *(f"{rates[name]:.2f}" for name in names))
             passed &= max(rates["auto"], rates["auto with roles"]) >= _AS_GOOD * rates["tetris"]
     Console(width=120).print(table)
@@ -261,7 +261,7 @@ def _point(experiment: Experiment, requests: Workload) -> Point:
 
 
 def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> float:
-    """Returns which part of the time until the last first token instances compute prompts, of those that prefill."""
+    """Return the share of time in which prefill instances compute prompts, until the last request's first token."""
     busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.index is not None)
     last_s = max(one.arrival_s + one.ttft_s for one in result.served)
     return busy_s / (last_s * len(experiment.cluster.prefill))
@@ -274,23 +274,23 @@ def _max_rate(experiment: Experiment, requests: Workload, light_s: float) -> flo
     return found
 
 
-def run(given: argparse.Namespace) -> list[Study]:
-    """Runs and prints everything, each case when it is done."""
-    setups = [setup for setup in SETUPS if setup.model in given.models]
+def run(args: argparse.Namespace) -> list[Study]:
+    """Run all cases, and print each when it is done."""
+    setups = [setup for setup in SETUPS if setup.model in args.models]
     loads: tuple[float, ...] = _LOADS
-    cases, number = list(product(setups, given.workloads)), 1000
-    if given.quick:
+    cases, number = list(product(setups, args.workloads)), 1000
+    if args.quick:
         cases, loads, number = cases[:1], (0.5, 0.9), 400
-    if given.num_requests is not None:
-        number = given.num_requests
-    json_path: Path | None = given.json
-    if number < _FEWEST:
-        raise SystemExit(f"--num-requests must be at least {_FEWEST}, or no rate is too high, but {number} given")
+    if args.num_requests is not None:
+        number = args.num_requests
+    json_path: Path | None = args.json
+    if number < _MIN_REQUESTS:
+        raise SystemExit(f"--num-requests must be at least {_MIN_REQUESTS}, or no rate is too high, but {number} given")
     studies = []
-    with ProcessPoolExecutor(max_workers=given.jobs) as pool:
-        waiting = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]
-        for one in tqdm(waiting, desc="cases", disable=None):
-            studies.append(one.result())
+    with ProcessPoolExecutor(max_workers=args.jobs) as pool:
+        futures = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]
+        for future in tqdm(futures, desc="cases", disable=None):
+            studies.append(future.result())
             _print(studies[-1])
             if json_path is not None:
                 json_path.write_bytes(msgspec.json.format(msgspec.json.encode(figures(studies)), indent=1) + b"\n")
@@ -331,7 +331,7 @@ def _print(one: Study) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The numbers of one model that claims need, most by workload; empty is what was not kept.
+    """The numbers of one model that claims need. Most are by workload. Numbers that were not stored are empty.
 
     Attributes:
         max_rates: by workload and system.
@@ -358,14 +358,14 @@ class Figures:
 
 
 def stored() -> dict[str, Figures]:
-    """Reads figures by model."""
+    """Read the stored figures by model."""
     return msgspec.json.decode(_STORED.read_bytes(), type=dict[str, Figures])
 
 
 def figures(studies: Sequence[Study]) -> dict[str, Figures]:
-    """Takes from studies, by model, what claims need."""
-    models = dict.fromkeys(one.model for one in studies)
-    return {model: _figures({one.workload: one for one in studies if one.model == model}) for model in models}
+    """Return the numbers of the studies that claims need, by model."""
+    models = dict.fromkeys(study.model for study in studies)
+    return {model: _figures({study.workload: study for study in studies if study.model == model}) for model in models}
 
 
 def _figures(studies: Mapping[str, Study]) -> Figures:
@@ -404,7 +404,7 @@ def _figures(studies: Mapping[str, Study]) -> Figures:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Prints the tables of `--serving`."""
+    """Add the flags of `--serving` and `--auto`."""
     models = [setup.model for setup in SETUPS]
     parser.add_argument("--models", nargs="+", default=models, choices=models)
     parser.add_argument("--workloads", nargs="+", default=_WORKLOADS, choices=_WORKLOADS)

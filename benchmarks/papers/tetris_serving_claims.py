@@ -1,4 +1,4 @@
-"""Tetris: its claims of clusters that serve (section 7), beside what `tetris_serving` found."""
+"""Tetris: its claims about clusters that serve (section 7), compared with the figures of `tetris_serving`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verdicts import Check, Claim, bound, choice, in_range, numbers, order
 
 @dataclass(frozen=True, kw_only=True)
 class _Claimed:
-    """The paper's ranges for one model, least and most, its best baseline, and systems by load, worst first."""
+    """The paper's ranges for one model (minimum, maximum), its best baseline, and systems by load, worst first."""
 
     name: str
     load: tuple[float, float]
@@ -60,7 +60,7 @@ _NOT_KEPT = "The stored run did not keep these numbers. They need a run of an ho
 
 
 def claims(found: Mapping[str, Figures]) -> list[Claim]:
-    """Lists what the paper claims of clusters that serve."""
+    """Return the claims about clusters that serve."""
     return [
         claim
         for model, one in found.items()
@@ -133,7 +133,7 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
 
 
 def _most(model: str, rates: Mapping[str, float]) -> str:
-    """Names the systems that serve the highest rate, all of those that are level; either LoongServe of 70B is one."""
+    """Return the names of all systems with the highest rate. Both LoongServe systems of 70B count as one."""
     best = [system for system, rate in rates.items() if rate == max(rates.values())]
     return " and ".join(dict.fromkeys(one.removesuffix("-disagg") if model == "70B" else one for one in best))
 
