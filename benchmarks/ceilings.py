@@ -1,4 +1,4 @@
-"""Measures the machine's limits (matrix products, memory reads) between the contestants, and longspan's share of them."""
+"""Measures the machine's limits (matrix products, memory reads) between contestants, and longspan's share of them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def decode_column(batch: int, length: int, new_tokens: int) -> Column:
         key=f"decode-{batch}",
         title=title,
         load=load,
-        read=lambda answer: decode_rate([one.arrivals_s for one in answer.timelines]),
+        read=lambda answer: decode_rate([timeline.arrivals_s for timeline in answer.timelines]),
         form="{:.0f}",
         fewer=False,
     )

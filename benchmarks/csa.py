@@ -4,9 +4,9 @@
     python benchmarks/csa.py speed [--drop 0.3 --drop-mode kv --equal] [--rounds 3]
 
 `quality` uses 4 instances on two emulated hosts. It varies the drop mode, the drop ratio of level 2, and the ratios of
-further levels, which are the same or follow the rule. For each setting it measures the share of pass keys found (at
-five depths of each length), perplexity, and KL divergence (of a window of each length). It prints the largest mean drop
-ratio with no key lost and perplexity less than 1 % higher. `--json` stores each line, and skips stored ones.
+further levels, which are the same or follow the rule. It measures the share of pass keys found at five depths of each
+length, and perplexity and KL divergence of a window of each length. It prints the largest mean drop ratio with no key
+lost and perplexity less than 1 % higher. `--json` stores each line, and skips stored ones.
 
 `speed` measures the TTFT of a prompt of 8,000 tokens. It alternates between exact attention, levels that drop nothing,
 and sparse attention. It prints the saved share of attention's seconds, divided by the saved share of its products.
@@ -57,29 +57,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-samples", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     os.environ["LONGSPAN_HOSTS"] = _HOSTS
     with LLM(
-        asked.model,
-        dtype=asked.dtype,
-        parallel=asked.parallel,
+        args.model,
+        dtype=args.dtype,
+        parallel=args.parallel,
         policy="csps",
         policy_options={"threshold": "512"},
         threads_per_rank=1,
         record_times=True,
         enable_prefix_caching=False,
     ) as llm:
-        return _quality(llm, asked) if asked.what == "quality" else _speed(llm, asked)
+        return _quality(llm, args) if args.what == "quality" else _speed(llm, args)
 
 
-def _take(llm: LLM, asked: argparse.Namespace, drop: float | dict[int, float], mode: str) -> None:
-    settings = {"levels": asked.levels, "drop": drop, "drop_mode": mode}
-    settings |= {"rate_by": asked.rate_by, "samples": asked.samples}
+def _take(llm: LLM, args: argparse.Namespace, drop: float | dict[int, float], mode: str) -> None:
+    settings = {"levels": args.levels, "drop": drop, "drop_mode": mode}
+    settings |= {"rate_by": args.rate_by, "samples": args.samples}
     llm.service.update_policy({"csa": json.dumps(settings)})
 
 
-def _ratios(asked: argparse.Namespace, drop: float, *, is_equal: bool) -> float | dict[int, float]:
-    return dict.fromkeys(range(2, asked.levels + 1), drop) if is_equal else drop
+def _ratios(args: argparse.Namespace, drop: float, *, is_equal: bool) -> float | dict[int, float]:
+    return dict.fromkeys(range(2, args.levels + 1), drop) if is_equal else drop
 
 
 # ---------------------------------------------------------------- quality
@@ -104,32 +104,32 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     kl: float
 
 
-def _quality(llm: LLM, asked: argparse.Namespace) -> int:
+def _quality(llm: LLM, args: argparse.Namespace) -> int:
     text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=llm.tokenize(""))
     hide = partial(
         evals.needles,
         text,
         partial(llm.tokenize, add_special_tokens=False),
         depths=_DEPTHS,
-        num_samples=asked.num_samples,
+        num_samples=args.num_samples,
         seed=0,
     )
-    needles = [needle for length in asked.lengths for needle in hide(length)]
+    needles = [needle for length in args.lengths for needle in hide(length)]
     cut = partial(evals.perplexity_prompts, text, num_samples=1)
-    windows = [(length, prompt) for length in asked.lengths for prompt in cut(length)]
-    rows = msgspec.json.decode(asked.json.read_bytes(), type=list[Quality]) if _exists(asked.json) else []
+    windows = [(length, prompt) for length in args.lengths for prompt in cut(length)]
+    rows = msgspec.json.decode(args.json.read_bytes(), type=list[Quality]) if _exists(args.json) else []
     exact = _score(llm, windows)
     settings = [("exact", "same", 0.0)]
-    settings += list(product(asked.modes, asked.ratios, asked.drops))
+    settings += list(product(args.modes, args.ratios, args.drops))
     stored = {(row.mode, row.ratios, row.drop) for row in rows}
     missing = [setting for setting in settings if setting not in stored]
     for setting in track(missing, "measuring", console=Console(stderr=True)):
-        rows.append(_measured(llm, asked, setting, needles, windows, exact))
-        if asked.json:
-            asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
+        rows.append(_measured(llm, args, setting, needles, windows, exact))
+        if args.json:
+            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
     rows.sort(key=lambda row: (row.mode, row.ratios, row.drop))  # exact attention first
     Console(width=120).print(_table(rows))
-    for mode, ratios in product(asked.modes, asked.ratios):
+    for mode, ratios in product(args.modes, args.ratios):
         good = [row for row in rows if (row.mode, row.ratios) == (mode, ratios) and row.needle >= rows[0].needle]
         good = [row for row in good if row.perplexity_ratio < _PERPLEXITY_RATIO]
         best = max(good, key=lambda row: row.mean_drop_ratio, default=None)
@@ -147,7 +147,7 @@ def _exists(path: Path | None) -> bool:
 
 def _measured(
     llm: LLM,
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
     setting: tuple[str, str, float],
     needles: Sequence[evals.Needle],
     windows: Sequence[tuple[int, list[int]]],
@@ -158,7 +158,7 @@ def _measured(
         llm.service.update_policy({"csa": "off"})
         shares, compared = (0.0, 0.0, 0.0), evals.compare(exact, exact)
     else:
-        _take(llm, asked, _ratios(asked, drop, is_equal=ratios == "same"), mode)
+        _take(llm, args, _ratios(args, drop, is_equal=ratios == "same"), mode)
         [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         saved = llm.sparse_savings(output)
         assert saved is not None, "long prompts are shared"
@@ -178,7 +178,7 @@ def _measured(
 
 
 def _needle(llm: LLM, needles: Sequence[evals.Needle]) -> float:
-    outputs = llm.generate([one.prompt for one in needles], evals.NEEDLE_PARAMS, use_tqdm=False)
+    outputs = llm.generate([needle.prompt for needle in needles], evals.NEEDLE_PARAMS, use_tqdm=False)
     are_found = [needle.found_in(output.outputs[0].text) for needle, output in zip(needles, outputs, strict=True)]
     return sum(are_found) / len(are_found)
 
@@ -206,20 +206,20 @@ def _table(rows: Sequence[Quality]) -> Table:
 # ---------------------------------------------------------------- speed
 
 
-def _speed(llm: LLM, asked: argparse.Namespace) -> int:
+def _speed(llm: LLM, args: argparse.Namespace) -> int:
     text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
     prompt, params = text.window(_PROMPT, 0, 1), SamplingParams(temperature=0, max_tokens=1)
     names = ("exact", "nothing dropped", "sparse")
     ttft_s: dict[str, list[float]] = {name: [] for name in names}
     attention_s: dict[str, list[float]] = {name: [] for name in names}
     saved = None
-    for number in track(range(asked.rounds + 1), "measuring", console=Console(stderr=True)):
+    for number in track(range(args.rounds + 1), "measuring", console=Console(stderr=True)):
         for name in names:
             if name == "exact":
                 llm.service.update_policy({"csa": "off"})
             else:
-                ratios = _ratios(asked, asked.drop, is_equal=asked.equal) if name == "sparse" else {}
-                _take(llm, asked, ratios, asked.drop_mode)
+                ratios = _ratios(args, args.drop, is_equal=args.equal) if name == "sparse" else {}
+                _take(llm, args, ratios, args.drop_mode)
             before = _attention_s(llm)
             [output] = llm.generate([prompt], params, use_tqdm=False)
             if number:  # the first prompt of each is a warm-up
@@ -228,7 +228,7 @@ def _speed(llm: LLM, asked: argparse.Namespace) -> int:
                 attention_s[name].append(_attention_s(llm) - before)
             saved = llm.sparse_savings(output) if name == "sparse" else saved
     assert saved is not None, "the prompt is shared"
-    print(f"{_PROMPT} tokens on {asked.parallel}, {asked.drop_mode}, level 2 drops {asked.drop:.0%}: {saved}")
+    print(f"{_PROMPT} tokens on {args.parallel}, {args.drop_mode}, level 2 drops {args.drop:.0%}: {saved}")
     for name in names[:2]:
         attended = statistics.median(attention_s["sparse"]) / statistics.median(attention_s[name])
         ratio = statistics.median(ttft_s["sparse"]) / statistics.median(ttft_s[name])

@@ -83,17 +83,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--require", action="store_true")
-    asked = parser.parse_args()
-    tuned = Tuned.from_json(asked.tuned.read_text(encoding="utf-8"))
+    args = parser.parse_args()
+    tuned = Tuned.from_json(args.tuned.read_text(encoding="utf-8"))
     group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates)
     referee = LossModel.fit(loss_samples(group, tuned.points, tuned.points))
-    rng = random.Random(asked.seed)
-    draws = [draw(rng, tuned, by_loss=number % 2 == 0) for number in range(asked.cases)]
+    rng = random.Random(args.seed)
+    draws = [draw(rng, tuned, by_loss=number % 2 == 0) for number in range(args.cases)]
     cases = [compared(tuned, referee, *case) for case in track(draws, "comparing", console=Console(stderr=True))]
     accuracy, of_points = held_out(tuned)
-    met = [one.is_met for one in cases if one.is_met is not None]
-    ratios = [one.time_ratio for one in cases if one.time_ratio is not None]
-    choosing_s = [one.choosing_s for one in cases]
+    met = [case.is_met for case in cases if case.is_met is not None]
+    ratios = [case.time_ratio for case in cases if case.time_ratio is not None]
+    choosing_s = [case.choosing_s for case in cases]
     Console(width=140).print(table(cases))
     share, worst = statistics.fmean(met), max(ratios)
     checks = [
@@ -113,12 +113,12 @@ def main() -> int:
     ]
     for words, is_good in checks:
         print(f"{'holds' if is_good else 'fails'}: {words}")
-    by_all = [one.is_met_by_all for one in cases if one.is_met_by_all is not None]
+    by_all = [case.is_met_by_all for case in cases if case.is_met_by_all is not None]
     print(f"by a fit to all points {sum(by_all)} of {len(by_all)} choices with a limited loss meet the limit")
     print(f"points lost beyond the best, where time was limited: {_more_lost(cases):.2f} on average")
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(one) for one in cases], indent=1) + "\n", encoding="utf-8")
-    return int(asked.require and not all(is_good for _, is_good in checks))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(case) for case in cases], indent=1) + "\n", encoding="utf-8")
+    return int(args.require and not all(is_good for _, is_good in checks))
 
 
 def held_out(tuned: Tuned) -> tuple[float, int]:
@@ -127,7 +127,7 @@ def held_out(tuned: Tuned) -> tuple[float, int]:
     fitted, excluded = split(tuned.points)
     model = LossModel.fit(loss_samples(group, fitted, tuned.points))
     samples = loss_samples(group, excluded, tuned.points)
-    errors = [abs(model.predict(one.num_tokens, one.mean_drop, one.mode) - one.loss) for one in samples]
+    errors = [abs(model.predict(sample.num_tokens, sample.mean_drop, sample.mode) - sample.loss) for sample in samples]
     return 1 - statistics.fmean(errors) / 100, len(errors)
 
 
@@ -136,7 +136,7 @@ def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float
 
     Target times lie between the time of exact attention and the least possible time.
     """
-    lengths = [one.num_tokens for one in tuned.points]
+    lengths = [point.num_tokens for point in tuned.points]
     num_tokens = round(math.exp(rng.uniform(math.log(min(lengths)), math.log(max(lengths)))))
     bytes_per_s = tuned.rates.between.bytes_per_s * 16 ** rng.uniform(-1, 1)
     if by_loss:
@@ -144,7 +144,9 @@ def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float
     group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates, block_size=1).with_link(bytes_per_s)
     modes = [replace(group, mode=mode) for mode in tuned.modes()]
     least_s = min(
-        FINE.quickest(one, num_tokens, Configuration(n, FINE.drops[-1]))[0] for one in modes for n in one.levels()
+        FINE.quickest(of_mode, num_tokens, Configuration(n, FINE.drops[-1]))[0]
+        for of_mode in modes
+        for n in of_mode.levels()
     )
     exact_s = group.ttft_s(num_tokens, Configuration(1))
     return num_tokens, bytes_per_s, Objective(target_s=rng.uniform(least_s, exact_s))

@@ -96,7 +96,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Matrix products as arrays.
+    """Sizes and measured seconds of matrix products as arrays.
 
     Attributes:
         sizes: rows, inputs, outputs, peak FLOPS, bytes per second and units [6, products].

@@ -132,7 +132,7 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """All measurements of one part."""
+    """The measurements of one part of this script."""
 
     prompts: list[Prompt] = []
     steps: list[Step] = []
@@ -156,61 +156,61 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=60.0, help="largest time of each prompt")
     parser.add_argument("--warm", type=int, default=1, help="runs of each prompt after the first")
     parser.add_argument("--checkpoint", type=Path, help="folder of the shape's configuration, made if it is missing")
-    asked = parser.parse_args()
-    asked.lengths.sort()
-    if unknown := set(asked.parts or ()) - set(_PARTS):
+    args = parser.parse_args()
+    args.lengths.sort()
+    if unknown := set(args.parts or ()) - set(_PARTS):
         parser.error(f"--parts names {', '.join(sorted(unknown))}; the parts are {', '.join(_PARTS)}")
-    if asked.device == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here: take --device cpu --shape tiny --lengths 256 512")
-    asked.config = TINY if asked.shape == "tiny" else model_config(asked.shape)
-    asked.model = from_config(asked.config, name=asked.shape)
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    args.config = TINY if args.shape == "tiny" else model_config(args.shape)
+    args.model = from_config(args.config, name=args.shape)
+    args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LONGSPAN_CACHE"] = cache  # no profile of this machine counts, and the weights may go
-        asked.checkpoint = asked.checkpoint or Path(cache, "checkpoint")
-        _write_config(asked)
-        for part in (_PARTS if asked.device == "cuda" else _CPU_PARTS) if asked.parts is None else asked.parts:
+        args.checkpoint = args.checkpoint or Path(cache, "checkpoint")
+        _write_config(args)
+        for part in (_PARTS if args.device == "cuda" else _CPU_PARTS) if args.parts is None else args.parts:
             print(f"{part} ...", file=sys.stderr, flush=True)
-            _measure(part, asked)
+            _measure(part, args)
     return 0
 
 
-def _write_config(asked: argparse.Namespace) -> None:
-    config = {**asked.config, "max_position_embeddings": _MAX_LENGTH, "architectures": ["LlamaForCausalLM"]}
-    asked.checkpoint.mkdir(exist_ok=True)
-    (asked.checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
+def _write_config(args: argparse.Namespace) -> None:
+    config = {**args.config, "max_position_embeddings": _MAX_LENGTH, "architectures": ["LlamaForCausalLM"]}
+    args.checkpoint.mkdir(exist_ok=True)
+    (args.checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
 
 
-def _measure(part: str, asked: argparse.Namespace) -> None:
+def _measure(part: str, args: argparse.Namespace) -> None:
     """Measure a part, and rewrite its file after every measurement."""
     results = Results()
-    for _ in _steps(part, asked, results):
-        (asked.folder / f"8b_{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    for _ in _steps(part, args, results):
+        (args.folder / f"8b_{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
-def _steps(part: str, asked: argparse.Namespace, results: Results) -> Iterator[None]:
+def _steps(part: str, args: argparse.Namespace, results: Results) -> Iterator[None]:
     if part == "reads":
-        return _reads(asked, results)
+        return _reads(args, results)
     if part == "mixed":
-        return _mixed(asked, results)
-    return _by_transformers(asked, results) if part == "transformers" else _by_engine(_KERNELS[part], asked, results)
+        return _mixed(args, results)
+    return _by_transformers(args, results) if part == "transformers" else _by_engine(_KERNELS[part], args, results)
 
 
-def _ceiling(asked: argparse.Namespace, name: str) -> float | None:
+def _ceiling(args: argparse.Namespace, name: str) -> float | None:
     """Return a number of FOLDER/ceilings.json, or None if there is no such file."""
-    path = asked.folder / "ceilings.json"
+    path = args.folder / "ceilings.json"
     return float(json.loads(path.read_text(encoding="utf-8"))[name]) if path.exists() else None
 
 
-def _mfu(asked: argparse.Namespace, length: int, seconds: float) -> float | None:
-    peak, model = _ceiling(asked, PRODUCT), asked.model
+def _mfu(args: argparse.Namespace, length: int, seconds: float) -> float | None:
+    peak, model = _ceiling(args, PRODUCT), args.model
     assert isinstance(model, Architecture), "made from the config"
     return None if peak is None else model.prefill_flops(length) / seconds / (peak * 1e12)
 
 
-def _step(asked: argparse.Namespace, context: int, batch: int, seconds: float) -> Step:
+def _step(args: argparse.Namespace, context: int, batch: int, seconds: float) -> Step:
     """Return a step with its share of the copy, by the bytes of all weights read and the KV of the whole context."""
-    copied, model = _ceiling(asked, COPY), asked.model
+    copied, model = _ceiling(args, COPY), args.model
     assert isinstance(model, Architecture), "made from the config"
     embedding = 0 if model.tied else model.head_weights * model.attention.bytes_per_element
     num_bytes = model.weight_bytes - embedding + batch * context * model.attention.kv_bytes * model.attention.num_layers
@@ -221,21 +221,21 @@ def _step(asked: argparse.Namespace, context: int, batch: int, seconds: float) -
 # ---------------------------------------------------------------- the engine
 
 
-def _by_engine(kernel: CudaKernel | None, asked: argparse.Namespace, results: Results) -> Iterator[None]:
+def _by_engine(kernel: CudaKernel | None, args: argparse.Namespace, results: Results) -> Iterator[None]:
     measured: list[tuple[int, float]] = []
-    with _engine(kernel, asked) as llm:
-        for length in asked.lengths:
+    with _engine(kernel, args) as llm:
+        for length in args.lengths:
             prompts, steps = len(results.prompts), len(results.steps)
-            for prompt, step in _prompt(llm, asked, length, measured):
+            for prompt, step in _prompt(llm, args, length, measured):
                 results.prompts[prompts:], results.steps[steps:] = [prompt], step
                 yield
-        for batch in asked.batches:
-            if batch > 1 and batch * (asked.lengths[0] + _NEW_TOKENS + batch) <= _kv_capacity(llm):
-                results.steps.append(_step(asked, asked.lengths[0], batch, _batch(llm, asked.lengths[0], batch)))
+        for batch in args.batches:
+            if batch > 1 and batch * (args.lengths[0] + _NEW_TOKENS + batch) <= _kv_capacity(llm):
+                results.steps.append(_step(args, args.lengths[0], batch, _batch(llm, args.lengths[0], batch)))
                 yield
 
 
-def _engine(kernel: CudaKernel | None, asked: argparse.Namespace) -> LLM:
+def _engine(kernel: CudaKernel | None, args: argparse.Namespace) -> LLM:
     def launch(config: WorkerConfig) -> ProcessLauncher:
         return ProcessLauncher(msgspec.structs.replace(config, cuda_kernel=kernel))
 
@@ -243,13 +243,13 @@ def _engine(kernel: CudaKernel | None, asked: argparse.Namespace) -> LLM:
         make_service = partial(Service, launcher=launch)
 
     options: dict[str, Any] = {
-        "device": asked.device,
-        "dtype": "bfloat16" if asked.device == "cuda" else "float32",
+        "device": args.device,
+        "dtype": "bfloat16" if args.device == "cuda" else "float32",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "block_size": _BLOCK_SIZE,
     }
-    return WithKernel(str(asked.checkpoint), **options)
+    return WithKernel(str(args.checkpoint), **options)
 
 
 def _kv_capacity(llm: LLM) -> int:
@@ -259,7 +259,7 @@ def _kv_capacity(llm: LLM) -> int:
 
 
 def _prompt(
-    llm: LLM, asked: argparse.Namespace, length: int, measured: list[tuple[int, float]]
+    llm: LLM, args: argparse.Namespace, length: int, measured: list[tuple[int, float]]
 ) -> Iterator[tuple[Prompt, list[Step]]]:
     """Compute the part of a prompt that memory and time allow, once or more, and decode behind it.
 
@@ -269,18 +269,18 @@ def _prompt(
         measured: tokens and seconds of earlier prompts. This prompt is appended.
     """
     capacity = min(_kv_capacity(llm), llm.max_model_len) - _NEW_TOKENS
-    computed = min(capacity, affordable(measured, length, asked.limit_s))
+    computed = min(capacity, affordable(measured, length, args.limit_s))
     times, gaps_s = list[float](), list[float]()
-    while not times or (len(times) <= asked.warm and times[0] * _AGAIN <= asked.limit_s):
+    while not times or (len(times) <= args.warm and times[0] * _AGAIN <= args.limit_s):
         [request] = _run(llm, [_random(llm, computed, len(times))], _NEW_TOKENS)
         times.append(request.metrics.ttft_s or 0.0)
         gaps_s.append(statistics.median(request.metrics.tbt_s[1:]))
         of_this = [*measured, (computed, min(times))]
         left_s = predict_s(of_this, length) - predict_s(of_this, computed)
         first_s, *warm_s = (computed_s + left_s for computed_s in times)
-        mfu = _mfu(asked, length, statistics.median(warm_s or [first_s]))
+        mfu = _mfu(args, length, statistics.median(warm_s or [first_s]))
         prompt = Prompt(length=length, first_s=first_s, warm_s=warm_s, num_computed=computed, mfu=mfu)
-        step = _step(asked, length, 1, statistics.median(gaps_s[1:] or gaps_s))
+        step = _step(args, length, 1, statistics.median(gaps_s[1:] or gaps_s))
         yield prompt, [step] if computed == length else []
     measured.append((computed, min(times)))
 
@@ -301,16 +301,16 @@ def predict_s(measured: Sequence[tuple[int, float]], length: int) -> float:
 
 def _batch(llm: LLM, context: int, batch: int) -> float:
     """Decode requests together, and return the median seconds between tokens once all have their first token."""
-    requests = _run(llm, [_random(llm, context, f"{batch} {one}") for one in range(batch)], batch + _NEW_TOKENS)
-    latest = max(requests, key=lambda one: one.metrics.arrival_s + (one.metrics.ttft_s or 0.0))
+    requests = _run(llm, [_random(llm, context, f"{batch} {index}") for index in range(batch)], batch + _NEW_TOKENS)
+    latest = max(requests, key=lambda request: request.metrics.arrival_s + (request.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:_NEW_TOKENS])
 
 
-def _mixed(asked: argparse.Namespace, results: Results) -> Iterator[None]:
+def _mixed(args: argparse.Namespace, results: Results) -> Iterator[None]:
     """Compute a prompt alone, and then with each batch of decoding chats: twice, where the second run counts."""
-    length = asked.mixed_length or asked.lengths[-1]
-    with _engine(None, asked) as llm:
-        for num_chats in (0, *asked.batches):
+    length = args.mixed_length or args.lengths[-1]
+    with _engine(None, args) as llm:
+        for num_chats in (0, *args.batches):
             _, warm = (_among_chats(llm, length, num_chats, seed) for seed in range(2))
             results.mixed.append(warm)
             yield
@@ -320,7 +320,7 @@ def _among_chats(llm: LLM, length: int, num_chats: int, seed: int) -> Mixed:
     """Start chats behind 1,000 tokens each, and a prompt once all decode. End the chats after its first token."""
     engine = llm.engine
     endless = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    drawn = [_random(llm, _CHAT_TOKENS, f"{num_chats} {one} {seed}") for one in range(num_chats)]
+    drawn = [_random(llm, _CHAT_TOKENS, f"{num_chats} {chat} {seed}") for chat in range(num_chats)]
     chats = [engine.add(tuple(prompt), endless) for prompt in drawn]
     while any(len(chat.metrics.tbt_s) < _NEW_TOKENS for chat in chats):
         engine.step()
@@ -363,9 +363,9 @@ def _random(llm: LLM, length: int, seed: int | str) -> list[int]:
 # ---------------------------------------------------------------- the decode kernel
 
 
-def _reads(asked: argparse.Namespace, results: Results) -> Iterator[None]:
-    shape, device = asked.model.attention, torch.device(asked.device)
-    dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
+def _reads(args: argparse.Namespace, results: Results) -> Iterator[None]:
+    shape, device = args.model.attention, torch.device(args.device)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     spec = AttnSpec(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -374,8 +374,8 @@ def _reads(asked: argparse.Namespace, results: Results) -> Iterator[None]:
         window=None,
         softcap=None,
     )
-    backend, copied, draw = backend_of(device, compiled=False), _ceiling(asked, COPY), np.random.default_rng(0)
-    for context, batch in product(asked.lengths, asked.batches):
+    backend, copied, draw = backend_of(device, compiled=False), _ceiling(args, COPY), np.random.default_rng(0)
+    for context, batch in product(args.lengths, args.batches):
         per_request = -(-context // _BLOCK_SIZE)
         num_bytes = 2 * batch * per_request * _BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         if num_bytes > _FREE_SHARE * _free_bytes(device):
@@ -419,12 +419,12 @@ def _free_bytes(device: torch.device) -> int:
 # ---------------------------------------------------------------- transformers
 
 
-def _by_transformers(asked: argparse.Namespace, results: Results) -> Iterator[None]:
-    config = AutoConfig.from_pretrained(asked.checkpoint)
-    dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
-    with torch.device(asked.device):
+def _by_transformers(args: argparse.Namespace, results: Results) -> Iterator[None]:
+    config = AutoConfig.from_pretrained(args.checkpoint)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    with torch.device(args.device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for length in asked.peer_lengths:
+    for length in args.peer_lengths:
         times = []
         for seed in range(2):
             drawn = np.random.default_rng([length, seed]).integers(config.vocab_size, size=length).tolist()
@@ -432,9 +432,9 @@ def _by_transformers(asked: argparse.Namespace, results: Results) -> Iterator[No
             times.append(timeline.arrivals_s[0] - timeline.submitted_s)
         first_s, again_s = times
         gaps_s = np.diff(timeline.arrivals_s)[1:]
-        mfu = _mfu(asked, length, again_s)
+        mfu = _mfu(args, length, again_s)
         results.prompts.append(Prompt(length=length, first_s=first_s, warm_s=[again_s], num_computed=length, mfu=mfu))
-        results.steps.append(_step(asked, length, 1, float(np.median(gaps_s))))
+        results.steps.append(_step(args, length, 1, float(np.median(gaps_s))))
         yield
 
 

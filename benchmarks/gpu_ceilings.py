@@ -35,21 +35,21 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("PyTorch finds no CUDA device here", file=sys.stderr)
         return 2
-    found = {"versions": versions(), **_products(), **_copies()}
-    for name, value in found.items():
+    numbers = {"versions": versions(), **_products(), **_copies()}
+    for name, value in numbers.items():
         print(f"{name:28}{value if name == 'versions' else f'{value:.1f}'}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
     return 0
 
 
 def _products() -> dict[str, float]:
-    found = {}
+    numbers = {}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = torch.randn(2, _SIZE, _SIZE, device="cuda").to(dtype)
         seconds = least_seconds(partial(torch.matmul, a, b), _CUDA)
-        found[f"product_{dtype}_tflops".replace("torch.", "")] = 2 * _SIZE**3 / seconds / 1e12
-    return found
+        numbers[f"product_{dtype}_tflops".replace("torch.", "")] = 2 * _SIZE**3 / seconds / 1e12
+    return numbers
 
 
 def _copies() -> dict[str, float]:

@@ -48,21 +48,21 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON to this file")
     parser.add_argument("--carried", metavar="FOLDER", help="packages in this folder do not count as installed")
     options = parser.parse_args()
-    found = versions()
+    facts = versions()
     paths = [path for path in sys.path if path != options.carried]
-    installed = {canonicalize_name(one.name): one.version for one in distributions(path=paths)}
-    found |= {"unmet": unmet_requirements(), "schemas": schemas(), "installed": dict(sorted(installed.items()))}
-    text = json.dumps(found, indent=1)
+    installed = {canonicalize_name(package.name): package.version for package in distributions(path=paths)}
+    facts |= {"unmet": unmet_requirements(), "schemas": schemas(), "installed": dict(sorted(installed.items()))}
+    text = json.dumps(facts, indent=1)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")
-    changed = [schema for schema in found["schemas"].values() if not schema["fits"]]
-    for problem in (*found["unmet"], *changed):
+    changed = [schema for schema in facts["schemas"].values() if not schema["fits"]]
+    for problem in (*facts["unmet"], *changed):
         print(f"not as longspan needs it: {problem}", file=sys.stderr)
-    if not found["device"]:
+    if not facts["device"]:
         print("PyTorch finds no CUDA device here", file=sys.stderr)
         return 2
-    return 1 if found["unmet"] or changed else 0
+    return 1 if facts["unmet"] or changed else 0
 
 
 def unmet_requirements(
@@ -86,19 +86,19 @@ def schemas() -> dict[str, dict[str, Any]]:
         import torch  # noqa: PLC0415 - the other versions are printed without it
     except (ImportError, OSError):
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Any]] = {}
     for name, passed in OPERATORS.items():
         operator = getattr(torch.ops.aten, name, None)
         if operator is None:
-            found[name] = {"schema": None, "fits": False}
+            described[name] = {"schema": None, "fits": False}
             continue
         schema = operator.default._schema  # noqa: SLF001 - there is no public name
         positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
         by_name = {argument.name for argument in schema.arguments if argument.kwarg_only}
-        ordered = [one for one in passed if one not in by_name]
+        ordered = [argument for argument in passed if argument not in by_name]
         fits = positional[: len(ordered)] == ordered and set(passed) <= {*positional, *by_name}
-        found[name] = {"schema": str(schema), "fits": fits}
-    return found
+        described[name] = {"schema": str(schema), "fits": fits}
+    return described
 
 
 def versions() -> dict[str, Any]:
@@ -126,13 +126,13 @@ def _of_torch() -> dict[str, Any]:
         return {"device": None, "torch": f"{type(error).__name__}: {error}"}
     try:
         cudnn: int | str | None = torch.backends.cudnn.version()
-    except RuntimeError as error:  # the installed version is not the one that PyTorch was built for
+    except RuntimeError as error:  # PyTorch was built for a different version
         cudnn = str(error)
-    found: dict[str, Any] = {"device": None, "cuda": torch.version.cuda, "cudnn": cudnn}
+    facts: dict[str, Any] = {"device": None, "cuda": torch.version.cuda, "cudnn": cudnn}
     if not torch.cuda.is_available():
-        return found
+        return facts
     device = torch.cuda.get_device_properties(0)
-    return found | {
+    return facts | {
         "device": device.name,
         "num_devices": torch.cuda.device_count(),
         "capability": torch.cuda.get_device_capability(0),

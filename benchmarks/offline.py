@@ -4,13 +4,13 @@
 
 A contestant is `policy:SPEC`, or only a parallel spec, which is served by `chunked`. Seesaw has two specs, as in
 `seesaw:pp2,tp2`. With an option, `seesaw strict=true:pp2,tp2`, clusters also change if that saves no time.
-All contestants serve the same prompts, cut from the topics of Python's help and submitted together. The table has tokens
-per second, prompts and outputs together, as a ratio to one rank in the same round. The spec `2` shows the speed of two
-processes on this machine: its instances share only the memory. The transitions of Seesaw are listed below the table.
+All contestants serve the same prompts, cut from the topics of Python's help and submitted together. The table has
+tokens per second, prompts and outputs together, as a ratio to one rank in the same round. The spec `2` shows the speed
+of two processes on this machine: its instances share only the memory. Transitions of Seesaw are listed below the table.
 
 Simulations need a profile. Run `longspan profile --parallel 2 --threads-per-rank 1` with the same model and dtype
-before, and for specs with tp also `--parallel 2xtp2`. With `--require` the exit code is 1 if `pp2` has less than
-`--least` times the throughput of one rank, or if its simulated seconds are off by more than 15 %.
+before, and for specs with tp also `--parallel 2xtp2`. `--require` tests `pp2`. The exit code is 1 if its throughput is
+less than `--least` times that of one rank, or if its simulated seconds have an error above 15 %.
 """
 
 from __future__ import annotations
@@ -86,53 +86,52 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=1.6, help="the ratio that pp2 must reach")
     parser.add_argument("--require", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    requests = draw(asked)
-    runs_of: dict[str, list[Run]] = {name: [] for name in (ALONE, *asked.contestants)}
-    for _ in range(asked.rounds):
+    args = parser.parse_args()
+    requests = draw(args)
+    runs_of: dict[str, list[Run]] = {name: [] for name in (ALONE, *args.contestants)}
+    for _ in range(args.rounds):
         for name, runs in runs_of.items():
-            runs.append(serve(name, requests, asked))
+            runs.append(serve(name, requests, args))
             print(f"{name}: {runs[-1].real_s:.1f} s", file=sys.stderr, flush=True)
-    is_good = _report(runs_of, sum(len(request.prompt) + request.output_len for request in requests), asked.least)
-    return 0 if is_good or not asked.require else 1
+    is_good = _report(runs_of, sum(len(request.prompt) + request.output_len for request in requests), args.least)
+    return 0 if is_good or not args.require else 1
 
 
-def draw(asked: argparse.Namespace) -> list[Request]:
+def draw(args: argparse.Namespace) -> list[Request]:
     """Cut prompts from the topics of Python's help."""
-    with LLM(asked.model, dtype=asked.dtype, threads_per_rank=1) as llm:
+    with LLM(args.model, dtype=args.dtype, threads_per_rank=1) as llm:
         tokens = llm.tokenize("\n\n".join(topics.values()))
-    rng = np.random.default_rng(asked.seed)
+    rng = np.random.default_rng(args.seed)
     lengths, outputs = (
-        rng.integers(low, high, size=asked.num_prompts, endpoint=True)
-        for low, high in (asked.input_len, asked.output_len)
+        rng.integers(low, high, size=args.num_prompts, endpoint=True) for low, high in (args.input_len, args.output_len)
     )
-    starts = rng.integers(0, len(tokens) - max(lengths), size=asked.num_prompts)
+    starts = rng.integers(0, len(tokens) - max(lengths), size=args.num_prompts)
     return [
         Request(prompt=tokens[start : start + length], output_len=int(output))
         for start, length, output in zip(starts, lengths, outputs, strict=True)
     ]
 
 
-def _options(name: str, asked: argparse.Namespace) -> dict[str, Any]:
+def _options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     chosen, _, spec = name.rpartition(":")
     policy, *options = chosen.split() or ["chunked"]
     arguments: dict[str, Any] = {"policy": policy, "policy_options": dict(option.split("=") for option in options)}
     first, comma, second = spec.partition(",")
     if not comma:
         return arguments | {"parallel": first}
-    return arguments | {"prefill_parallel": first, "decode_parallel": second, "host_kv_gib": asked.host_kv_gib}
+    return arguments | {"prefill_parallel": first, "decode_parallel": second, "host_kv_gib": args.host_kv_gib}
 
 
-def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> Run:
+def serve(name: str, requests: Sequence[Request], args: argparse.Namespace) -> Run:
     """Serve all requests on real ranks, and on simulated ranks."""
-    params = [SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=True) for one in requests]
-    options = {"dtype": asked.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True, **_options(name, asked)}
-    with LLM(asked.model, **options) as llm:
+    params = [SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True) for request in requests]
+    options = {"dtype": args.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True, **_options(name, args)}
+    with LLM(args.model, **options) as llm:
         num_instances = llm.engine.config.cluster.num_instances
         llm.generate([[7] * 300] * num_instances, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         llm.reset_prefix_cache()
         num_before, config, begin_s = len(llm.engine.transitions), llm.engine.config, time.perf_counter()
-        llm.generate([one.prompt for one in requests], params, use_tqdm=False)
+        llm.generate([request.prompt for request in requests], params, use_tqdm=False)
         real_s = time.perf_counter() - begin_s
         simulated_s, num_transitions = _simulated(llm, config, requests)
         return Run(
@@ -156,7 +155,7 @@ def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> t
     size = config.block_size
     cost = FittedCost(first, facts.shape, block_size=size, cluster=clusters[0], others=others)
     cost = cost.resharded(config.cluster)  # a cluster with two phases may be in either
-    arrivals = [Arrival(due_s=0.0, prompt=tuple(one.prompt), output_len=one.output_len) for one in requests]
+    arrivals = [Arrival(due_s=0.0, prompt=tuple(request.prompt), output_len=request.output_len) for request in requests]
     try:
         result = simulate(arrivals, config, policy, cost)
     except ParameterError as error:
@@ -172,8 +171,8 @@ def _profile(llm: LLM, tp: int) -> Profile | None:
 def _report(runs_of: dict[str, list[Run]], tokens: int, least: float) -> bool:
     print(f"{'contestant':28}{'tokens/s':>10}{'ratio':>8}{'simulated s':>13}{'real s':>9}{'error':>8}")
     ratios, errors = {}, {}
-    for name, runs in found.items():
-        real_s = statistics.median(one.real_s for one in runs)
+    for name, runs in runs_of.items():
+        real_s = statistics.median(run.real_s for run in runs)
         ratios[name] = statistics.median(a.real_s / b.real_s for a, b in zip(runs_of[ALONE], runs, strict=True))
         line = f"{name:28}{tokens / real_s:10.0f}{ratios[name]:8.2f}"
         if (simulated_s := runs[-1].simulated_s) is None:
@@ -181,9 +180,9 @@ def _report(runs_of: dict[str, list[Run]], tokens: int, least: float) -> bool:
         else:
             errors[name] = simulated_s / real_s - 1
             print(f"{line}{simulated_s:13.1f}{real_s:9.1f}{errors[name]:8.1%}")
-    for name, runs in found.items():
+    for name, runs in runs_of.items():
         if changes := runs[-1].transitions:
-            own = ", ".join(f"{one.exposed_s:.3f}" for one in changes)
+            own = ", ".join(f"{transition.exposed_s:.3f}" for transition in changes)
             said = runs[-1].simulated_transitions
             simulated = "" if said is None else f" ({said} simulated)"
             print(f"{name}: {len(changes)} transitions{simulated}, seconds in which nothing was computed: {own}")

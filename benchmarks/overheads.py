@@ -4,8 +4,8 @@
 
 Balancing: a prompt has two chunks, the first on one instance, the second, of half of `--length`, on both. Its TTFT with
 the KV of the first chunk resharded to both instances is compared with its TTFT without.
-Streaming: a prompt runs on a prefill instance. Its TTFT with all of its KV sent to a decode instance is compared with
-the TTFT of a prompt that ends with its first token.
+Streaming: a prompt runs on a prefill instance, and its KV is sent to a decode instance. Its TTFT is compared with that
+of a prompt that ends with its first token.
 Backends: several prompts run concurrently, in two chunks each on two prefill instances, and end on a decode instance.
 Their time with one transfer backend, half of the number that the sources could use, is compared with two.
 

@@ -1,5 +1,7 @@
-"""Compare longspan with vLLM, transformers and llama.cpp in one run: time to first token, decoding speed, chats
-concurrent with a long document, and the time of longspan's workers by category.
+"""Compare longspan with vLLM, transformers and llama.cpp in one run.
+
+The tables have the time to first token, the decoding speed, and TBT of chats during the prefill of a long document.
+They also have the time of longspan's workers by category.
 
 All contestants use the same cores, weights, precision (bfloat16), KV memory and token ids, and decode greedily. Only
 llama.cpp has weights of 4 bits. Each contestant has its own processes, and all processes are stopped except for those
@@ -64,7 +66,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     medians = medians_of(samples, speed.failures)
-    comparisons = compare(columns, medians, [one.name for one in ours], [one.name for one in theirs], required)
+    comparisons = compare(columns, medians, [entry.name for entry in ours], [entry.name for entry in theirs], required)
     failures = timed.failures | speed.failures | machine.failures
     console.print(speed_table(columns, medians, speed.failures, [entry.name for entry in theirs]))
     console.print(largest_spread(samples))
@@ -90,7 +92,7 @@ def main() -> int:
             "machine": machine.samples,
             "failures": failures,
             "worker_seconds": {f"{name}, {phase}": seconds for (name, phase), seconds in shares.items()},
-            "ratios": {one.column.key: one.ratio for one in comparisons},
+            "ratios": {comparison.column.key: comparison.ratio for comparison in comparisons},
         }
         options.json.write_text(json.dumps(results, indent=1, default=str) + "\n")
     return 1 if missed else 0
@@ -99,7 +101,11 @@ def main() -> int:
 def _ceilings(machine: Machine, medians: Medians, length: int) -> list[str]:
     """Return lines with the machine's limits, and the share that each longspan contestant reaches for a prompt."""
     title = ttft_column(length).title
-    ttfts_s = {name: found[title] for name, found in medians.items() if name.startswith("longspan") and title in found}
+    ttfts_s = {
+        name: of_contestant[title]
+        for name, of_contestant in medians.items()
+        if name.startswith("longspan") and title in of_contestant
+    }
     config = json.loads((smollm2_folder() / "config.json").read_text(encoding="utf-8"))
     return report(machine.samples, ttfts_s, length, from_config(config, name="smollm2").prefill_flops(length))
 

@@ -36,7 +36,7 @@ class Comparison:
 
 
 def parse_required(text: str, keys: Collection[str]) -> dict[str, float]:
-    """Parse `key=ratio,key=ratio`.
+    """Parse a text such as `key=ratio,key=ratio`.
 
     Raises:
         ValueError: for another format, or a key that is not in `keys`.
@@ -75,22 +75,25 @@ def compare(
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a table with a row per column, with or without a required ratio."""
     table = Table("", "best of longspan", "best of vLLM", "ratio", "required", title="longspan over vLLM")
-    for one in comparisons:
-        sides = ("—" if side is None else f"{side[0]} {one.column.text(side[1])}" for side in (one.ours, one.theirs))
-        ratio = "—" if one.ratio is None else f"{one.ratio:.2f}"
-        table.add_row(one.column.key, *sides, ratio, _verdict(one))
+    for comparison in comparisons:
+        sides = (
+            "—" if side is None else f"{side[0]} {comparison.column.text(side[1])}"
+            for side in (comparison.ours, comparison.theirs)
+        )
+        ratio = "—" if comparison.ratio is None else f"{comparison.ratio:.2f}"
+        table.add_row(comparison.column.key, *sides, ratio, _verdict(comparison))
     return table
 
 
 def missed_lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yield a line per missed ratio."""
-    for one in comparisons:
-        if one.is_missed:
-            ratio = "not measured" if one.ratio is None else f"{one.ratio:.2f}"
-            yield f"missed: {one.column.key} is {ratio}, required {one.required:g}"
+    for comparison in comparisons:
+        if comparison.is_missed:
+            ratio = "not measured" if comparison.ratio is None else f"{comparison.ratio:.2f}"
+            yield f"missed: {comparison.column.key} is {ratio}, required {comparison.required:g}"
 
 
-def _verdict(one: Comparison) -> str:
-    if one.required is None:
+def _verdict(comparison: Comparison) -> str:
+    if comparison.required is None:
         return ""
-    return f"{one.required:g} [red]missed[/]" if one.is_missed else f"{one.required:g} met"
+    return f"{comparison.required:g} [red]missed[/]" if comparison.is_missed else f"{comparison.required:g} met"

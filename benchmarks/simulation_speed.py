@@ -2,8 +2,8 @@
 
     python benchmarks/simulation_speed.py [--num-requests 100000] [--policies tetris] [--no-roles]
 
-The model is Llama 3 8B on 8 hosts of 8 A100, with requests of the workload `short` at `--rate`. The first cluster has 64
-instances of one device. The second, with `tetris`, has 32 prefill instances of one device and 4 decode instances of
+The model is Llama 3 8B on 8 hosts of 8 A100, with requests of the workload `short` at `--rate`. The first cluster has
+64 instances of one device. The second, with `tetris`, has 32 prefill instances of one device and 4 decode instances of
 eight. The simulation runs in one process with one thread, without plots or output files.
 """
 

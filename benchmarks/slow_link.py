@@ -2,8 +2,8 @@
 
     python benchmarks/slow_link.py [--gigabits 1] [--pieces 1 2 4 8] [--rounds 3] [--trace FILE] [--require]
 
-Each rank is in its own network namespace. A pair of virtual interfaces with limited speed connects them. That needs root
-on Linux, with `ip` and `tc`. Without these, the script prints a message and exits with 0. It measures the TTFT of one
+Each rank is in its own network namespace. A pair of virtual interfaces with limited speed connects them. That needs
+root on Linux, with `ip` and `tc`. Otherwise the script prints a message and exits with 0. It measures the TTFT of one
 prompt, alternately with exact attention and with sparse attention in each number of micro-partitions. It compares these
 times with the predictions of the pipeline simulator of Eq. 6 and 7 (`cost/csa_pipeline.py`). The simulator's speeds are
 measured by exact runs over the unlimited link, and the slow link has its nominal speed. `--trace` writes a timeline for
@@ -57,12 +57,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--require", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with _namespaces(2) as names:
         if not names:
             print("skipped: network namespaces and their links need root on Linux, with ip and tc")
             return 0
-        return _measure(asked, names)
+        return _measure(args, names)
 
 
 # ---------------------------------------------------------------- namespaces
@@ -156,14 +156,14 @@ class _NamespaceLLM(LLM):
 # ---------------------------------------------------------------- measurement
 
 
-def _measure(asked: argparse.Namespace, names: Sequence[str]) -> int:
+def _measure(args: argparse.Namespace, names: Sequence[str]) -> int:
     _Launcher.names = names
     os.environ["LONGSPAN_HOSTS"] = "2"
-    if asked.trace:
-        os.environ["LONGSPAN_TRACE"] = str(asked.trace.absolute())
-    pieces = {f"{number} pieces": number for number in asked.pieces}
+    if args.trace:
+        os.environ["LONGSPAN_TRACE"] = str(args.trace.absolute())
+    pieces = {f"{number} pieces": number for number in args.pieces}
     with _NamespaceLLM(
-        asked.model,
+        args.model,
         dtype="bfloat16",
         parallel="2",
         policy="csps",
@@ -173,45 +173,45 @@ def _measure(asked: argparse.Namespace, names: Sequence[str]) -> int:
         enable_prefix_caching=False,
     ) as llm:
         text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
-        prompt = text.window(asked.prompt, 0, 1)
+        prompt = text.window(args.prompt, 0, 1)
         ask = partial(_first_token_s, llm, prompt)
         quick, attention = [], []
-        for number in range(asked.rounds + 1):  # the first is a warm-up
+        for number in range(args.rounds + 1):  # the first is a warm-up
             before = _seconds(llm, "attention")
             quick.append(ask("off"))
             attention.append([now - then for now, then in zip(_seconds(llm, "attention"), before, strict=True)])
             del quick[: number == 0], attention[: number == 0]
-        _slow_down(names, asked.gigabits)
+        _slow_down(names, args.gigabits)
         names_of = ["exact", *pieces]
         ttfts_s: dict[str, list[float]] = {name: [] for name in names_of}
         waits: dict[str, list[float]] = {name: [] for name in names_of}
-        for number in track(range(asked.rounds + 1), "measuring", console=Console(stderr=True)):
+        for number in track(range(args.rounds + 1), "measuring", console=Console(stderr=True)):
             for name in names_of:
                 before = _seconds(llm, "messages")
-                ttft_s = ask(_settings(asked, pieces[name]) if name in pieces else "off")
+                ttft_s = ask(_settings(args, pieces[name]) if name in pieces else "off")
                 if number:
                     ttfts_s[name].append(ttft_s)
                     each = zip(_seconds(llm, "messages"), before, strict=True)
                     waits[name].append(statistics.mean(now - then for now, then in each))
         shape = llm.info.shape(2)
         block_size = llm.engine.config.block_size
-    attention_s = [statistics.median(one) for one in zip(*attention, strict=True)]
-    group = _group(shape, block_size, asked, statistics.median(quick), attention_s)
-    table = Table(title=f"{asked.prompt} tokens on 2 ranks, {asked.gigabits:g} Gb/s between them", title_justify="left")
+    attention_s = [statistics.median(seconds) for seconds in zip(*attention, strict=True)]
+    group = _group(shape, block_size, args, statistics.median(quick), attention_s)
+    table = Table(title=f"{args.prompt} tokens on 2 ranks, {args.gigabits:g} Gb/s between them", title_justify="left")
     for column in ("", "TTFT over exact", "predicted", "off by", "waits, of TTFT"):
         table.add_column(column, justify="right")
     exact_s, worst = statistics.median(ttfts_s["exact"]), 0.0
     for name in names_of:
-        levels = Configuration(2, asked.drop, (pieces[name],)) if name in pieces else Configuration(1)
-        ttft_s, predicted_s = statistics.median(ttfts_s[name]), group.ttft_s(asked.prompt, levels)
+        levels = Configuration(2, args.drop, (pieces[name],)) if name in pieces else Configuration(1)
+        ttft_s, predicted_s = statistics.median(ttfts_s[name]), group.ttft_s(args.prompt, levels)
         off = predicted_s / ttft_s - 1
         worst = max(worst, abs(off))
         waited = statistics.median(waits[name]) / ttft_s
         table.add_row(name, f"{ttft_s / exact_s:.3f}", f"{predicted_s / exact_s:.3f}", f"{off:+.1%}", f"{waited:.1%}")
     Console(width=100).print(table)
-    if asked.trace:
-        _join(asked.trace, len(names))
-    return int(asked.require and worst > _MAX_ERROR)
+    if args.trace:
+        _join(args.trace, len(names))
+    return int(args.require and worst > _MAX_ERROR)
 
 
 def _first_token_s(llm: LLM, prompt: list[int], csa: str) -> float:
@@ -221,8 +221,8 @@ def _first_token_s(llm: LLM, prompt: list[int], csa: str) -> float:
     return output.metrics.ttft_s
 
 
-def _settings(asked: argparse.Namespace, pieces: int) -> str:
-    drop = {"levels": 2, "drop": asked.drop, "drop_mode": asked.drop_mode, "micro_partitions": pieces}
+def _settings(args: argparse.Namespace, pieces: int) -> str:
+    drop = {"levels": 2, "drop": args.drop, "drop_mode": args.drop_mode, "micro_partitions": pieces}
     return json.dumps(drop)
 
 
@@ -231,16 +231,16 @@ def _seconds(llm: LLM, category: str) -> list[float]:
 
 
 def _group(
-    shape: ModelShape, block_size: int, asked: argparse.Namespace, ttft_s: float, attention_s: Sequence[float]
+    shape: ModelShape, block_size: int, args: argparse.Namespace, ttft_s: float, attention_s: Sequence[float]
 ) -> Group:
     """Return the simulator's settings. Pairs per second come from the exact runs' attention, `rest_s` from the rest."""
-    hosts, partition = (0, 1), -(-asked.prompt // (2 * block_size)) * block_size
-    works = member_works(None, asked.prompt, partition, hosts, shape)
+    hosts, partition = (0, 1), -(-args.prompt // (2 * block_size)) * block_size
+    works = member_works(None, args.prompt, partition, hosts, shape)
     pairs = sum(sum(work.by_piece.values()) for work in works) * shape.num_layers
-    link = LinkSpeed(asked.gigabits * 1e9 / 8, 1e-4)
-    rest_s = (ttft_s - max(attention_s)) / asked.prompt
+    link = LinkSpeed(args.gigabits * 1e9 / 8, 1e-4)
+    rest_s = (ttft_s - max(attention_s)) / args.prompt
     rates = Rates(inside=link, between=link, pairs_per_s=pairs / sum(attention_s), rest_s=rest_s)
-    return Group(shape=shape, hosts=hosts, rates=rates, mode=asked.drop_mode, block_size=block_size)
+    return Group(shape=shape, hosts=hosts, rates=rates, mode=args.drop_mode, block_size=block_size)
 
 
 def _join(trace: Path, num_ranks: int) -> None:

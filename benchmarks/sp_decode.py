@@ -45,39 +45,39 @@ def main() -> int:
     parser.add_argument("--num-short", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rates: dict[str, list[float]] = {system: [] for system in _SYSTEMS}
     rng = np.random.default_rng(0)
-    lengths = [asked.long, *rng.integers(*_SHORT, size=asked.num_short).tolist()]
+    lengths = [args.long, *rng.integers(*_SHORT, size=args.num_short).tolist()]
     prompts: list[list[int]] = []
     answers: dict[str, list[list[int]]] = {}
     with ExitStack() as stack:
-        llms = {system: stack.enter_context(_start(system, asked)) for system in rates}
-        for number in track(range(asked.rounds + 1), "measuring", console=Console(stderr=True)):
+        llms = {system: stack.enter_context(_start(system, args)) for system in rates}
+        for number in track(range(args.rounds + 1), "measuring", console=Console(stderr=True)):
             prompts = [rng.integers(5, 40_000, size=length).tolist() for length in lengths]
             for system, llm in llms.items():
                 llm.reset_prefix_cache()
-                answers[system], rate = _decode(llm, prompts, asked.output_len)
+                answers[system], rate = _decode(llm, prompts, args.output_len)
                 if number:  # the first round warms up
                     rates[system].append(rate)
-    print(f"{asked.long} tokens and {asked.num_short} short prompts, {asked.output_len} tokens each")
-    print(f"decode on {asked.parallel} instances; with roles, prefill on {asked.prefill} other instances")
+    print(f"{args.long} tokens and {args.num_short} short prompts, {args.output_len} tokens each")
+    print(f"decode on {args.parallel} instances; with roles, prefill on {args.prefill} other instances")
     for system in _SYSTEMS[1:]:
         ratios = [rate / chunked for rate, chunked in zip(rates[system], rates["chunked"], strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         print(f"decode tokens/s of {system} by those of chunked: {statistics.median(ratios):.2f} ({spread})")
-    wrong = _num_wrong(asked.model, prompts, answers)
+    wrong = _num_wrong(args.model, prompts, answers)
     for system, number in wrong.items():
-        print(f"{system}: {number} of {len(prompts) * asked.output_len} tokens differ from Hugging Face")
+        print(f"{system}: {number} of {len(prompts) * args.output_len} tokens differ from Hugging Face")
     return 1 if any(wrong.values()) else 0
 
 
-def _start(system: str, asked: argparse.Namespace) -> LLM:
-    where = {"parallel": asked.parallel}
+def _start(system: str, args: argparse.Namespace) -> LLM:
+    where = {"parallel": args.parallel}
     if system == "csps, roles":
-        where = {"prefill_parallel": asked.prefill, "decode_parallel": asked.parallel}
+        where = {"prefill_parallel": args.prefill, "decode_parallel": args.parallel}
     policy = system.partition(",")[0]
-    return LLM(asked.model, dtype=asked.dtype, policy=policy, threads_per_rank=1, **where)
+    return LLM(args.model, dtype=args.dtype, policy=policy, threads_per_rank=1, **where)
 
 
 def _decode(llm: LLM, prompts: list[list[int]], output_len: int) -> tuple[list[list[int]], float]:

@@ -4,8 +4,8 @@
 
 The prompt has ten tokens. A first run of each case is not counted, so all files are in the page cache. Times are
 medians. CPU seconds are those of all processes of a run, to its end. They are more reliable than wall-clock times on a
-busy machine. `--before` names the folder `src` of an earlier version, which alternates with this version. The last lines
-list the packages with the longest imports, in the process that prints and in the parent process of workers.
+busy machine. `--before` names the folder `src` of an earlier version, which alternates with this version. The last
+lines list the packages with the longest imports, in the process that prints and in the parent process of workers.
 
 With --require, the exit code is 1 unless this version prints the first token of the first case within SECONDS.
 """
@@ -70,16 +70,16 @@ def main() -> int:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--serve", action="store_true", help="also: until the server's /health answers 200")
     parser.add_argument("--require", type=float, metavar="SECONDS")
-    asked = parser.parse_args()
-    versions = {"": HERE} if asked.before is None else {" (before)": asked.before.resolve(), "": HERE}
+    args = parser.parse_args()
+    versions = {"": HERE} if args.before is None else {" (before)": args.before.resolve(), "": HERE}
     measures: dict[str, Callable[[Path], Run]] = {name: partial(run, flags) for name, flags in CASES.items()}
-    if asked.serve:
+    if args.serve:
         measures["serve"] = run_server
     table = Table("case", "first output, s", "end, s", "CPU, s")
     firsts = {}
     for name, measure in measures.items():
         runs: dict[str, list[Run]] = {version: [] for version in versions}
-        for number in range(1 + asked.repeats):
+        for number in range(1 + args.repeats):
             for version, src in versions.items():
                 times = measure(src)
                 if number:
@@ -94,8 +94,8 @@ def main() -> int:
     Console().print(table)
     for process, code in IMPORTS.items():
         print(f"{process}: {', '.join(f'{package} {took_s:.2f}' for package, took_s in import_costs(code))} s")
-    if asked.require is not None and firsts["generate"] > asked.require:
-        print(f"the first token took {firsts['generate']:.2f} s, more than {asked.require:g}", file=sys.stderr)
+    if args.require is not None and firsts["generate"] > args.require:
+        print(f"the first token took {firsts['generate']:.2f} s, more than {args.require:g}", file=sys.stderr)
         return 1
     return 0
 

@@ -30,13 +30,13 @@ def speed_table(
     transformers.
     """
     table = Table("", *(column.title for column in columns), title="Medians; below: × best vLLM | × transformers")
-    for name, found in medians.items():
+    for name, of_contestant in medians.items():
         cells = []
         for column in columns:
-            if column.title not in found:
+            if column.title not in of_contestant:
                 cells.append("—")
                 continue
-            value = found[column.title]
+            value = of_contestant[column.title]
             ratios = [
                 "—" if best is None else f"{column.ratio(value, best[1]):.2f}"
                 for best in (best_of(column, medians, theirs), best_of(column, medians, [_BASE]))

@@ -43,26 +43,26 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     taken_s: dict[tuple[str, str], list[float]] = defaultdict(list)
     facts: dict[str, str] = {}
     same = True
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="longspan-kv-"))
         llms = {
-            name: stack.enter_context(_start(asked, name, folder)) for name in (_RECOMPUTED, "host", "host and disk")
+            name: stack.enter_context(_start(args, name, folder)) for name in (_RECOMPUTED, "host", "host and disk")
         }
-        rng = np.random.default_rng(asked.seed)
-        for _ in track(range(asked.rounds), "measuring", console=Console(stderr=True)):
-            drawn = rng.integers(5, 40_000, size=(asked.num_requests, asked.input_len + _TURN_TOKENS)).tolist()
-            prompts = [tokens[: asked.input_len] for tokens in drawn]
+        rng = np.random.default_rng(args.seed)
+        for _ in track(range(args.rounds), "measuring", console=Console(stderr=True)):
+            drawn = rng.integers(5, 40_000, size=(args.num_requests, args.input_len + _TURN_TOKENS)).tolist()
+            prompts = [tokens[: args.input_len] for tokens in drawn]
             answers = set()
             for name, llm in llms.items():
                 llm.reset_prefix_cache()
-                first = _timed(llm, prompts, asked.output_len, taken_s[name, "with preemption"])
+                first = _timed(llm, prompts, args.output_len, taken_s[name, "with preemption"])
                 replies = [tuple(output.outputs[0].token_ids) for output in first]
                 turns = [
-                    [*prompt, *reply, *tokens[asked.input_len :]]
+                    [*prompt, *reply, *tokens[args.input_len :]]
                     for prompt, reply, tokens in zip(prompts, replies, drawn, strict=True)
                 ]
                 second = _timed(llm, turns, _ANSWER_TOKENS, taken_s[name, "another turn"])
@@ -74,20 +74,20 @@ def main() -> int:
     return 0 if same else 1
 
 
-def _start(asked: argparse.Namespace, name: str, folder: str) -> LLM:
+def _start(args: argparse.Namespace, name: str, folder: str) -> LLM:
     """Start an engine with a quarter of the blocks that all requests need."""
-    longest = asked.input_len + asked.output_len
-    num_blocks = -(-longest // _BLOCK) * asked.num_requests // 4
-    arguments = {"block_size": _BLOCK, "num_gpu_blocks_override": num_blocks, "max_num_seqs": asked.num_requests}
-    llm_arguments = {"parallel": asked.parallel, "dtype": asked.dtype, "skip_tokenizer_init": True, **arguments}
+    longest = args.input_len + args.output_len
+    num_blocks = -(-longest // _BLOCK) * args.num_requests // 4
+    arguments = {"block_size": _BLOCK, "num_gpu_blocks_override": num_blocks, "max_num_seqs": args.num_requests}
+    llm_arguments = {"parallel": args.parallel, "dtype": args.dtype, "skip_tokenizer_init": True, **arguments}
     if name == _RECOMPUTED:
-        return LLM(asked.model, **llm_arguments)
-    with LLM(asked.model, **llm_arguments, host_kv_gib=1.0) as llm:
+        return LLM(args.model, **llm_arguments)
+    with LLM(args.model, **llm_arguments, host_kv_gib=1.0) as llm:
         block_gib = llm.service.block_bytes / 2**30
     if name == "host":
-        return LLM(asked.model, **llm_arguments, host_kv_gib=8 * num_blocks * block_gib)
+        return LLM(args.model, **llm_arguments, host_kv_gib=8 * num_blocks * block_gib)
     return LLM(
-        asked.model,
+        args.model,
         **llm_arguments,
         host_kv_gib=num_blocks * block_gib,
         disk_kv_gib=8 * num_blocks * block_gib,

@@ -117,77 +117,77 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host-kv-gib", type=float, default=0.3, help="host memory for seesaw's KV")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for percentiles, except of seesaw")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     are_near: list[bool] = []
-    if "seesaw" in asked.policies:
-        are_near += _serve_offline(asked)
-        asked.policies = [name for name in asked.policies if name != "seesaw"]
-    if asked.policies:
-        are_near += _serve_online(asked)
+    if "seesaw" in args.policies:
+        are_near += _serve_offline(args)
+        args.policies = [name for name in args.policies if name != "seesaw"]
+    if args.policies:
+        are_near += _serve_online(args)
     return 0 if all(are_near) else 1
 
 
-def _serve_offline(asked: argparse.Namespace) -> Iterator[bool]:
+def _serve_offline(args: argparse.Namespace) -> Iterator[bool]:
     """Profile both specs of seesaw, and compare real and simulated runs. Yield True for each accurate simulation."""
-    lengths = [int(length) for length in asked.lengths.split(",") if int(length) < INPUT_LEN_OFFLINE[1]]
+    lengths = [int(length) for length in args.lengths.split(",") if int(length) < INPUT_LEN_OFFLINE[1]]
     for tp in (1, 2):
-        start = partial(_start, asked, tp=tp)
+        start = partial(_start, args, tp=tp)
         with start(1) as llm:
             profile_file(llm.profile_key).unlink(missing_ok=True)
-        profile = measure(start, INSTANCES // tp, lengths, asked.repeats)
+        profile = measure(start, INSTANCES // tp, lengths, args.repeats)
         if tp == 1:
             measure_links(profile, INSTANCES)
     work = argparse.Namespace(
-        **vars(asked) | {"num_prompts": 64, "input_len": INPUT_LEN_OFFLINE, "output_len": (16, 64)}
+        **vars(args) | {"num_prompts": 64, "input_len": INPUT_LEN_OFFLINE, "output_len": (16, 64)}
     )
     requests = offline.draw(work)
-    for run in range(asked.runs):
+    for run in range(args.runs):
         for policy in ("seesaw", "seesaw strict=true"):
-            found = offline.serve(f"{policy}:pp2,tp2", requests, work)
-            tokens = sum(len(one.prompt) + one.output_len for one in requests)
-            assert found.simulated_s is not None, "both specs were profiled"
-            error = found.real_s / found.simulated_s - 1
-            is_good = abs(error) <= asked.within and len(found.transitions) == found.simulated_transitions
-            print(f"run {run}, {policy}, pp2 and tp2 alternating: {tokens / found.real_s:.0f} tokens/s, ", end="")
-            print(f"{tokens / found.simulated_s:.0f} simulated ({error:+.1%}); ", end="")
-            print(f"{len(found.transitions)} transitions, {found.simulated_transitions} simulated: ", end="")
+            result = offline.serve(f"{policy}:pp2,tp2", requests, work)
+            tokens = sum(len(request.prompt) + request.output_len for request in requests)
+            assert result.simulated_s is not None, "both specs were profiled"
+            error = result.real_s / result.simulated_s - 1
+            is_good = abs(error) <= args.within and len(result.transitions) == result.simulated_transitions
+            print(f"run {run}, {policy}, pp2 and tp2 alternating: {tokens / result.real_s:.0f} tokens/s, ", end="")
+            print(f"{tokens / result.simulated_s:.0f} simulated ({error:+.1%}); ", end="")
+            print(f"{len(result.transitions)} transitions, {result.simulated_transitions} simulated: ", end="")
             print("pass" if is_good else "FAIL", flush=True)
             yield is_good
 
 
-def _start(asked: argparse.Namespace, instances: int, *, tp: int | None = None) -> LLM:
-    options = {"device": asked.device, "dtype": asked.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True}
-    options["load_format"] = asked.load_format
-    return LLM(asked.model, instances=instances, tp=tp, **options)
+def _start(args: argparse.Namespace, instances: int, *, tp: int | None = None) -> LLM:
+    options = {"device": args.device, "dtype": args.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True}
+    options["load_format"] = args.load_format
+    return LLM(args.model, instances=instances, tp=tp, **options)
 
 
-def _serve_online(asked: argparse.Namespace) -> Iterator[bool]:
+def _serve_online(args: argparse.Namespace) -> Iterator[bool]:
     """Serve with each policy, and yield True for each run with an accurate prediction."""
-    start = partial(_start, asked)
-    lengths = [int(length) for length in asked.lengths.split(",")]
+    start = partial(_start, args)
+    lengths = [int(length) for length in args.lengths.split(",")]
     with start(1) as llm:
         stored = profile_file(llm.profile_key)
 
     def profiled() -> Profile:
-        if asked.stored:
+        if args.stored:
             return Profile.from_json(stored.read_text(encoding="utf-8"))
         stored.unlink(missing_ok=True)
-        return measure_links(measure(start, asked.instances, lengths, asked.repeats), asked.instances)
+        return measure_links(measure(start, args.instances, lengths, args.repeats), args.instances)
 
     before, rows = profiled(), list[dict[str, object]]()
-    for run in range(asked.runs):
+    for run in range(args.runs):
         served = [
-            _Served.by(start, name, asked, burstiness, before)
-            for burstiness in asked.burstiness
-            for name in asked.policies
+            _Served.by(start, name, args, burstiness, before)
+            for burstiness in args.burstiness
+            for name in args.policies
         ]
         after = profiled()
         for case in served:
-            print(f"\nrun {run}, policy {case.twin.name}, {asked.instances} x 1 thread, burstiness {case.burstiness:g}")
-            yield case.report(before, after, asked.within)
+            print(f"\nrun {run}, policy {case.twin.name}, {args.instances} x 1 thread, burstiness {case.burstiness:g}")
+            yield case.report(before, after, args.within)
             rows.append({"run": run, **case.numbers(before)})
-            if asked.json:
-                asked.json.write_text(json.dumps({"within": asked.within, "rows": rows}, indent=1) + "\n")
+            if args.json:
+                args.json.write_text(json.dumps({"within": args.within, "rows": rows}, indent=1) + "\n")
         print(f"\nrun {run}, profiled after / before, single instance: {_drift(before, after):.2f}", flush=True)
         before = after
 
@@ -210,15 +210,15 @@ class Twin:
         drawn = np.random.default_rng([input_len, place]).integers(self.vocab_size, size=input_len)
         return Arrival(due_s=FAR_APART_S * place, prompt=tuple(drawn.tolist()), output_len=output_len)
 
-    def arrivals(self, asked: argparse.Namespace, burstiness: float, profile: Profile) -> list[Arrival]:
-        """Draw arrivals, the same for every policy, at `--load` times the rate of a simulated cluster with `chunked`."""
-        number, rng = asked.num_requests, np.random.default_rng(asked.seed)
+    def arrivals(self, args: argparse.Namespace, burstiness: float, profile: Profile) -> list[Arrival]:
+        """Draw arrivals, the same for every policy, at `--load` times the simulated rate of `chunked`."""
+        number, rng = args.num_requests, np.random.default_rng(args.seed)
         inputs, outputs = (draw_lengths(lengths, number, rng) for lengths in (INPUT_LEN, OUTPUT_LEN))
         arrivals = [self.arrival(place, *lengths) for place, lengths in enumerate(zip(inputs, outputs, strict=True))]
         busy_s = self._run(arrivals, profile, replace(self, name="chunked").policy()).busy_s
-        rate = asked.load * number * len(busy_s) / sum(busy_s)
+        rate = args.load * number * len(busy_s) / sum(busy_s)
         times = arrival_times(number, rate=rate, burstiness=burstiness, rng=rng)
-        return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
+        return [replace(arrival, due_s=due_s) for arrival, due_s in zip(arrivals, times, strict=True)]
 
     def simulate(self, arrivals: Sequence[Arrival], profile: Profile, slower: float = 1.0) -> Times:
         """Simulate with the steps' costs of a profile, multiplied by `slower`."""
@@ -226,8 +226,8 @@ class Twin:
         placements = record(policy)
         result = self._run(arrivals, profile, policy, slower)
         return Times(
-            ttft_s=[one.ttft_s for one in result.served],
-            tbt_s=[gap for one in result.served for gap in one.tbt_s],
+            ttft_s=[request.ttft_s for request in result.served],
+            tbt_s=[gap for request in result.served for gap in request.tbt_s],
             placements=placements,
             busy_s=sum(result.busy_s),
         )
@@ -258,11 +258,11 @@ class _Served:
 
     @classmethod
     def by(
-        cls, start: Callable[[int], LLM], name: str, asked: argparse.Namespace, burstiness: float, profile: Profile
+        cls, start: Callable[[int], LLM], name: str, args: argparse.Namespace, burstiness: float, profile: Profile
     ) -> _Served:
-        with start(asked.instances) as llm:
+        with start(args.instances) as llm:
             twin = Twin(name=name, facts=llm.facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
-            arrivals = twin.arrivals(asked, burstiness, profile)
+            arrivals = twin.arrivals(args, burstiness, profile)
             real = _serve(llm, twin.policy(), arrivals)
             alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
         return cls(twin=twin, burstiness=burstiness, arrivals=arrivals, real=real, alone=alone)
@@ -307,7 +307,7 @@ def _joined(before: Profile, after: Profile) -> Profile:
 
 def _drift(before: Profile, after: Profile) -> float:
     """Return the geometric mean of the ratios, after to before, of prefill seconds on one instance."""
-    pairs = [(one.median_s, after.find(one)) for one in before.prefills if one.members == 1]
+    pairs = [(prefill.median_s, after.find(prefill)) for prefill in before.prefills if prefill.members == 1]
     return statistics.geometric_mean(other.median_s / seconds for seconds, other in pairs if other is not None)
 
 
@@ -317,7 +317,7 @@ def _serve(llm: LLM, policy: Policy, arrivals: Sequence[Arrival]) -> Times:
     # Two lengths, and then a request alone: Triton compiles separate kernels for multiples of 16, and for 1.
     ids = [5 + token % (llm.info.vocab_size - 5) for token in range(608)]
     warm = [engine.add(tuple(ids[:length]), _params(number)) for length, number in ((595, 4), (608, 8))]
-    while any(one.finish_reason is None for one in warm):
+    while any(request.finish_reason is None for request in warm):
         engine.step()
     placements = record(policy)
     engine.set_policy(policy)
@@ -335,8 +335,8 @@ def _serve(llm: LLM, policy: Policy, arrivals: Sequence[Arrival]) -> Times:
             time.sleep(to_next)
     first = requests[0].id
     return Times(
-        ttft_s=[one.metrics.ttft_s or 0.0 for one in requests],
-        tbt_s=[gap for one in requests for gap in one.metrics.tbt_s],
+        ttft_s=[request.metrics.ttft_s or 0.0 for request in requests],
+        tbt_s=[gap for request in requests for gap in request.metrics.tbt_s],
         placements=[(request_id - first, group) for request_id, group in placements],
         busy_s=sum(engine.load().busy_s) - busy_s,
     )
@@ -370,11 +370,11 @@ def report_times(real: Times, simulated: Mapping[str, Times], within: float) -> 
         print("groups are larger than the profiled ones: not simulated")
         return True
     pairs = list(zip(real.placements, simulated["before"].placements, strict=False))
-    same = sum(one == other for one, other in pairs)
+    same = sum(placed == predicted_place for placed, predicted_place in pairs)
     print(f"placements, request: group (real | simulated); {same} of {len(pairs)} the same")
-    for one, other in pairs:
-        mark = "" if one == other else "   <-"
-        print(f"  {_words(one):>16} | {_words(other)}{mark}")
+    for placed, predicted_place in pairs:
+        mark = "" if placed == predicted_place else "   <-"
+        print(f"  {_words(placed):>16} | {_words(predicted_place)}{mark}")
     return _are_within(errors["before"], within)
 
 

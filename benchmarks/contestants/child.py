@@ -65,7 +65,9 @@ class Child:
 
     def run(self, submissions: Sequence[Submission]) -> Answer:
         """Run a job and return the answer."""
-        return Answer.from_json(self._ask({"submissions": [asdict(one) for one in submissions]}, ANSWER_LIMIT_S))
+        return Answer.from_json(
+            self._ask({"submissions": [asdict(submission) for submission in submissions]}, ANSWER_LIMIT_S)
+        )
 
     def send(self, message: dict[str, Any]) -> None:
         """Continue the process and send a line."""

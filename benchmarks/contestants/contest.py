@@ -1,4 +1,4 @@
-"""Starts all contestants of a run once, and passes each job to one after another. A contestant that fails is dropped."""
+"""Starts all contestants of a run once, and passes each job to one after another. A failing contestant is dropped."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def start(options: dict[str, Any]) -> Started:
 
 
 def _generate(llm: LLM, submissions: Sequence[Submission]) -> list[Timeline]:
-    requests = [_request(llm, one) for one in submissions]
+    requests = [_request(llm, submission) for submission in submissions]
     min_tokens = 0.0
 
     def stepped(choices: Sequence[Choice]) -> None:

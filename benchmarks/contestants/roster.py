@@ -14,7 +14,7 @@ from contestants.serving import Submission
 
 
 class Side(Enum):
-    """The side of a contestant. Requirements compare the best of `OURS` with the best of `THEIRS`, and ignore `OTHER`."""
+    """The side of a contestant. Required ratios compare the best of `OURS` with the best of `THEIRS`."""
 
     OURS = "ours"
     THEIRS = "theirs"
@@ -27,7 +27,7 @@ def anything(_submissions: Sequence[Submission]) -> bool:
 
 def alike(submissions: Sequence[Submission]) -> bool:
     """Return True for a batch of prompts of one length."""
-    return len({len(one.prompt) for one in submissions}) == 1
+    return len({len(submission.prompt) for submission in submissions}) == 1
 
 
 def one_by_one(submissions: Sequence[Submission]) -> bool:
@@ -37,7 +37,7 @@ def one_by_one(submissions: Sequence[Submission]) -> bool:
 
 def first_token(submissions: Sequence[Submission]) -> bool:
     """Return True for a single prompt with one new token, so without decoding."""
-    return [one.new_tokens for one in submissions] == [1]
+    return [submission.new_tokens for submission in submissions] == [1]
 
 
 @dataclass(frozen=True, kw_only=True)

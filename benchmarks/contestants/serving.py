@@ -55,7 +55,7 @@ class Answer:
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> Self:
         """Read the dictionary that `asdict` made of an answer."""
-        return cls(**{**message, "timelines": [Timeline(**one) for one in message["timelines"]]})
+        return cls(**{**message, "timelines": [Timeline(**timeline) for timeline in message["timelines"]]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,12 @@ def serve(start: Callable[[dict[str, Any]], Started]) -> None:
     contestant = start(json.loads(sys.stdin.readline()))
     send({"versions": contestant.versions})
     for line in sys.stdin:
-        send(asdict(_run(contestant, [Submission(**one) for one in json.loads(line)["submissions"]])))
+        send(asdict(_run(contestant, [Submission(**fields) for fields in json.loads(line)["submissions"]])))
     contestant.close()
 
 
 def answers() -> Callable[[Mapping[str, Any]], None]:
-    """Redirect stdout to stderr, since libraries print there. Return a function that writes answers to the old stdout."""
+    """Redirect stdout, to which libraries print, to stderr. Return a function that writes answers to the old stdout."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -100,8 +100,8 @@ def answers() -> Callable[[Mapping[str, Any]], None]:
 def is_due(submission: Submission, earlier: Iterable[Submission], timelines: Iterable[Timeline]) -> bool:
     """Return True if all earlier submissions have `after_tokens` tokens, or all their tokens."""
     return all(
-        len(timeline.arrivals_s) >= min(submission.after_tokens, one.new_tokens)
-        for one, timeline in zip(earlier, timelines, strict=False)
+        len(timeline.arrivals_s) >= min(submission.after_tokens, before.new_tokens)
+        for before, timeline in zip(earlier, timelines, strict=False)
     )
 
 
@@ -111,7 +111,7 @@ def _run(contestant: Started, submissions: Sequence[Submission]) -> Answer:
     timelines = contestant.generate(submissions)
     seconds = time.perf_counter() - start
     after = contestant.worker_times() if contestant.worker_times else []
-    expected, generated = [one.new_tokens for one in submissions], [len(one.arrivals_s) for one in timelines]
+    expected, generated = [item.new_tokens for item in submissions], [len(item.arrivals_s) for item in timelines]
     if generated != expected:
         raise RuntimeError(f"{expected} tokens asked for, but {generated} generated")
     spent = [{key: now[key] - then[key] for key in now} for then, now in zip(before, after, strict=True)]

@@ -29,7 +29,7 @@ def start(options: dict[str, Any]) -> Started:
 def complete(model: PreTrainedModel, submissions: Sequence[Submission]) -> list[Timeline]:
     """Complete submissions of one shape. A token's time is taken when the host has its id, on any device."""
     submitted_s, times = time.perf_counter(), []
-    tokens, cache = torch.tensor([one.prompt for one in submissions], device=model.device), None
+    tokens, cache = torch.tensor([submission.prompt for submission in submissions], device=model.device), None
     for _ in range(submissions[0].new_tokens):
         output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values

@@ -1,4 +1,4 @@
-"""Context Parallelism: the paper's numbers for Llama 3 405B on H100 hosts, compared with the cost model, and its claims.
+"""Context Parallelism: its numbers for Llama 3 405B on H100 hosts, compared with the cost model, and its claims.
 
     python benchmarks/papers/context_parallelism.py
 
@@ -62,7 +62,7 @@ def cells() -> list[Cell]:
     million = hosts(16).prefill("16xtp8", _PASS_KV, _M1)
     rate = million.flops_per_gpu_s
     attention = hosts(1).attention_flops_per_s("tp8", _M1 // 128)
-    found = [
+    rows = [
         ("TTFT of 1M, 16 hosts", 77, million.seconds, "s"),
         ("TTFT of 128K, 16 hosts", 3.8, context_parallel(16, _K128), "s"),
         ("TFLOP/s per GPU at 1M", 502, rate / 1e12, ""),
@@ -76,9 +76,9 @@ def cells() -> list[Cell]:
     for number in (2, 4):
         rdma = alone / context_parallel(number, _K128)
         tcp = alone / context_parallel(number, _K128, "tcp-100g")
-        found.append((f"scaling to {number} hosts, TCP / RDMA", 1.0, tcp / rdma, "x"))
+        rows.append((f"scaling to {number} hosts, TCP / RDMA", 1.0, tcp / rdma, "x"))
     return [
-        Cell(name=name, paper=paper, ours=ours, tolerance=_TOLERANCE, unit=unit) for name, paper, ours, unit in found
+        Cell(name=name, paper=paper, ours=ours, tolerance=_TOLERANCE, unit=unit) for name, paper, ours, unit in rows
     ]
 
 
@@ -298,7 +298,7 @@ def _decode() -> list[Claim]:
 
 
 def main() -> bool:
-    """Print all. Return True if all cells are within their tolerance and every required claim holds."""
+    """Print all cells and claims. Return True if all cells are within tolerance and every required claim holds."""
     near = report("Context Parallelism", cells())
     return report_claims("Context Parallelism", claims()) and near
 

@@ -13,10 +13,10 @@
   of up to 100K tokens, and `ntp` serves longer ones.
 - `alone`: requests never overlap. `ntp` has 64 GPUs there. A prompt uses one GPU for each partition of 64K tokens, in
   one step. The last partition may be shorter.
-- `served`: both systems use 8 GPUs of one host, with an eighth of the requests of 64 GPUs, Poisson. All GPUs share every
-  prompt, so both systems have the same number. `ntp` has steps of 8,192 tokens per GPU. `ntp, csa` has steps of 32,768,
-  which is a whole prompt of up to 256K. Each step of a longer prompt is priced as its first, which drops too little.
-  Decodes wait for these steps, since no GPU only decodes here, unlike in the paper (4.2).
+- `served`: both systems use 8 GPUs of one host, with an eighth of the requests of 64 GPUs, Poisson. All GPUs share
+  every prompt, so both systems have the same number. `ntp` has steps of 8,192 tokens per GPU. `ntp, csa` has steps of
+  32,768, which is a whole prompt of up to 256K. Each step of a longer prompt is priced as its first, which drops too
+  little. Decodes wait for these steps, since no GPU only decodes here, unlike in the paper (4.2).
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class Case:
         short, long = self.alone[TP], self.alone[CSA]
         pick = [long if length > LONG else short for length in self.input_lens]
         return Times(
-            gpus=[one.gpus[i] for i, one in enumerate(pick) if one.gpus],
-            ttft_s=[one.ttft_s[i] for i, one in enumerate(pick)],
-            tbt_s=[one.tbt_s[i] for i, one in enumerate(pick)],
-            response_s=[one.response_s[i] for i, one in enumerate(pick)],
+            gpus=[times.gpus[i] for i, times in enumerate(pick) if times.gpus],
+            ttft_s=[times.ttft_s[i] for i, times in enumerate(pick)],
+            tbt_s=[times.tbt_s[i] for i, times in enumerate(pick)],
+            response_s=[times.response_s[i] for i, times in enumerate(pick)],
         )
 
 
@@ -208,8 +208,8 @@ def tp(model: str) -> Experiment:
 def csa(model: str) -> str:
     """Return settings with a mean drop ratio of `DROPPED` over all layers. The first and the last layer drop nothing.
 
-    There are two levels. By the rule of section 3.2.4, level 3 drops half of all tokens even if level 2 drops none. With
-    it the mean would be larger.
+    There are two levels. By the rule of section 3.2.4, level 3 drops half of all tokens even if level 2 drops none.
+    With it the mean would be larger.
     """
     num_layers = catalog.model_config(model)["num_hidden_layers"]
     drop = DROPPED * num_layers / (num_layers - 2)
@@ -266,9 +266,9 @@ def _alone(experiment: Experiment, gpus: int, inputs: Sequence[int], outputs: Se
     served = _all_served(experiment, Workload(arrivals=arrivals, shares=False).one_by_one(1e5))
     return Times(
         gpus=[gpus] * len(served),
-        ttft_s=[_rounded(one.ttft_s) for one in served],
-        tbt_s=[_rounded(one.mean_tbt_s) for one in served],
-        response_s=[_rounded(one.e2e_s) for one in served],
+        ttft_s=[_rounded(request.ttft_s) for request in served],
+        tbt_s=[_rounded(request.mean_tbt_s) for request in served],
+        response_s=[_rounded(request.e2e_s) for request in served],
     )
 
 
@@ -278,7 +278,7 @@ def _served(model: str, data_set: DataSet, rate: float) -> dict[str, Means]:
     tuned = [_means(sarathi(model, chunk), workload) for chunk in _SERVED_CHUNKS]
     return {
         SARATHI: _means(sarathi(model, 256), workload),
-        TUNED: min(tuned, key=lambda one: one.response_s),
+        TUNED: min(tuned, key=lambda means: means.response_s),
         NTP: _means(ntp(model, GPUS_PER_HOST, 8192), workload),
         CSA: _means(ntp(model, GPUS_PER_HOST, PARTITION // 2, csa(model)), workload),
     }
@@ -286,14 +286,14 @@ def _served(model: str, data_set: DataSet, rate: float) -> dict[str, Means]:
 
 def _means(experiment: Experiment, workload: Workload) -> Means:
     served = _all_served(experiment, workload)
-    end_s = max(one.finished_s for one in served)
+    end_s = max(request.finished_s for request in served)
     return Means(
         gpus=experiment.cluster.num_ranks,
-        ttft_s=_rounded(statistics.fmean(one.ttft_s for one in served)),
-        tbt_s=_rounded(statistics.fmean(one.mean_tbt_s for one in served)),
-        response_s=_rounded(statistics.fmean(one.e2e_s for one in served)),
-        prefill_tokens_per_s=_rounded(sum(one.num_prompt_tokens for one in served) / end_s),
-        decode_tokens_per_s=_rounded(sum(one.num_output_tokens for one in served) / end_s),
+        ttft_s=_rounded(statistics.fmean(request.ttft_s for request in served)),
+        tbt_s=_rounded(statistics.fmean(request.mean_tbt_s for request in served)),
+        response_s=_rounded(statistics.fmean(request.e2e_s for request in served)),
+        prefill_tokens_per_s=_rounded(sum(request.num_prompt_tokens for request in served) / end_s),
+        decode_tokens_per_s=_rounded(sum(request.num_output_tokens for request in served) / end_s),
     )
 
 

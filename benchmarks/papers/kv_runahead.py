@@ -305,12 +305,12 @@ def _other_models() -> list[Claim]:
 
 def _pieces() -> list[Claim]:
     def searched(gpus: int, thousands: int) -> tuple[float, ...]:
-        found = estimate("KVR-S", gpus, thousands).partition
-        return tuple(piece / sum(found) for piece in found)
+        pieces = estimate("KVR-S", gpus, thousands).partition
+        return tuple(piece / sum(pieces) for piece in pieces)
 
     def predicted(gpus: int, thousands: int) -> tuple[float, ...]:
         pairs = zip(searched(gpus, thousands - 2), searched(gpus, thousands + 2), strict=True)
-        return tuple((one + other) / 2 for one, other in pairs)
+        return tuple((first + second) / 2 for first, second in pairs)
 
     def predicted_s(gpus: int, thousands: int) -> float:
         return (
@@ -426,7 +426,7 @@ def _limits() -> list[Claim]:
 
 
 def main() -> bool:
-    """Print all. Return True if all cells except for those with 1 GB/s are within tolerance and claims hold."""
+    """Print all cells and claims. Return True if required claims hold and cells, except for 1 GB/s, are near."""
     passed = report("KV-Runahead, Tables 1 and 2", tables_1_and_2())
     gathered, chained = (estimate(method, 2, 16).memory for method in ("TSP", "KVR-S"))
     larger = estimate("TSP", 4, 16, "llama-13b").memory

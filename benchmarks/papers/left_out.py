@@ -82,7 +82,7 @@ def _fit(error: Callable[[Efficiency], float], kernels: Kernels, names: tuple[st
             )
             for pair in product(_FACTORS, _FACTORS)
         ]
-        best = min((replace(best, attention={**best.attention, kernels: one}) for one in tried), key=error)
+        best = min((replace(best, attention={**best.attention, kernels: constants}) for constants in tried), key=error)
     return best
 
 

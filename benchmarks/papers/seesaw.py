@@ -4,7 +4,8 @@
     python benchmarks/papers/seesaw.py --serving   # simulates Figures 10 to 14 again, an hour or more
 
 Exits with 1 unless these hold. Decoding 70B on 4 of 8 devices of 40 GB has 10 to 20 % of the throughput of all 8. On
-eight L4, PP8 has the fastest prefill of 13B, and TP8 or TP4PP2 the fastest decode. Eq. 1 is within 15 % of the simulator.
+eight L4, PP8 has the fastest prefill of 13B, and TP8 or TP4PP2 the fastest decode. Eq. 1 is within 15 % of the
+simulator.
 
 Figure 1 has 16 requests whose length the paper does not give. It is 1,000 tokens here. Other requests fill idle stages,
 so the time of idle stages is excluded. Figure 4 has no length either. It compares the largest batches that fit, with
@@ -59,8 +60,8 @@ def main(arxiv: Path = seesaw_serving.ARXIV) -> bool:
     cells = [*equation_1(), *equation_1_of_pairs(points)]
     passed = report("Seesaw, Eq. 1: requests per second, 'paper' is the simulator", cells) and passed
     for figure in seesaw_serving.FIGURES:
-        if found := [one for one in points if one.figure == figure]:
-            Console(width=160).print(_table(figure, found))
+        if of_figure := [point for point in points if point.figure == figure]:
+            Console(width=160).print(_table(figure, of_figure))
     if cells := _speedups(points):
         passed = report("Seesaw, Fig. 10: over the best single parallelism", cells) and passed
     _print_winners(points)
@@ -136,7 +137,7 @@ def _half() -> Setting:
 
 
 def _share_of_half(tokens: int, used: float = 1.0) -> float:
-    """Return tokens per second on four devices over those on eight, of the largest batches that fit."""
+    """Return the ratio of tokens per second on four devices to eight, of the largest batches that fit."""
     four, eight = (_decode_rate(spec, tokens, used) for spec in (_HALF, _WHOLE))
     return four / eight
 
@@ -188,14 +189,14 @@ def equation_1() -> list[Cell]:
 def equation_1_of_pairs(points: Sequence[Point]) -> list[Cell]:
     """Compare the closed form with the simulator on the stored best pairs of Fig. 13."""
     machine, cells = Machine(model="llama-2-70b", hardware="a10", gpus=8), []
-    for one in points:
-        if one.figure != 13 or (pair := one.best_pair) is None:
+    for point in points:
+        if point.figure != 13 or (pair := point.best_pair) is None:
             continue
-        requests, kept = seesaw_serving.constant(int(one.name)), one.pairs[pair]
-        work = OfflineWork(num_requests=len(requests.arrivals), input_len=INPUT_LEN, output_len=int(one.name))
+        requests, kept = seesaw_serving.constant(int(point.name)), point.pairs[pair]
+        work = OfflineWork(num_requests=len(requests.arrivals), input_len=INPUT_LEN, output_len=int(point.name))
         prefill, decode = pair.split(" → ")
         expected = seesaw_serving.expected_pair_throughput(machine, work, kept.pass_tokens, prefill, decode)
-        name = f"{pair}, {one.name} out, {kept.pass_tokens} per pass"
+        name = f"{pair}, {point.name} out, {kept.pass_tokens} per pass"
         cells.append(Cell(name=name, paper=kept.requests_per_s, ours=expected, tolerance=0.15, unit="/s"))
     return cells
 
@@ -211,8 +212,8 @@ def _print_sums() -> None:
     batch = round(max_batch(machine.line("tp8"), work, _EQ_1_TOKENS[0]))
     for spec in ("tp8", "tp4pp2"):
         line = machine.line(spec)
-        one = work.passed(0, batch / len(line.stages))
-        terms, stage = layer_terms(line, one), stage_s(line, one)
+        forward = work.passed(0, batch / len(line.stages))
+        terms, stage = layer_terms(line, forward), stage_s(line, forward)
         taken[spec] = stage * len(line.stages)
         print(
             f"{spec}: a token of {batch} requests in {1e3 * taken[spec]:.0f} ms = {len(line.stages)} passes; a layer: "
@@ -233,7 +234,7 @@ def _print_sums() -> None:
 def _print_stragglers(arxiv: Path) -> None:
     """Print the effect of a few long answers on Fig. 12, in which the paper has a different best spec."""
     whole = seesaw_serving.articles(arxiv)
-    longest = max(one.output_len for one in whole.arrivals)
+    longest = max(arrival.output_len for arrival in whole.arrivals)
     shown = Table("answers", *(_FIG_12_SPECS), title="34B on four A10, articles: requests/s with passes of 256 tokens")
     for max_tokens in (longest, _CUT):
         arrivals = [replace(arrival, output_len=min(arrival.output_len, max_tokens)) for arrival in whole.arrivals]
@@ -250,14 +251,14 @@ def _print_stragglers(arxiv: Path) -> None:
 def _speedup(points: Sequence[Point], hardware: str) -> Claim:
     mean, most = _SPEEDUPS[hardware]
     says = f"On {hardware.upper()} throughput is {mean} times the best single parallelism's on average."
-    found = _mean_and_most(points, hardware)
-    check = f"up to {most}" if found is None else numbers({"mean": (mean, found[0]), "most": (most, found[1])})
-    return Claim("6.2, Fig. 10", says, check, _missing(points) if found is None else _WORKLOADS)
+    ratios = _mean_and_most(points, hardware)
+    check = f"up to {most}" if ratios is None else numbers({"mean": (mean, ratios[0]), "most": (most, ratios[1])})
+    return Claim("6.2, Fig. 10", says, check, _missing(points) if ratios is None else _WORKLOADS)
 
 
 def _mean_and_most(points: Sequence[Point], hardware: str) -> tuple[float, float] | None:
     """Return the geometric mean and the maximum of all ratios on a device, or None if ratios are missing."""
-    ratios = [one.ratio for one in points if one.figure == 10 and one.name.startswith(hardware) and one.ratio]
+    ratios = [point.ratio for point in points if point.figure == 10 and point.name.startswith(hardware) and point.ratio]
     return (statistics.geometric_mean(ratios), max(ratios)) if len(ratios) == _NUM_BARS else None
 
 
@@ -266,15 +267,15 @@ def _speedups(points: Sequence[Point]) -> list[Cell]:
     return [
         Cell(name=f"{hardware}, {name}", paper=paper, ours=ours, tolerance=0.2, unit="x")
         for hardware, papers in _SPEEDUPS.items()
-        if (found := _mean_and_most(points, hardware)) is not None
-        for name, paper, ours in zip(("mean", "most"), papers, found, strict=True)
+        if (ratios := _mean_and_most(points, hardware)) is not None
+        for name, paper, ours in zip(("mean", "most"), papers, ratios, strict=True)
     ]
 
 
 def _winners(points: Sequence[Point], figure: int) -> Claim:
     """Compare the best single parallelism at the points for which the paper gives it."""
     where, says, why = _BEST_STATIC[figure]
-    kept = {one.name: one.best_static for one in points if one.figure == figure}
+    kept = {point.name: point.best_static for point in points if point.figure == figure}
     told = {name: winner for (number, name), winner in _STATIC_WINNERS.items() if number == figure}
     if not told.keys() <= kept.keys():
         return Claim(where, says, "no number", _NOT_KEPT)
@@ -284,7 +285,7 @@ def _winners(points: Sequence[Point], figure: int) -> Claim:
 def _gains(points: Sequence[Point], figure: int) -> Claim:
     """Compare the best pair with the best single parallelism at all points of a figure."""
     where, says, given = _BEST_OF_ALL[figure]
-    ratios = {one.name: one.ratio for one in points if one.figure == figure}
+    ratios = {point.name: point.ratio for point in points if point.figure == figure}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     if not known or len(known) < len(ratios):
         return Claim(where, says, given, _missing(points))
@@ -293,8 +294,8 @@ def _gains(points: Sequence[Point], figure: int) -> Claim:
 
 def _a100(points: Sequence[Point]) -> list[Claim]:
     """Compare A100 on PCIe with A100 on NVLink, and Seesaw on both."""
-    where, rates = "6.4, Fig. 11", {one.name: one for one in points if one.figure == 11}
-    best = {name: one.static[one.best_static].requests_per_s for name, one in rates.items()}
+    where, rates = "6.4, Fig. 11", {point.name: point for point in points if point.figure == 11}
+    best = {name: point.static[point.best_static].requests_per_s for name, point in rates.items()}
     says = "On A100 by PCIe single parallelism has 60 % of the throughput by NVLink."
     parts = {
         name: best[f"a100-pcie-40g, {name}"] / best[f"a100-sxm-40g, {name}"] for name in ("arxiv", "sharegpt") if best
@@ -304,7 +305,7 @@ def _a100(points: Sequence[Point]) -> list[Claim]:
 
 
 def _missing(points: Sequence[Point]) -> str:
-    return _NOT_KEPT if any(one.pairs for one in points) or seesaw_serving.has_resharding() else _RESHARDING
+    return _NOT_KEPT if any(point.pairs for point in points) or seesaw_serving.has_resharding() else _RESHARDING
 
 
 _SLOWER = "Sums over 8 ranks are priced to start as quickly as measured over 4. The script has the arithmetic."
@@ -329,26 +330,28 @@ _PCIE = "The paper's lengths and batches are not public."
 
 def _table(figure: int, points: Sequence[Point]) -> Table:
     shown = Table("", "best single", "requests/s", "next", "Seesaw", "requests/s", "ratio", title=f"Fig. {figure}")
-    for one in points:
-        ranked = sorted(one.static, key=lambda spec: -one.static[spec].requests_per_s)
-        rates = [f"{spec} {one.static[spec].requests_per_s:.3g}" for spec in ranked[1:3]]
-        best, pair = one.static[ranked[0]], one.best_pair
-        mine = ("-", "-", "-") if pair is None else (pair, f"{one.pairs[pair].requests_per_s:.3g}", f"{one.ratio:.2f}")
-        shown.add_row(one.name, ranked[0], f"{best.requests_per_s:.3g}", ", ".join(rates), *mine)
+    for point in points:
+        ranked = sorted(point.static, key=lambda spec: -point.static[spec].requests_per_s)
+        rates = [f"{spec} {point.static[spec].requests_per_s:.3g}" for spec in ranked[1:3]]
+        best, pair = point.static[ranked[0]], point.best_pair
+        mine = (
+            ("-", "-", "-") if pair is None else (pair, f"{point.pairs[pair].requests_per_s:.3g}", f"{point.ratio:.2f}")
+        )
+        shown.add_row(point.name, ranked[0], f"{best.requests_per_s:.3g}", ", ".join(rates), *mine)
     return shown
 
 
 def _print_winners(points: Sequence[Point]) -> None:
     """Print our best system and the paper's at each point of Figs. 12 to 14, and the number of equal ones."""
     shown, agree, given = Table("", "paper", "ours", "paper, single", "ours, single", title="Best system"), 0, 0
-    for one in points:
-        if one.figure not in (12, 13, 14):
+    for point in points:
+        if point.figure not in (12, 13, 14):
             continue
-        paper, ours = _STATIC_WINNERS.get((one.figure, one.name)), one.best_static
-        winner = "-" if one.ratio is None else "seesaw" if one.ratio > 1 else ours
-        shown.add_row(f"Fig. {one.figure}, {one.name}", "seesaw", winner, paper or "not given", ours)
+        paper, ours = _STATIC_WINNERS.get((point.figure, point.name)), point.best_static
+        winner = "-" if point.ratio is None else "seesaw" if point.ratio > 1 else ours
+        shown.add_row(f"Fig. {point.figure}, {point.name}", "seesaw", winner, paper or "not given", ours)
         agree += (winner == "seesaw") + (paper == ours)
-        given += (one.ratio is not None) + (paper is not None)
+        given += (point.ratio is not None) + (paper is not None)
     Console(width=120).print(shown)
     print(f"{agree} of {given} agree\n")
 

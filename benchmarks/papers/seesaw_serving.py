@@ -254,9 +254,7 @@ def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
     pairs = {}
     if has_resharding():
         runs = {
-            f"{prefill} → {decode}": partial(
-                throughput, machine, requests, spec=prefill, decode_spec=decode
-            )
+            f"{prefill} → {decode}": partial(throughput, machine, requests, spec=prefill, decode_spec=decode)
             for prefill, decode in _likely_pairs(machine, requests)
         }
         rates = {pair: run_pair(_FIRST_TOKENS) for pair, run_pair in runs.items()}
@@ -310,8 +308,8 @@ def _mean_work(requests: Workload) -> OfflineWork:
     """Return the same number of requests, all with the mean lengths."""
     return OfflineWork(
         num_requests=len(requests.arrivals),
-        input_len=round(float(np.mean([len(one.prompt) for one in requests.arrivals]))),
-        output_len=round(float(np.mean([one.output_len for one in requests.arrivals]))),
+        input_len=round(float(np.mean([len(arrival.prompt) for arrival in requests.arrivals]))),
+        output_len=round(float(np.mean([arrival.output_len for arrival in requests.arrivals]))),
     )
 
 
@@ -364,11 +362,11 @@ def stored(path: Path | None = None) -> list[Point]:
     return msgspec.json.decode(path.read_bytes(), type=list[Point]) if path.is_file() else []
 
 
-def show(one: Point) -> None:
+def show(point: Point) -> None:
     """Print the throughput of every spec of a point."""
-    rates = sorted({**one.static, **one.pairs}.items(), key=lambda item: -item[1].requests_per_s)
+    rates = sorted({**point.static, **point.pairs}.items(), key=lambda item: -item[1].requests_per_s)
     listed = ", ".join(f"{spec} {rate.requests_per_s:.3g} ({rate.pass_tokens})" for spec, rate in rates)
-    print(f"Fig. {one.figure}, {one.name}: {listed}", flush=True)
+    print(f"Fig. {point.figure}, {point.name}: {listed}", flush=True)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,7 @@ def _prefill(on: Setting, size: int, thousands: int, paper: float) -> Cell:
 
 
 def fig_2() -> list[Cell]:
-    """Return the cells of Fig. 2: seconds of decoding as a multiple of those on (SP 1, TP 8)."""
+    """Return the cells of Fig. 2: seconds of decoding as a multiple of (SP 1, TP 8)."""
     cells = []
     for parallel, paper in _FIG_2A.items():
         batch = max(_fitting(parallel))
@@ -170,8 +170,8 @@ def _prefills() -> list[Claim]:
 
 
 def _decodes() -> list[Claim]:
-    found = {cell.name: cell for cell in fig_2()}
-    groups = {name.split(",")[0].split()[1]: (cell.paper, cell.ours) for name, cell in found.items()}
+    cells = {cell.name: cell for cell in fig_2()}
+    groups = {name.split(",")[0].split()[1]: (cell.paper, cell.ours) for name, cell in cells.items()}
     batches = "The figure does not state the batches. Our reading is the largest batch that fits."
     return [
         Claim(
@@ -251,7 +251,7 @@ def _grown_s(on: Setting, parallel: str, new: int, history: float, *, balanced: 
     group = tuple(range(len(cost.lines[0].topology.hosts)))
     half = len(group) // 2
     blocks = range(cached // on.block_size // len(group))
-    copies = tuple((BlockRef(one, block), BlockRef(one + half, block)) for one in range(half) for block in blocks)
+    copies = tuple((BlockRef(index, block), BlockRef(index + half, block)) for index in range(half) for block in blocks)
     part = Part(
         request_id=0,
         start=cached,
@@ -269,7 +269,7 @@ def _grown_s(on: Setting, parallel: str, new: int, history: float, *, balanced: 
 
 
 def _transfer(setup: tetris_serving.Setup, tokens: int) -> float:
-    """Simulate one prompt. Return the extra delay of its second token, relative to its third, as a share of its TTFT."""
+    """Simulate one prompt. Return the extra delay of its second token, compared with its third, over its TTFT."""
     experiment = tetris_serving.Systems(setup, "short", 1).experiments[f"fixed-sp {max(setup.fixed)}"]
     arrivals = [Arrival(due_s=0.0, prompt=range(tokens), output_len=3)]
     [served] = experiment.run(Workload(arrivals=arrivals, shares=False)).served
@@ -277,7 +277,7 @@ def _transfer(setup: tetris_serving.Setup, tokens: int) -> float:
 
 
 def main() -> bool:
-    """Print all. Return True if all cells are within their tolerance and every required claim holds."""
+    """Print all cells and claims. Return True if all cells are within tolerance and every required claim holds."""
     passed = report("Tetris, Table 1", table_1(), mean_tolerance=0.10)
     passed = report("Tetris, section 2.4", section_2_4()) and passed
     alone = HOSTS.prefill("1", "local", 256_000).memory

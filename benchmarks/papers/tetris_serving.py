@@ -5,9 +5,10 @@
 
 `--json tetris_serving.json` replaces the figures that the claims page uses. They are of a run with the defaults.
 
-Llama 3 8B runs on 4 hosts of 8 A100: 16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16. 70B
-runs on 8 hosts: 8 prefill and 8 decode instances of TP 4, groups of up to 8. `loongserve` has all devices in one pool of
-TP 1, or TP 4. All use ring attention. The paper leaves these parameters open:
+The 8B model of Llama 3 runs on 4 hosts of 8 A100. It has 16 prefill instances of TP 1, 2 decode instances of TP 8, and
+groups of up to 16. The 70B model runs on 8 hosts. It has 8 prefill and 8 decode instances of TP 4, and groups of up to
+8. `loongserve` has all devices in one pool of TP 1, or TP 4. All use ring attention. The paper leaves these parameters
+open:
 
 - Answers have 512 tokens. At that length `loongserve` uses about half of its instances for decode, as the paper's P/D
   ratio of 1:1 implies. The ratio of its TBT to TP 8 is the paper's, so TBT is no independent check.
@@ -15,8 +16,8 @@ TP 1, or TP 4. All use ring attention. The paper leaves these parameters open:
 - Improvement rates are profiled with a different seed than in the measurement.
 - Steps have up to 32,768 tokens per instance, so hardly any chunk is cut.
 
-`--auto` finds the highest rates of the default policy: with these roles, and on the same number of devices without
-roles, where answers are decoded, too. The exit code is 1 if neither is within 2 % of `tetris` in some case.
+`--auto` finds the highest rates of the default policy with these roles, and on the same number of devices without
+roles. Without roles, answers are decoded, too. The exit code is 1 if neither is within 2 % of `tetris` in some case.
 
 If separate instances decode, answers do not change TTFT. They are then simulated only for the printed TBT.
 """
@@ -194,22 +195,22 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
     """Run all simulations of one setup and workload."""
     systems = Systems(setup, workload, num_requests)
     light_s, table = systems.profile()
-    found = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=table)
+    results = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=table)
     for name, experiment in systems.experiments.items():
-        found.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
-    limit = found.max_rates[found.best_baseline]
+        results.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
+    limit = results.max_rates[results.best_baseline]
     for name, experiment in systems.experiments.items():
-        found.at_limit[name] = _point(experiment, systems.requests().at_rate(limit))
+        results.at_limit[name] = _point(experiment, systems.requests().at_rate(limit))
     for load in loads:
-        _ablations(found, systems.experiments["tetris"], systems.answers("tetris"), load)
-    return found
+        _ablations(results, systems.experiments["tetris"], systems.answers("tetris"), load)
+    return results
 
 
 def auto_rates(setup: Setup, workload: str, num_requests: int) -> dict[str, float]:
     """Return the highest rates of the default policy, and of `tetris`."""
     systems = Systems(setup, workload, num_requests)
     light_s, _ = systems.profile()
-    return {name: _max_rate(one, systems.answers(name), light_s) for name, one in systems.auto().items()}
+    return {name: _max_rate(experiment, systems.answers(name), light_s) for name, experiment in systems.auto().items()}
 
 
 def run_auto(args: argparse.Namespace) -> bool:
@@ -227,28 +228,28 @@ def run_auto(args: argparse.Namespace) -> bool:
     return passed
 
 
-def _ablations(found: Study, experiment: Experiment, requests: Workload, load: float) -> None:
-    at_rate = requests.at_rate(load * found.max_rates["tetris"])
+def _ablations(results: Study, experiment: Experiment, requests: Workload, load: float) -> None:
+    at_rate = requests.at_rate(load * results.max_rates["tetris"])
     dynamic, single = _point(experiment, at_rate), _point(experiment.with_options({"chunking": "false"}), at_rate)
-    found.single_chunk[load] = (*_times(single, dynamic), single.computing, dynamic.computing)
+    results.single_chunk[load] = (*_times(single, dynamic), single.computing, dynamic.computing)
     named = experiment.scheduling.all_policy_options().items()
     options = {name: value for name, value in named if name != "improvement_rates"}
     fixed = replace(experiment, scheduling=replace(experiment.scheduling, policy_options=options))
-    found.fixed_rates[load] = {
+    results.fixed_rates[load] = {
         rate: _times(_point(fixed.with_options({"improvement_rate": str(rate)}), at_rate), dynamic)
         for rate in FIXED_RATES
     }
 
 
-def _times(one: Point, other: Point) -> tuple[float, float]:
-    return one.ttft_p50_s / other.ttft_p50_s, one.ttft_p99_s / other.ttft_p99_s
+def _times(point: Point, base: Point) -> tuple[float, float]:
+    return point.ttft_p50_s / base.ttft_p50_s, point.ttft_p99_s / base.ttft_p99_s
 
 
 def _point(experiment: Experiment, requests: Workload) -> Point:
     timeline = Timeline()
     result = experiment.run(requests, timeline.observers(experiment.cost))
     numbers = result.summary()
-    decodes = any(one.output_len > 1 for one in requests.arrivals)
+    decodes = any(arrival.output_len > 1 for arrival in requests.arrivals)
     return Point(
         ttft_p50_s=float(numbers["ttft_p50_s"] or 0),
         ttft_p99_s=float(numbers["ttft_p99_s"] or 0),
@@ -263,15 +264,15 @@ def _point(experiment: Experiment, requests: Workload) -> Point:
 def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> float:
     """Return the share of time in which prefill instances compute prompts, until the last request's first token."""
     busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.index is not None)
-    last_s = max(one.arrival_s + one.ttft_s for one in result.served)
+    last_s = max(request.arrival_s + request.ttft_s for request in result.served)
     return busy_s / (last_s * len(experiment.cluster.prefill))
 
 
 def _max_rate(experiment: Experiment, requests: Workload, light_s: float) -> float:
-    found = experiment.max_rate(requests, near_light_load(light_s), start=2.0, precision=_PRECISION)
-    if found is None:
+    rate = experiment.max_rate(requests, near_light_load(light_s), start=2.0, precision=_PRECISION)
+    if rate is None:
         raise SystemExit(f"{experiment.scheduling.policy} serves all requests at once: give a larger --num-requests")
-    return found
+    return rate
 
 
 def run(args: argparse.Namespace) -> list[Study]:
@@ -297,11 +298,11 @@ def run(args: argparse.Namespace) -> list[Study]:
     return studies
 
 
-def _print(one: Study) -> None:
-    title = f"{one.model}, {one.workload}: light-load P99 {one.light_s:.2f} s, improvement rates {one.table}"
+def _print(case: Study) -> None:
+    title = f"{case.model}, {case.workload}: light-load P99 {case.light_s:.2f} s, improvement rates {case.table}"
     rates = Table("", "max rate", "TTFT P50", "P99", "TBT P50", "P99", "tokens/s", title=title)
-    for name, highest in one.max_rates.items():
-        point = one.at_limit[name]
+    for name, highest in case.max_rates.items():
+        point = case.at_limit[name]
         rates.add_row(
             name,
             f"{highest:.2f}",
@@ -313,12 +314,11 @@ def _print(one: Study) -> None:
         )
     console = Console(width=120)
     console.print(rates)
-    print(
-        f"TTFT, TBT and throughput are at {one.max_rates[one.best_baseline]:.2f}/s, the limit of {one.best_baseline}."
-    )
+    baseline = case.best_baseline
+    print(f"TTFT, TBT and throughput are at {case.max_rates[baseline]:.2f}/s, the limit of {baseline}.")
     loads = Table("load", *(f"rate {rate}" for rate in FIXED_RATES), "single chunk", "computing", title="TTFT P50, P99")
-    for load, by_rate in one.fixed_rates.items():
-        p50, p99, single, chunked = one.single_chunk[load]
+    for load, by_rate in case.fixed_rates.items():
+        p50, p99, single, chunked = case.single_chunk[load]
         cells = [f"{mid:.2f}x {tail:.2f}x" for mid, tail in by_rate.values()]
         loads.add_row(f"{load:.0%}", *cells, f"{p50:.2f}x {p99:.2f}x", f"{single:.1%} {chunked:.1%}")
     console.print(loads)
@@ -371,30 +371,30 @@ def figures(studies: Sequence[Study]) -> dict[str, Figures]:
 def _figures(studies: Mapping[str, Study]) -> Figures:
     def over(key: str, system: str | None = None) -> dict[str, float]:
         return {
-            name: getattr(one.at_limit[system or one.best_baseline], key) / getattr(one.at_limit["tetris"], key)
-            for name, one in studies.items()
+            name: getattr(study.at_limit[system or study.best_baseline], key) / getattr(study.at_limit["tetris"], key)
+            for name, study in studies.items()
         }
 
     def at_load(find: Callable[[Iterable[float]], float]) -> dict[str, dict[str, float]]:
         return {
-            name: {str(rate): pair[0] for rate, pair in one.fixed_rates[find(one.fixed_rates)].items()}
-            for name, one in studies.items()
+            name: {str(rate): pair[0] for rate, pair in study.fixed_rates[find(study.fixed_rates)].items()}
+            for name, study in studies.items()
         }
 
     def worst(place: int) -> dict[str, float]:
-        return {name: max(found[place] for found in one.single_chunk.values()) for name, one in studies.items()}
+        return {name: max(ratios[place] for ratios in study.single_chunk.values()) for name, study in studies.items()}
 
     return Figures(
-        num_requests=min(one.num_requests for one in studies.values()),
-        max_rates={name: one.max_rates for name, one in studies.items()},
+        num_requests=min(study.num_requests for study in studies.values()),
+        max_rates={name: study.max_rates for name, study in studies.items()},
         ttft_p50=over("ttft_p50_s"),
         ttft_p99=over("ttft_p99_s"),
         tbt_p50=over("tbt_p50_s", "loongserve"),
         tbt_p99=over("tbt_p99_s", "loongserve"),
         throughput={name: 1 / ratio for name, ratio in over("throughput_tokens_per_s").items()},
         fixed_rate={
-            name: min(ratio for by_rate in one.fixed_rates.values() for pair in by_rate.values() for ratio in pair)
-            for name, one in studies.items()
+            name: min(ratio for by_rate in study.fixed_rates.values() for pair in by_rate.values() for ratio in pair)
+            for name, study in studies.items()
         },
         low_load=at_load(min),
         high_load=at_load(max),

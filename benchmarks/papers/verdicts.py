@@ -108,7 +108,7 @@ def table(cells: Sequence[Cell]) -> Check:
 
 def in_range(low: float, high: float, ours: Mapping[str, float]) -> Check:
     """Compare numbers with the ends of a range."""
-    inside = all(low * (1 - _TOLERANCE) <= one <= high * (1 + _TOLERANCE) for one in ours.values())
+    inside = all(low * (1 - _TOLERANCE) <= value <= high * (1 + _TOLERANCE) for value in ours.values())
     return Check("range", f"{_shown(low)} to {_shown(high)}", _listed(ours), inside)
 
 
@@ -129,7 +129,7 @@ def bound(ours: Mapping[str, float], *, least: float | None = None, most: float 
         "bound",
         " and ".join(f"{word} {_shown(limit)}{unit}" for word, limit in limits if limit is not None),
         _listed(ours),
-        all((least is None or least <= one) and (most is None or one <= most) for one in ours.values()),
+        all((least is None or least <= value) and (most is None or value <= most) for value in ours.values()),
     )
 
 
