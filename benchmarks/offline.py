@@ -10,7 +10,7 @@ of two processes on this machine: its instances share only the memory. Transitio
 
 Simulations need a profile. Run `longspan profile --parallel 2 --threads-per-rank 1` with the same model and dtype
 before, and for specs with tp also `--parallel 2xtp2`. `--require` tests `pp2`. The exit code is 1 if its throughput is
-less than `--least` times that of one rank, or if its simulated seconds have an error above 15 %.
+below `--least` times that of one rank, or if its simulation has an error above 15 %.
 """
 
 from __future__ import annotations
