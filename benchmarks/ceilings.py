@@ -1,4 +1,4 @@
-"""The machine's ceilings are measured beside the contestants: products and reading, and how much longspan reaches."""
+"""Measures the machine's limits (matrix products, memory reads) between contestants, and longspan's share of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PEAK, ONE_CORE, TWO_CORES, READ = "FLOPS, all cores", "FLOPS, one core", "FLOPS,
 
 
 class Machine:
-    """Processes that measure the machine; a context manager, at whose end none of them is left.
+    """Processes that measure the machine. Leaving this context manager kills them.
 
     Attributes:
-        samples: by what was measured, one for each call of `measure`.
-        failures: why it cannot be measured, if so.
+        samples: by quantity, such as `PEAK`, one for each call of `measure`.
+        failures: the error of a failed measurement, under the key `machine`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Machine:
         self._all, *self._single = (_probe(core) for core in (None, cores[0], cores[-1]))
 
     def measure(self) -> None:
-        """Takes some seconds in which nobody else should compute."""
+        """Measure each quantity once. This takes some seconds, in which other processes should be idle."""
         try:
             self._sample(PEAK, "product", [self._all])
             self._sample(READ, "read", [self._all])
@@ -61,30 +61,31 @@ def _probe(core: str | None) -> Child:
 def report(
     samples: Mapping[str, Sequence[float]], ttfts_s: Mapping[str, float], num_tokens: int, flops: float
 ) -> list[str]:
-    """Writes down the ceilings, and what those named in `ttfts_s` reach of them for a prompt of so many tokens, which
-    takes so many operations.
+    """Return lines with the machine's limits, and the share of the peak that each TTFT corresponds to.
+
+    `flops` is the number of operations of a prompt of `num_tokens`.
     """
-    found = {name: statistics.median(values) for name, values in samples.items()}
-    if len(found) < len((PEAK, ONE_CORE, TWO_CORES, READ)):
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    if len(medians) < len((PEAK, ONE_CORE, TWO_CORES, READ)):
         return []
-    scaling = found[TWO_CORES] / found[ONE_CORE]
+    scaling = medians[TWO_CORES] / medians[ONE_CORE]
     machine = (
-        f"machine: {found[PEAK] / 1e12:.2f} bfloat16 TFLOPS on all cores, {found[ONE_CORE] / 1e12:.2f} on one, "
-        f"{scaling:.2f} times as many by two processes on two; reads {found[READ] / 1e9:.1f} GB/s"
+        f"machine: {medians[PEAK] / 1e12:.2f} bfloat16 TFLOPS on all cores, {medians[ONE_CORE] / 1e12:.2f} on one, "
+        f"{scaling:.2f} times as many by two processes on two; reads {medians[READ] / 1e9:.1f} GB/s"
     )
     reached = [
         f"{name}: {flops / 1e12:.2f} TFLOP of TTFT {num_tokens:,} at {flops / seconds / 1e12:.2f} TFLOPS, "
-        f"{100 * flops / seconds / found[PEAK]:.0f} % of the peak"
+        f"{100 * flops / seconds / medians[PEAK]:.0f} % of the peak"
         for name, seconds in ttfts_s.items()
     ]
     return [machine, *reached, *_gain_line(ttfts_s, scaling)]
 
 
 def _gain_line(ttfts_s: Mapping[str, float], scaling: float) -> Iterator[str]:
-    """Compares one core with two instances where these have two."""
+    """Compare one instance on one core with two instances, on a machine with two cores."""
     if {"longspan-1core", "longspan-2"} <= ttfts_s.keys() and len(os.sched_getaffinity(0)) == 2:
         gain = ttfts_s["longspan-1core"] / ttfts_s["longspan-2"]
         yield (
             f"2 instances are {gain:.2f} times as fast as one on one core, "
-            f"{100 * gain / scaling:.0f} % of what two processes gain on this machine"
+            f"{100 * gain / scaling:.0f} % of the gain of two processes on this machine"
         )

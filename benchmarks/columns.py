@@ -1,4 +1,4 @@
-"""The columns of the comparison: what is asked of contestants, and what is read from their answers."""
+"""Columns of the comparison: the jobs that contestants receive, and the quantities read from their answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SAME_STEP_S = 1e-3
 """Time stamps that differ by less belong to one step: no step of the model is this short."""
 CHATS, CHAT_LENGTH, CHAT_TOKENS = 16, 100, 128
 DOCUMENT_AFTER = 16
-"""Tokens that every chat has when the document comes: all of them decode by then."""
+"""The document is submitted when every chat has this many tokens. All chats decode by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A prompt of so many random tokens; see `Submission` for the rest."""
+    """A prompt of `length` random tokens. See `Submission` for the other fields."""
 
     length: int
     new_tokens: int = 1
@@ -33,7 +33,7 @@ class Load:
     shapes: tuple[Shape, ...]
 
     def submissions(self, seed: str) -> list[Submission]:
-        """Draws random ids; no two prompts begin alike, and every contestant gets the same."""
+        """Draw random ids. No two prompts share a prefix, and every contestant receives the same prompts."""
         generator = random.Random(f"{seed} {self.title}")
         return [
             Submission(
@@ -47,15 +47,15 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One quantity that contestants are measured by.
+    """One quantity that contestants are compared by.
 
     Attributes:
-        key: how `--require` names it.
-        title: how tables and JSON name it.
-        load: what is asked; columns of one load are read from the same answers.
-        read: takes the quantity from an answer.
-        form: writes it with its unit.
-        fewer: whether it is a time, of which less is better.
+        key: its name in `--require`.
+        title: its name in tables and JSON.
+        load: the job. Columns of one load are read from the same answers.
+        read: returns the quantity of an answer.
+        form: format string of the value with its unit.
+        fewer: True if lower values are better, as for times.
     """
 
     key: str
@@ -69,37 +69,37 @@ class Column:
         return self.form.format(value)
 
     def ratio(self, value: float, reference: float) -> float:
-        """Computes a ratio to the reference: above 1 is better."""
+        """Return the ratio to the reference. Above 1, the value is better."""
         return reference / value if self.fewer else value / reference
 
     def best(self, values: dict[str, float]) -> str:
-        """Names who has the best of some values."""
+        """Return the name of the best value."""
         return (min if self.fewer else max)(values, key=values.__getitem__)
 
 
 def ttft_column(length: int) -> Column:
-    """Measures seconds from the call to the first token."""
+    """Return the column for the seconds from the call to the first token."""
     title = f"TTFT {length:,}"
     load = Load(title=title, shapes=(Shape(length=length),))
     return Column(key=f"ttft-{length}", title=title, load=load, read=lambda answer: answer.seconds)
 
 
 def decode_column(batch: int, length: int, new_tokens: int) -> Column:
-    """Measures tokens per second of a batch of prompts that are decoded together."""
+    """Return the column for tokens per second of a batch of prompts that are decoded together."""
     title = f"tok/s, batch {batch}"
     load = Load(title=title, shapes=(Shape(length=length, new_tokens=new_tokens),) * batch)
     return Column(
         key=f"decode-{batch}",
         title=title,
         load=load,
-        read=lambda answer: decode_rate([one.arrivals_s for one in answer.timelines]),
+        read=lambda answer: decode_rate([timeline.arrivals_s for timeline in answer.timelines]),
         form="{:.0f}",
         fewer=False,
     )
 
 
 def mixed_columns(document_length: int) -> list[Column]:
-    """Measures chats that are decoded while a document is computed, and how long that takes."""
+    """Return the columns for TBT of chats during the prefill of a document, and for the document's TTFT."""
     chat = Shape(length=CHAT_LENGTH, new_tokens=CHAT_TOKENS)
     document = Shape(length=document_length, after_tokens=DOCUMENT_AFTER)
     load = Load(title="mixed", shapes=(*(chat,) * CHATS, document))
@@ -121,9 +121,9 @@ def mixed_columns(document_length: int) -> list[Column]:
 
 
 def decode_rate(arrivals: Sequence[Sequence[float]]) -> float:
-    """Counts the tokens that come after every sequence has its first one, per second from there to the last token.
+    """Return tokens per second, from the time when every sequence has its first token to the last token.
 
-    When all sequences go in step, this is `(new_tokens - 1) * batch / (last - first)`.
+    If all sequences decode in the same steps, this is `(new_tokens - 1) * batch / (last - first)`.
     """
     first = max(times[0] for times in arrivals)
     last = max(times[-1] for times in arrivals)
@@ -131,9 +131,9 @@ def decode_rate(arrivals: Sequence[Sequence[float]]) -> float:
 
 
 def disturbed_tbts_s(timelines: Sequence[Timeline]) -> Iterator[float]:
-    """Yields the times between tokens, of all but the last timeline, that overlap with the last one's prompt.
+    """Yield the times between tokens of chats that overlap with the prefill of the document, the last timeline.
 
-    Others are left out: among thousands of them, 16 chats that stall once for the whole prompt would be less than 1 %.
+    All other times are left out. Among thousands of them, 16 stalls for a whole prefill would be below the P99.
     """
     *chats, document = timelines
     begin, end = document.submitted_s, document.arrivals_s[0]

@@ -1,15 +1,15 @@
-"""Measures what sparse attention costs in quality, and what it saves in time, against exact attention.
+"""Measure the quality loss and the time savings of sparse attention, compared with exact attention.
 
     python benchmarks/csa.py quality [--drops 0.1 0.3 ...] [--json FILE]     # some 40 minutes on two cores
     python benchmarks/csa.py speed [--drop 0.3 --drop-mode kv --equal] [--rounds 3]
 
-`quality`: for both drop modes, each ratio of level 2, and further levels with the same or by the rule, pass keys found
-at five depths of each length, perplexity and KL divergence of a window of each length, by 4 instances on two pretended
-hosts; and the largest mean drop ratio with no key lost and perplexity less than 1 % higher. With `--json` each line is
-kept as it is found, and those that are there already are not measured again.
+`quality` uses 4 instances on two emulated hosts. It varies the drop mode, the drop ratio of level 2, and the ratios of
+further levels, which are the same or follow the rule. It measures the share of pass keys found at five depths of each
+length, and perplexity and KL divergence of a window of each length. It prints the largest mean drop ratio with no key
+lost and perplexity less than 1 % higher. `--json` stores each line, and skips stored ones.
 
-`speed`: time to the first token of a prompt of 8,000 tokens, exact, by levels that drop nothing, and sparse in turns,
-and how much of the time of attention is saved, by the part of its products that is.
+`speed` measures the TTFT of a prompt of 8,000 tokens. It alternates between exact attention, levels that drop nothing,
+and sparse attention. It prints the saved share of attention's seconds, divided by the saved share of its products.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PROMPT = 8000
 
 
 def main() -> int:
-    """Measures one of both, and prints it."""
+    """Measure quality or speed, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("quality", "speed"))
     parser.add_argument("--model", default="smollm2-135m")
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--drops", type=float, nargs="+", default=(0.1, 0.3, 0.5, 0.7, 0.9))
     parser.add_argument("--modes", choices=("kv", "qkv"), nargs="+", default=("kv", "qkv"))
     parser.add_argument("--ratios", choices=("same", "rule"), nargs="+", default=("same", "rule"))
-    parser.add_argument("--equal", action="store_true", help="all levels drop the same (speed)")
+    parser.add_argument("--equal", action="store_true", help="drop the same ratio on all levels (speed)")
     parser.add_argument("--rate-by", choices=("layer", "head"), default="layer")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--drop", type=float, default=0.25)
@@ -57,29 +57,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-samples", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     os.environ["LONGSPAN_HOSTS"] = _HOSTS
     with LLM(
-        asked.model,
-        dtype=asked.dtype,
-        parallel=asked.parallel,
+        args.model,
+        dtype=args.dtype,
+        parallel=args.parallel,
         policy="csps",
         policy_options={"threshold": "512"},
         threads_per_rank=1,
         record_times=True,
         enable_prefix_caching=False,
     ) as llm:
-        return _quality(llm, asked) if asked.what == "quality" else _speed(llm, asked)
+        return _quality(llm, args) if args.what == "quality" else _speed(llm, args)
 
 
-def _take(llm: LLM, asked: argparse.Namespace, drop: float | dict[int, float], mode: str) -> None:
-    settings = {"levels": asked.levels, "drop": drop, "drop_mode": mode}
-    settings |= {"rate_by": asked.rate_by, "samples": asked.samples}
+def _take(llm: LLM, args: argparse.Namespace, drop: float | dict[int, float], mode: str) -> None:
+    settings = {"levels": args.levels, "drop": drop, "drop_mode": mode}
+    settings |= {"rate_by": args.rate_by, "samples": args.samples}
     llm.service.update_policy({"csa": json.dumps(settings)})
 
 
-def _ratios(asked: argparse.Namespace, drop: float, *, is_equal: bool) -> float | dict[int, float]:
-    return dict.fromkeys(range(2, asked.levels + 1), drop) if is_equal else drop
+def _ratios(args: argparse.Namespace, drop: float, *, is_equal: bool) -> float | dict[int, float]:
+    return dict.fromkeys(range(2, args.levels + 1), drop) if is_equal else drop
 
 
 # ---------------------------------------------------------------- quality
@@ -89,8 +89,8 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table.
 
     Attributes:
-        ratios: of further levels, the `same` as that of level 2, or by the `rule`.
-        drop: of level 2.
+        ratios: drop ratios of further levels: the `same` as level 2, or by the `rule`.
+        drop: drop ratio of level 2.
     """
 
     mode: str
@@ -104,49 +104,50 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     kl: float
 
 
-def _quality(llm: LLM, asked: argparse.Namespace) -> int:
+def _quality(llm: LLM, args: argparse.Namespace) -> int:
     text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=llm.tokenize(""))
     hide = partial(
         evals.needles,
         text,
         partial(llm.tokenize, add_special_tokens=False),
         depths=_DEPTHS,
-        num_samples=asked.num_samples,
+        num_samples=args.num_samples,
         seed=0,
     )
-    needles = [needle for length in asked.lengths for needle in hide(length)]
+    needles = [needle for length in args.lengths for needle in hide(length)]
     cut = partial(evals.perplexity_prompts, text, num_samples=1)
-    windows = [(length, prompt) for length in asked.lengths for prompt in cut(length)]
-    found = msgspec.json.decode(asked.json.read_bytes(), type=list[Quality]) if _is_there(asked.json) else []
+    windows = [(length, prompt) for length in args.lengths for prompt in cut(length)]
+    rows = msgspec.json.decode(args.json.read_bytes(), type=list[Quality]) if _exists(args.json) else []
     exact = _score(llm, windows)
     settings = [("exact", "same", 0.0)]
-    settings += list(product(asked.modes, asked.ratios, asked.drops))
-    known = {(one.mode, one.ratios, one.drop) for one in found}
-    for one in track([one for one in settings if one not in known], "measuring", console=Console(stderr=True)):
-        found.append(_measured(llm, asked, one, needles, windows, exact))
-        if asked.json:
-            asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    found.sort(key=lambda one: (one.mode, one.ratios, one.drop))  # exact attention first
-    Console(width=120).print(_table(found))
-    for mode, ratios in product(asked.modes, asked.ratios):
-        good = [one for one in found if (one.mode, one.ratios) == (mode, ratios) and one.needle >= found[0].needle]
-        good = [one for one in good if one.perplexity_ratio < _PERPLEXITY_RATIO]
-        best = max(good, key=lambda one: one.mean_drop_ratio, default=None)
+    settings += list(product(args.modes, args.ratios, args.drops))
+    stored = {(row.mode, row.ratios, row.drop) for row in rows}
+    missing = [setting for setting in settings if setting not in stored]
+    for setting in track(missing, "measuring", console=Console(stderr=True)):
+        rows.append(_measured(llm, args, setting, needles, windows, exact))
+        if args.json:
+            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
+    rows.sort(key=lambda row: (row.mode, row.ratios, row.drop))  # exact attention first
+    Console(width=120).print(_table(rows))
+    for mode, ratios in product(args.modes, args.ratios):
+        good = [row for row in rows if (row.mode, row.ratios) == (mode, ratios) and row.needle >= rows[0].needle]
+        good = [row for row in good if row.perplexity_ratio < _PERPLEXITY_RATIO]
+        best = max(good, key=lambda row: row.mean_drop_ratio, default=None)
         words = "none" if best is None else f"{best.mean_drop_ratio:.0%} of tokens (level 2: {best.drop:.0%})"
         print(
-            f"{mode}, further levels by the {ratios}: the most that loses no key, with perplexity less than 1 % "
-            f"higher: {words}; the paper has 22 %"
+            f"{mode}, further levels by the {ratios}: the largest drop that loses no key, with perplexity less than "
+            f"1 % higher: {words}; the paper has 22 %"
         )
     return 0
 
 
-def _is_there(path: Path | None) -> bool:
+def _exists(path: Path | None) -> bool:
     return path is not None and path.exists()
 
 
 def _measured(
     llm: LLM,
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
     setting: tuple[str, str, float],
     needles: Sequence[evals.Needle],
     windows: Sequence[tuple[int, list[int]]],
@@ -157,7 +158,7 @@ def _measured(
         llm.service.update_policy({"csa": "off"})
         shares, compared = (0.0, 0.0, 0.0), evals.compare(exact, exact)
     else:
-        _take(llm, asked, _ratios(asked, drop, is_equal=ratios == "same"), mode)
+        _take(llm, args, _ratios(args, drop, is_equal=ratios == "same"), mode)
         [output] = llm.generate([windows[-1][1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         saved = llm.sparse_savings(output)
         assert saved is not None, "long prompts are shared"
@@ -177,9 +178,9 @@ def _measured(
 
 
 def _needle(llm: LLM, needles: Sequence[evals.Needle]) -> float:
-    outputs = llm.generate([one.prompt for one in needles], evals.NEEDLE_PARAMS, use_tqdm=False)
-    found = [one.found_in(output.outputs[0].text) for one, output in zip(needles, outputs, strict=True)]
-    return sum(found) / len(found)
+    outputs = llm.generate([needle.prompt for needle in needles], evals.NEEDLE_PARAMS, use_tqdm=False)
+    are_found = [needle.found_in(output.outputs[0].text) for needle, output in zip(needles, outputs, strict=True)]
+    return sum(are_found) / len(are_found)
 
 
 def _score(llm: LLM, windows: Sequence[tuple[int, list[int]]]) -> list[evals.ScoredWindow]:
@@ -188,59 +189,59 @@ def _score(llm: LLM, windows: Sequence[tuple[int, list[int]]]) -> list[evals.Sco
     return [evals.scored(length, output) for (length, _), output in zip(windows, outputs, strict=True)]
 
 
-def _table(found: Sequence[Quality]) -> Table:
+def _table(rows: Sequence[Quality]) -> Table:
     table = Table(title="Quality by drop ratio", title_justify="left")
     for name in (
         *("mode", "further levels", "level 2", "mean"),
         *("products saved", "bytes saved", "keys found", "perplexity", "KL, nats"),
     ):
         table.add_column(name, justify="right")
-    for one in found:
-        shares = (one.mean_drop_ratio, one.attention_flops_saved_share, one.bytes_saved_share, one.needle)
-        row = (one.mode, one.ratios, f"{one.drop:.0%}", *(f"{share:.0%}" for share in shares))
-        table.add_row(*row, f"{one.perplexity_ratio:.4f}", f"{one.kl:.2g}")
+    for row in rows:
+        shares = (row.mean_drop_ratio, row.attention_flops_saved_share, row.bytes_saved_share, row.needle)
+        cells = (row.mode, row.ratios, f"{row.drop:.0%}", *(f"{share:.0%}" for share in shares))
+        table.add_row(*cells, f"{row.perplexity_ratio:.4f}", f"{row.kl:.2g}")
     return table
 
 
 # ---------------------------------------------------------------- speed
 
 
-def _speed(llm: LLM, asked: argparse.Namespace) -> int:
+def _speed(llm: LLM, args: argparse.Namespace) -> int:
     text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
     prompt, params = text.window(_PROMPT, 0, 1), SamplingParams(temperature=0, max_tokens=1)
     names = ("exact", "nothing dropped", "sparse")
     ttft_s: dict[str, list[float]] = {name: [] for name in names}
     attention_s: dict[str, list[float]] = {name: [] for name in names}
     saved = None
-    for number in track(range(asked.rounds + 1), "measuring", console=Console(stderr=True)):
+    for number in track(range(args.rounds + 1), "measuring", console=Console(stderr=True)):
         for name in names:
             if name == "exact":
                 llm.service.update_policy({"csa": "off"})
             else:
-                ratios = _ratios(asked, asked.drop, is_equal=asked.equal) if name == "sparse" else {}
-                _take(llm, asked, ratios, asked.drop_mode)
+                ratios = _ratios(args, args.drop, is_equal=args.equal) if name == "sparse" else {}
+                _take(llm, args, ratios, args.drop_mode)
             before = _attention_s(llm)
             [output] = llm.generate([prompt], params, use_tqdm=False)
-            if number:  # the first of each only warms up
+            if number:  # the first prompt of each is a warm-up
                 assert output.metrics.ttft_s is not None, "it has a token"
                 ttft_s[name].append(output.metrics.ttft_s)
                 attention_s[name].append(_attention_s(llm) - before)
             saved = llm.sparse_savings(output) if name == "sparse" else saved
     assert saved is not None, "the prompt is shared"
-    print(f"{_PROMPT} tokens on {asked.parallel}, {asked.drop_mode}, level 2 drops {asked.drop:.0%}: {saved}")
+    print(f"{_PROMPT} tokens on {args.parallel}, {args.drop_mode}, level 2 drops {args.drop:.0%}: {saved}")
     for name in names[:2]:
         attended = statistics.median(attention_s["sparse"]) / statistics.median(attention_s[name])
         ratio = statistics.median(ttft_s["sparse"]) / statistics.median(ttft_s[name])
         share = (1 - attended) / saved.attention_flops_saved_share
         print(
             f"over {name}: time to the first token {ratio:.2f}; {1 - attended:.0%} of attention's seconds saved, "
-            f"{share:.2f} of what its products say"
+            f"{share:.2f} of the saved share of its products"
         )
     return 0
 
 
 def _attention_s(llm: LLM) -> float:
-    """Returns the seconds of attention of all ranks so far, messages not counted."""
+    """Return the seconds of attention of all ranks since the start, without messages."""
     return sum(times.get("attention", 0.0) for times in llm.worker_times())
 
 

@@ -1,8 +1,8 @@
-"""lm-eval, as it comes, against a server of ours: are its log-likelihoods those of transformers?
+"""Runs the unmodified lm-eval against a longspan server, and compares its log-likelihoods with those of transformers.
 
-A server of SmolLM2 in float32 is started; lm-eval, from an environment of its own, asks it (`local-completions`) how
-likely answers and texts are, once with token ids, several per request, and once with texts. The same numbers are then
-computed by transformers in one process. The exit code is 1 when one of them is further off than the tolerance.
+The server has SmolLM2 in float32. lm-eval runs in an environment of its own and requests the log-likelihoods of answers
+and texts (`local-completions`). It runs once with token ids, several per request, and once with texts. transformers
+then computes the same numbers in one process. The exit code is 1 if a difference exceeds the tolerance.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WAYS = {
     "token ids": ("tokenized_requests=True", 4),
     "texts": ("tokenized_requests=False,num_concurrent=4", 1),
 }
-"""Arguments of lm-eval's model, and prompts per request."""
+"""Arguments of lm-eval's model, and the number of prompts per request."""
 _ADDRESS = re.compile(r"serving \S+ on (http://\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Holds what lm-eval was told: the log-likelihood of `text` behind `context`, which may be missing."""
+    """The log-likelihood that lm-eval received for `text` behind `context`, which may be missing."""
 
     task: str
     context: str | None
@@ -51,10 +51,10 @@ class Score:
 
 
 def main() -> int:
-    """Returns the exit code: 0 if all log-likelihoods agree."""
+    """Compare all log-likelihoods, and return the exit code: 0 if they agree."""
     options = _options()
     console = Console()
-    lm_eval = options.clients_venv.absolute() / "bin" / "lm_eval"  # it is run in another folder
+    lm_eval = options.clients_venv.absolute() / "bin" / "lm_eval"  # it runs in another folder
     if not lm_eval.is_file():
         console.print(f"{lm_eval} does not exist: make clients")
         return 2
@@ -75,25 +75,25 @@ def main() -> int:
 
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    """Yields the URL of a server that is up until the block ends."""
+    """Start a server for the duration of the block, and yield its URL."""
     command = [sys.executable, "-m", "longspan", "serve", "--dtype", "float32", "--port", "0"]
     command += ["--max-model-len", str(MAX_LENGTH)]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
-        while (found := _ADDRESS.search(log.read_text())) is None:
+        while (address := _ADDRESS.search(log.read_text())) is None:
             if process.poll() is not None:
                 sys.exit(f"the server did not start:\n{log.read_text()}")
             time.sleep(0.1)
-        yield found[1]
+        yield address[1]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
 
 
 def _evaluate(lm_eval: Path, url: str, arguments: str, batch_size: int, output: Path) -> list[Score]:
-    """Runs lm-eval over our tasks."""
+    """Run lm-eval over the tasks in `TASKS`."""
     model = f"model=smollm2-135m,base_url={url}/v1/completions,tokenizer={smollm2_folder()},max_length={MAX_LENGTH}"
     command = [
         *(lm_eval, "--model", "local-completions", "--model_args", f"{model},{arguments}"),
@@ -111,7 +111,7 @@ def _evaluate(lm_eval: Path, url: str, arguments: str, batch_size: int, output: 
 
 
 def _scores(sample: dict[str, Any], file: Path) -> Iterator[Score]:
-    """Reads what lm-eval has written of one document: a request per answer, or one for the whole text."""
+    """Yield the scores that lm-eval wrote for one document: a request per answer, or one for the whole text."""
     task = file.name.removeprefix("samples_").rpartition("_")[0]
     for request, [response] in zip(sample["arguments"].values(), sample["resps"], strict=True):
         *context, text = request.values()
@@ -129,7 +129,7 @@ class Reference:
 
     @torch.inference_mode()
     def logprob(self, score: Score) -> float:
-        """Scores the text behind its context, tokenized together; without one, behind the token that begins texts."""
+        """Score the text behind its context, tokenized together, or behind the BOS token if there is no context."""
         if score.context is None:
             before, ids = 1, [self._tokenizer.bos_token_id, *self._ids(score.text)]
         else:
@@ -145,8 +145,10 @@ class Reference:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients-venv", type=Path, default=REPOSITORY / ".venv-clients", help="has lm-eval")
-    parser.add_argument("--tolerance", type=float, default=1e-2, help="of a log-likelihood, in nats")
+    parser.add_argument(
+        "--clients-venv", type=Path, default=REPOSITORY / ".venv-clients", help="environment with lm-eval"
+    )
+    parser.add_argument("--tolerance", type=float, default=1e-2, help="largest difference of a log-likelihood, in nats")
     return parser.parse_args()
 
 

@@ -1,13 +1,13 @@
 """Time to first token of every exchange on two instances of one thread each, in one run with the machine's own scaling.
 
-All settings share the same two workers; they take turns on every single measurement, so that a machine that gets slower
-or faster meanwhile does so for all of them. A prompt is computed in one step. Random prompts, no prefix is reused.
+All settings share the same two workers and alternate after every measurement. A machine that becomes slower or faster
+in between affects all of them. A prompt is computed in one step. Prompts are random, so no prefix is reused.
 
-First chains are searched, then every exchange is timed for a profile, as `longspan profile --partitions` would; `auto`
-goes by both. What is printed is measured after that.
+The script first searches chain partitions and then profiles every exchange, as `longspan profile --partitions` does.
+`auto` uses both. The printed times are measured after that.
 
-Efficiency is T1 / (2 T2), and what two instances could reach is measured beside it: two prompts at once, one on each
-instance, against one alone. Sharing caches and memory costs time that no exchange can win back.
+Efficiency is T1 / (2 T2). The machine's own scaling is its upper bound: one prompt alone against two concurrent
+prompts, one on each instance. Instances share caches and memory, and no exchange can win back that time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from longspan.cost.profile import Prefill, Profile
 ONE, BOTH = "one instance", "two prompts at once"
 BLOCK = 64
 _MAX_CUTS = 32
-"""The grid on which the search cuts a prompt: finer differences drown in noise."""
+"""Cuts of a prompt on the search grid. Differences on a finer grid are below the noise."""
 _SINGLE = {"threshold": "1000000"}
 _TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _SHARED = {"threshold": "0"}
@@ -61,7 +61,7 @@ class Runner:
         """The exchanges of the latest prompt."""
 
     def ttft_s(self, length: int, options: dict[str, str], *, num_prompts: int = 1) -> float:
-        """Times prompts until the last of `num_prompts` has its first token, when all are asked at once."""
+        """Time `num_prompts` prompts, submitted together, until the last of them has its first token."""
         self._llm.set_policy("context", options)
         prompts = [[self._random.randrange(10, 49_000) for _ in range(length)] for _ in range(num_prompts)]
         outputs = self._llm.generate(prompts, _TOKEN, use_tqdm=False)
@@ -69,7 +69,7 @@ class Runner:
         return max(output.metrics.ttft_s or 0.0 for output in outputs)
 
     def searched(self, length: int) -> Partition:
-        """Finds KVR-S, the partition that is measured to be the fastest, each the median of three."""
+        """Return KVR-S, the partition with the lowest measured time. Each time is a median of three."""
 
         def ttft_s(partition: Partition) -> float:
             options = _chain([tokens / length for tokens in partition])
@@ -78,7 +78,7 @@ class Runner:
         return search(ttft_s, length, 2, BLOCK * -(-length // (BLOCK * _MAX_CUTS)), noisy=True)
 
     def learn(self, lengths: Sequence[int], table: PartitionTable, repeats: int) -> None:
-        """Times every exchange that `auto` may take, and lets it know."""
+        """Time every exchange that `auto` may choose, and store the times in the service's profile."""
         model, profile = self._llm.facts.model, Profile(profile_key=self._llm.profile_key)
         for _ in track(range(repeats), "profiling"):
             for length in lengths:
@@ -94,7 +94,7 @@ class Runner:
 
 
 def main() -> None:
-    """Measures and prints; with `--json` writes every sample."""
+    """Measure and print medians. Write every sample with `--json`."""
     options = _options()
     console = Console()
     settings: dict[int, dict[str, dict[str, str]]] = {}
@@ -141,12 +141,12 @@ def _table_of(partitions: dict[int, Partition], model: str) -> PartitionTable:
 
 
 def _settings(length: int, table: PartitionTable, model: str) -> dict[str, dict[str, str]]:
-    """Returns policy options of everything that is measured at a length; KVR-P knows the other lengths only."""
-    others = PartitionTable(tuple(entry for entry in table.partitions if entry.length != length))
-    found: dict[str, dict[str, str]] = {**_EXCHANGES, _SEARCHED: _chain(table.predict(model, 2, length) or ())}
-    if (predicted := others.predict(model, 2, length)) is not None:
-        found[_PREDICTED] = _chain(predicted)
-    return {**found, _AUTO: {}}
+    """Return the policy options of each setting for a length. KVR-P predicts from the partitions of other lengths."""
+    other_lengths = PartitionTable(tuple(entry for entry in table.partitions if entry.length != length))
+    options: dict[str, dict[str, str]] = {**_EXCHANGES, _SEARCHED: _chain(table.predict(model, 2, length) or ())}
+    if (predicted := other_lengths.predict(model, 2, length)) is not None:
+        options[_PREDICTED] = _chain(predicted)
+    return {**options, _AUTO: {}}
 
 
 def _chain(fractions: Sequence[float]) -> dict[str, str]:
@@ -154,7 +154,7 @@ def _chain(fractions: Sequence[float]) -> dict[str, str]:
 
 
 def _report(samples: Samples) -> Table:
-    """Tabulates medians, and beside each how far apart its samples are."""
+    """Return a table of medians, with half the spread of each one's samples."""
     table = Table(title="Time to first token in seconds, and efficiency T1 / (2 T2)")
     table.add_column("")
     for length in samples:
@@ -162,18 +162,18 @@ def _report(samples: Samples) -> Table:
     for name in samples[min(samples)]:
         cells = []
         for named in samples.values():
-            times, one = named.get(name, []), statistics.median(named[ONE])
-            cells.append("" if not times else _cell(times, one, halved=name not in {ONE, BOTH}))
+            times, single_s = named.get(name, []), statistics.median(named[ONE])
+            cells.append("" if not times else _cell(times, single_s, is_shared=name not in {ONE, BOTH}))
         table.add_row(name, *cells)
     own = [statistics.median(named[ONE]) / statistics.median(named[BOTH]) for named in samples.values()]
     table.add_row("the machine's own scaling", *(f"{scaling:.2f}" for scaling in own), style="bold")
     return table
 
 
-def _cell(times: list[float], one: float, *, halved: bool) -> str:
+def _cell(times: list[float], single_s: float, *, is_shared: bool) -> str:
     median = statistics.median(times)
     spread = (max(times) - min(times)) / median
-    efficiency = f" {one / median / 2:.2f}" if halved else ""
+    efficiency = f" {single_s / median / 2:.2f}" if is_shared else ""
     return f"{median:.3f} ±{spread / 2:.0%}{efficiency}"
 
 
@@ -181,7 +181,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8000], metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write every sample there")
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
     options = parser.parse_args()
     if options.repeats < 1 or min(options.lengths) < 2 * BLOCK:
         sys.exit(f"--repeats must be at least 1, and --lengths at least {2 * BLOCK}")

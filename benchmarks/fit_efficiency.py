@@ -1,10 +1,10 @@
-"""Fits constants of `cost/data/efficiency.toml` to Vidur's profiles, and says how well they hold for what was left out.
+"""Fit constants of `cost/data/efficiency.toml` to Vidur's profiles, and print the errors for products left out.
 
     python benchmarks/fit_efficiency.py PROFILES
 
 PROFILES is a folder with linear_layers.csv.gz and collectives.csv.gz: median milliseconds of operators and collectives,
-from the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], what links.toml has of
-NVLink, and how far that file is from all measured messages and collectives.
+from the repository of the Vidur simulator (MIT). The script prints the tables [linear] and [stream], and the entries of
+links.toml for NVLink. It also prints the error of that file for all measured messages and collectives.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def products(self) -> dict[str, tuple[float, float]]:
-        """Returns inputs and outputs of the matrix products, by column."""
+        """The numbers of inputs and outputs of each matrix product, by column of the file."""
         queries = self.heads * self.head_dim
         return {
             "attn_pre_proj_ms": (self.hidden, queries + 2 * self.kv_heads * self.head_dim),
@@ -84,7 +84,7 @@ class Row:
         }
 
     def stream_bytes(self, name: str) -> float:
-        """Counts what an element-wise operator reads and writes."""
+        """Return the bytes that an element-wise operator reads and writes."""
         elements = {
             "norm": 2 * self.hidden,
             "rotary": 2 * (self.heads + self.kv_heads) * self.head_dim,
@@ -96,18 +96,24 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Matrix products as arrays, all [products]; `groups` has device and model of each."""
+    """Sizes and measured seconds of matrix products as arrays.
+
+    Attributes:
+        sizes: rows, inputs, outputs, peak FLOPS, bytes per second and units [6, products].
+        seconds: [products].
+        groups: device and model [2, products].
+    """
 
     sizes: Array
     seconds: Array
     groups: NDArray[np.str_]
 
     def where(self, chosen: NDArray[np.bool_]) -> Products:
-        """Selects some of the rows."""
+        """Return the products for which `chosen` [products] is True."""
         return Products(sizes=self.sizes[:, chosen], seconds=self.seconds[chosen], groups=self.groups[:, chosen])
 
     def predicted(self, constants: Array) -> Array:
-        """Predicts seconds with these constants, in the order of `_NAMES`."""
+        """Predict seconds with constants in the order of `_NAMES`."""
         rows, inputs, outputs, peak, bytes_per_s, units = self.sizes
         curve = LinearCurve(**dict(zip(_NAMES, constants.tolist(), strict=True)))
         return product_s(
@@ -123,12 +129,12 @@ class Products:
         )
 
     def error(self, constants: Array) -> float:
-        """Mean of the relative errors."""
+        """Return the mean of the absolute relative errors."""
         return float(np.abs(self.predicted(constants) / self.seconds - 1).mean())
 
 
 def main(folder: Path) -> None:
-    """Fits all constants, and prints them with their errors."""
+    """Fit all constants, and print them with their errors."""
     rows = [_row(fields) for fields in _lines(folder / "linear_layers.csv.gz")]
     products = _products(rows)
     fitted = _fit(products)
@@ -191,7 +197,7 @@ def _products(rows: list[Row]) -> Products:
 
 
 def _fit(products: Products) -> Array:
-    """Finds the constants of the least robust sum of logarithmic errors: outliers count by their size only."""
+    """Return the constants with the least robust sum of logarithmic errors. Outliers count linearly, not squared."""
 
     def errors(logs: Array) -> Array:
         return np.log(products.predicted(np.exp(logs)) / products.seconds)
@@ -200,14 +206,14 @@ def _fit(products: Products) -> Array:
 
 
 def _minimise(errors: Callable[[Array], Array], at: Array, scale: float = 0.1) -> Array:
-    """Applies Levenberg's method to sqrt(1 + (error / scale)²), with slopes by differences."""
+    """Minimize the sum of sqrt(1 + (error / scale)²) by Levenberg's method, with slopes by finite differences."""
     damping, step = 1e-3, 1e-5
-    found = errors(at)
+    current = errors(at)
     for _ in range(60):
-        slopes = np.stack([(errors(at + shift) - found) / step for shift in step * np.eye(len(at))], axis=1)
-        weights = 1 / np.sqrt(1 + (found / scale) ** 2)
-        curvature, slope = slopes.T @ (slopes * weights[:, None]), slopes.T @ (weights * found)
-        before = np.sqrt(1 + (found / scale) ** 2).sum()
+        slopes = np.stack([(errors(at + shift) - current) / step for shift in step * np.eye(len(at))], axis=1)
+        weights = 1 / np.sqrt(1 + (current / scale) ** 2)
+        curvature, slope = slopes.T @ (slopes * weights[:, None]), slopes.T @ (weights * current)
+        before = np.sqrt(1 + (current / scale) ** 2).sum()
         while damping < 1e9:
             tried = at - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-9), slope)
             missed = errors(tried)
@@ -217,14 +223,14 @@ def _minimise(errors: Callable[[Array], Array], at: Array, scale: float = 0.1) -
             damping *= 4
         else:
             return at
-        at, found, damping = tried, missed, damping / 4
+        at, current, damping = tried, missed, damping / 4
         if before - after < 1e-9 * before:
             break
     return at
 
 
 def _streams(rows: list[Row], name: str) -> list[tuple[float, float, catalog.Device]]:
-    """Holds bytes, seconds and device of one kind of operator."""
+    """Return bytes, seconds and device of each measurement of one kind of operator."""
     return [
         (row.stream_bytes(name), 1e-3 * row.milliseconds[column], catalog.device(_DEVICES[row.device]))
         for row in rows
@@ -265,8 +271,8 @@ def _print_links(lines: list[dict[str, str]]) -> None:
 
 
 def _print_link_errors(lines: list[dict[str, str]]) -> None:
-    """Prints how far links.toml is from all rows of these kinds, by size."""
-    print("\n# collective and ranks, link: error on average and at worst of messages below 1 MiB, and of others")
+    """Print the errors of links.toml for all rows of the kinds in `_MEASURED`, by size."""
+    print("\n# collective and ranks, link: mean and worst error of messages below 1 MiB, and of larger messages")
     for (network, collective, ranks, per_host), name in _MEASURED.items():
         wanted = (network, collective, str(ranks), str(per_host))
         of_one, of_two = _topology(name, ranks, per_host), _topology(name, 1, per_host)
@@ -278,13 +284,13 @@ def _print_link_errors(lines: list[dict[str, str]]) -> None:
                 predicted_s = of_two.send_s(num_bytes, 0, 1) if single else of_one.all_reduce_s(num_bytes)
                 errors[num_bytes >= _MIDDLE].append(1e3 * predicted_s / float(line["median_ms"]) - 1)
         shown = ", ".join(
-            f"{np.abs(found).mean():.0%} and {max(found, key=abs):+.0%} of {len(found)}" for found in errors.values()
+            f"{np.abs(size).mean():.0%} and {max(size, key=abs):+.0%} of {len(size)}" for size in errors.values()
         )
         print(f"# {network}, {collective} of {ranks} on {-(-ranks // per_host)} hosts, {name}: {shown}")
 
 
 def _topology(name: str, ranks: int, per_host: int) -> Topology:
-    """Builds one instance of so many ranks, or two of one rank each, on hosts with such a link inside or between."""
+    """Return the topology of instances with `ranks` ranks, on hosts with this link inside or between them."""
     kind = catalog.link(name)
     inside = catalog.link("nvlink3") if kind.where == "between" else kind
     hosts = [instance * ranks // per_host for instance in range(2)]

@@ -1,16 +1,18 @@
-"""Measures an 8B shape with random weights in bfloat16 on one GPU: prompts, decode steps, the kernel for KV in blocks.
+"""Measure an 8B shape with random weights in bfloat16 on one GPU: prompts, decode steps, the kernel for paged KV.
 
     python benchmarks/gpu_ceilings.py --json FOLDER/ceilings.json
     python benchmarks/gpu_8b.py FOLDER [--parts cudnn flash ...] [--limit-s 60] [--warm 1]
 
-The parts are the engine with the attention kernels that it `chosen`, and with only `cudnn` or `flash`; `reads`, the
-decode kernel alone; `mixed`, a prompt while chats decode; and `transformers` with the same shape. Each part writes its
-numbers to FOLDER/8b_PART.json after every measurement. `tools/gpu_page.py` makes tables of them.
+These are the parts. `chosen` is the engine with the attention kernels that it selects itself. `cudnn` and `flash` use
+only these kernels. `reads` is the decode kernel alone. `mixed` is a prompt while chats decode. `transformers` has the
+same shape. Each part writes its numbers to FOLDER/8b_PART.json after every measurement. `tools/gpu_page.py` makes
+tables of them.
 
-MFU is by the operations of the prompt and the product in bfloat16 that was measured for FOLDER/ceilings.json. Reads and
-decode steps go by the copy there. If a prompt would take longer than `--limit-s`, or has more tokens than KV memory,
-only a part of it is computed. The seconds of the rest are predicted from the prompts before. The first time of a prompt
-compiles kernels and makes plans of cuDNN. `--warm` more times follow if the first took less than a third of the limit.
+MFU is the prompt's FLOPS, divided by the FLOPS of the bfloat16 product in FOLDER/ceilings.json. Reads and decode steps
+are compared with the copy in that file. If a prompt would take longer than `--limit-s`, or has more tokens than KV
+memory, only a part of it is computed. The seconds of the remaining part are predicted from earlier prompts. The first
+run of a prompt compiles kernels and makes plans of cuDNN. `--warm` more runs follow if the first took less than a third
+of the limit.
 """
 
 from __future__ import annotations
@@ -65,23 +67,23 @@ _MAX_LENGTH = 2**20
 _NEW_TOKENS = 17
 _BLOCK_SIZE = 256
 _CACHED_BYTES = 128 << 20
-"""More than the caches of a device hold: KV is read from memory, if pools of so many bytes take turns."""
+"""Bytes of all pools that `reads` alternates between. They exceed a device's caches, so KV is read from memory."""
 _AGAIN = 3
-"""A prompt is computed again where that took less than this part of the limit."""
+"""A prompt is computed again if its first run took less than the limit divided by this number."""
 _CHAT_TOKENS = 1000
 _PARTS_OF_PROMPT = 64
 _FREE_SHARE = 0.4
-"""The part of free memory that `reads` takes at most."""
+"""Largest share of free memory that `reads` uses."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """The time of one prompt, alone.
 
     Attributes:
-        first_s: to its first token, the first time that there is such a prompt.
-        warm_s: the same, each time after that.
-        num_computed: the tokens that were computed; the rest is predicted.
-        mfu: of the median warm time, or of the first without one.
+        first_s: seconds to the first token in the first run.
+        warm_s: the same for each later run.
+        num_computed: number of computed tokens. The seconds of all further tokens are predicted.
+        mfu: of the median of `warm_s`, or of `first_s` if that is empty.
     """
 
     length: int
@@ -105,7 +107,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
-    """The speed at which the decode kernel reads KV of one layer, and the part of a copy's that it is."""
+    """The speed at which the decode kernel reads KV of one layer, also as a share of a copy's speed."""
 
     context: int
     batch: int
@@ -129,8 +131,8 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True):
     tbt_p99_s: float
 
 
-class Found(msgspec.Struct, kw_only=True):
-    """Holds all that one part has found."""
+class Results(msgspec.Struct, kw_only=True):
+    """The measurements of one part of this script."""
 
     prompts: list[Prompt] = []
     steps: list[Step] = []
@@ -139,74 +141,76 @@ class Found(msgspec.Struct, kw_only=True):
 
 
 def main() -> int:
-    """Measures the parts that are asked for, one after the other."""
+    """Measure the requested parts one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", nargs="*", help=f"of {', '.join(_PARTS)}; all of the device if not given")
+    parser.add_argument("--parts", nargs="*", help=f"of {', '.join(_PARTS)}; default: all of the device")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--shape", default="llama-3-8b", help="tiny, or one that `longspan estimate` knows")
+    parser.add_argument("--shape", default="llama-3-8b", help="tiny, or a model of `longspan estimate`")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**13, 2**15, 2**17, 2**19])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of the shortest, decoded")
-    parser.add_argument("--mixed-length", type=int, help="of the prompt among chats; the longest of --lengths")
-    parser.add_argument("--peer-lengths", type=int, nargs="+", default=[2**13, 2**15], help="of transformers")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="of each prompt")
-    parser.add_argument("--warm", type=int, default=1, help="times that each prompt is computed after the first")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8, 32], help="numbers of requests with the shortest length"
+    )
+    parser.add_argument("--mixed-length", type=int, help="prompt of `mixed`; default: longest of --lengths")
+    parser.add_argument("--peer-lengths", type=int, nargs="+", default=[2**13, 2**15], help="prompts of `transformers`")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="largest time of each prompt")
+    parser.add_argument("--warm", type=int, default=1, help="runs of each prompt after the first")
     parser.add_argument("--checkpoint", type=Path, help="folder of the shape's configuration, made if it is missing")
-    asked = parser.parse_args()
-    asked.lengths.sort()
-    if unknown := set(asked.parts or ()) - set(_PARTS):
+    args = parser.parse_args()
+    args.lengths.sort()
+    if unknown := set(args.parts or ()) - set(_PARTS):
         parser.error(f"--parts names {', '.join(sorted(unknown))}; the parts are {', '.join(_PARTS)}")
-    if asked.device == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here: take --device cpu --shape tiny --lengths 256 512")
-    asked.config = TINY if asked.shape == "tiny" else model_config(asked.shape)
-    asked.model = from_config(asked.config, name=asked.shape)
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    args.config = TINY if args.shape == "tiny" else model_config(args.shape)
+    args.model = from_config(args.config, name=args.shape)
+    args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LONGSPAN_CACHE"] = cache  # no profile of this machine counts, and the weights may go
-        asked.checkpoint = asked.checkpoint or Path(cache, "checkpoint")
-        _write_config(asked)
-        for part in (_PARTS if asked.device == "cuda" else _CPU_PARTS) if asked.parts is None else asked.parts:
+        args.checkpoint = args.checkpoint or Path(cache, "checkpoint")
+        _write_config(args)
+        for part in (_PARTS if args.device == "cuda" else _CPU_PARTS) if args.parts is None else args.parts:
             print(f"{part} ...", file=sys.stderr, flush=True)
-            _measure(part, asked)
+            _measure(part, args)
     return 0
 
 
-def _write_config(asked: argparse.Namespace) -> None:
-    config = {**asked.config, "max_position_embeddings": _MAX_LENGTH, "architectures": ["LlamaForCausalLM"]}
-    asked.checkpoint.mkdir(exist_ok=True)
-    (asked.checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
+def _write_config(args: argparse.Namespace) -> None:
+    config = {**args.config, "max_position_embeddings": _MAX_LENGTH, "architectures": ["LlamaForCausalLM"]}
+    args.checkpoint.mkdir(exist_ok=True)
+    (args.checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
 
 
-def _measure(part: str, asked: argparse.Namespace) -> None:
-    """Writes the file of a part, anew whenever something was found."""
-    found = Found()
-    for _ in _steps(part, asked, found):
-        (asked.folder / f"8b_{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+def _measure(part: str, args: argparse.Namespace) -> None:
+    """Measure a part, and rewrite its file after every measurement."""
+    results = Results()
+    for _ in _steps(part, args, results):
+        (args.folder / f"8b_{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
-def _steps(part: str, asked: argparse.Namespace, found: Found) -> Iterator[None]:
+def _steps(part: str, args: argparse.Namespace, results: Results) -> Iterator[None]:
     if part == "reads":
-        return _reads(asked, found)
+        return _reads(args, results)
     if part == "mixed":
-        return _mixed(asked, found)
-    return _by_transformers(asked, found) if part == "transformers" else _by_engine(_KERNELS[part], asked, found)
+        return _mixed(args, results)
+    return _by_transformers(args, results) if part == "transformers" else _by_engine(_KERNELS[part], args, results)
 
 
-def _ceiling(asked: argparse.Namespace, name: str) -> float | None:
-    """Returns what was measured of the device; None where nothing was."""
-    path = asked.folder / "ceilings.json"
+def _ceiling(args: argparse.Namespace, name: str) -> float | None:
+    """Return a number of FOLDER/ceilings.json, or None if there is no such file."""
+    path = args.folder / "ceilings.json"
     return float(json.loads(path.read_text(encoding="utf-8"))[name]) if path.exists() else None
 
 
-def _mfu(asked: argparse.Namespace, length: int, seconds: float) -> float | None:
-    peak, model = _ceiling(asked, PRODUCT), asked.model
+def _mfu(args: argparse.Namespace, length: int, seconds: float) -> float | None:
+    peak, model = _ceiling(args, PRODUCT), args.model
     assert isinstance(model, Architecture), "made from the config"
     return None if peak is None else model.prefill_flops(length) / seconds / (peak * 1e12)
 
 
-def _step(asked: argparse.Namespace, context: int, batch: int, seconds: float) -> Step:
-    """Counts the weights of all layers and of the output head, and the KV of the whole context."""
-    copied, model = _ceiling(asked, COPY), asked.model
+def _step(args: argparse.Namespace, context: int, batch: int, seconds: float) -> Step:
+    """Return a step with its share of the copy, by the bytes of all weights read and the KV of the whole context."""
+    copied, model = _ceiling(args, COPY), args.model
     assert isinstance(model, Architecture), "made from the config"
     embedding = 0 if model.tied else model.head_weights * model.attention.bytes_per_element
     num_bytes = model.weight_bytes - embedding + batch * context * model.attention.kv_bytes * model.attention.num_layers
@@ -217,21 +221,21 @@ def _step(asked: argparse.Namespace, context: int, batch: int, seconds: float) -
 # ---------------------------------------------------------------- the engine
 
 
-def _by_engine(kernel: CudaKernel | None, asked: argparse.Namespace, found: Found) -> Iterator[None]:
-    known: list[tuple[int, float]] = []
-    with _engine(kernel, asked) as llm:
-        for length in asked.lengths:
-            prompts, steps = len(found.prompts), len(found.steps)
-            for prompt, step in _prompt(llm, asked, length, known):
-                found.prompts[prompts:], found.steps[steps:] = [prompt], step
+def _by_engine(kernel: CudaKernel | None, args: argparse.Namespace, results: Results) -> Iterator[None]:
+    measured: list[tuple[int, float]] = []
+    with _engine(kernel, args) as llm:
+        for length in args.lengths:
+            prompts, steps = len(results.prompts), len(results.steps)
+            for prompt, step in _prompt(llm, args, length, measured):
+                results.prompts[prompts:], results.steps[steps:] = [prompt], step
                 yield
-        for batch in asked.batches:
-            if batch > 1 and batch * (asked.lengths[0] + _NEW_TOKENS + batch) <= _room(llm):
-                found.steps.append(_step(asked, asked.lengths[0], batch, _batch(llm, asked.lengths[0], batch)))
+        for batch in args.batches:
+            if batch > 1 and batch * (args.lengths[0] + _NEW_TOKENS + batch) <= _kv_capacity(llm):
+                results.steps.append(_step(args, args.lengths[0], batch, _batch(llm, args.lengths[0], batch)))
                 yield
 
 
-def _engine(kernel: CudaKernel | None, asked: argparse.Namespace) -> LLM:
+def _engine(kernel: CudaKernel | None, args: argparse.Namespace) -> LLM:
     def launch(config: WorkerConfig) -> ProcessLauncher:
         return ProcessLauncher(msgspec.structs.replace(config, cuda_kernel=kernel))
 
@@ -239,84 +243,84 @@ def _engine(kernel: CudaKernel | None, asked: argparse.Namespace) -> LLM:
         make_service = partial(Service, launcher=launch)
 
     options: dict[str, Any] = {
-        "device": asked.device,
-        "dtype": "bfloat16" if asked.device == "cuda" else "float32",
+        "device": args.device,
+        "dtype": "bfloat16" if args.device == "cuda" else "float32",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "block_size": _BLOCK_SIZE,
     }
-    return WithKernel(str(asked.checkpoint), **options)
+    return WithKernel(str(args.checkpoint), **options)
 
 
-def _room(llm: LLM) -> int:
-    """Counts the tokens whose KV there is memory for."""
+def _kv_capacity(llm: LLM) -> int:
+    """Return the number of tokens whose KV fits into memory."""
     config = llm.engine.config
     return config.cluster.num_blocks[0] * config.block_size
 
 
 def _prompt(
-    llm: LLM, asked: argparse.Namespace, length: int, known: list[tuple[int, float]]
+    llm: LLM, args: argparse.Namespace, length: int, measured: list[tuple[int, float]]
 ) -> Iterator[tuple[Prompt, list[Step]]]:
-    """Computes a prompt once or more, as much of it as there is memory and time for, and decodes behind it.
+    """Compute the part of a prompt that memory and time allow, once or more, and decode behind it.
 
     Yields the report after each measured time.
 
     Args:
-        known: tokens and seconds of the prompts before, to which this one is added.
+        measured: tokens and seconds of earlier prompts. This prompt is appended.
     """
-    room = min(_room(llm), llm.max_model_len) - _NEW_TOKENS
-    computed = min(room, affordable(known, length, asked.limit_s))
+    capacity = min(_kv_capacity(llm), llm.max_model_len) - _NEW_TOKENS
+    computed = min(capacity, affordable(measured, length, args.limit_s))
     times, gaps_s = list[float](), list[float]()
-    while not times or (len(times) <= asked.warm and times[0] * _AGAIN <= asked.limit_s):
+    while not times or (len(times) <= args.warm and times[0] * _AGAIN <= args.limit_s):
         [request] = _run(llm, [_random(llm, computed, len(times))], _NEW_TOKENS)
         times.append(request.metrics.ttft_s or 0.0)
         gaps_s.append(statistics.median(request.metrics.tbt_s[1:]))
-        of_this = [*known, (computed, min(times))]
+        of_this = [*measured, (computed, min(times))]
         left_s = predict_s(of_this, length) - predict_s(of_this, computed)
-        first_s, *warm_s = (one + left_s for one in times)
-        mfu = _mfu(asked, length, statistics.median(warm_s or [first_s]))
+        first_s, *warm_s = (computed_s + left_s for computed_s in times)
+        mfu = _mfu(args, length, statistics.median(warm_s or [first_s]))
         prompt = Prompt(length=length, first_s=first_s, warm_s=warm_s, num_computed=computed, mfu=mfu)
-        step = _step(asked, length, 1, statistics.median(gaps_s[1:] or gaps_s))
+        step = _step(args, length, 1, statistics.median(gaps_s[1:] or gaps_s))
         yield prompt, [step] if computed == length else []
-    known.append((computed, min(times)))
+    measured.append((computed, min(times)))
 
 
-def affordable(known: Sequence[tuple[int, float]], length: int, limit_s: float) -> int:
-    """Returns how many tokens of a prompt take no longer than a limit, in steps of a 64th of it, but one at least."""
+def affordable(measured: Sequence[tuple[int, float]], length: int, limit_s: float) -> int:
+    """Return the number of tokens of a prompt that a time limit allows, in 64ths of the prompt, at least one 64th."""
     part = -(-length // _PARTS_OF_PROMPT)
-    return next((one for one in range(length, part, -part) if predict_s(known, one) <= limit_s), part)
+    return next((tokens for tokens in range(length, part, -part) if predict_s(measured, tokens) <= limit_s), part)
 
 
-def predict_s(known: Sequence[tuple[int, float]], length: int) -> float:
-    """Returns the seconds of a prompt by those of others, as a profile does; in proportion, where there is only one."""
-    fit = fit_times([(tokens, 0, seconds) for tokens, seconds in known])
+def predict_s(measured: Sequence[tuple[int, float]], length: int) -> float:
+    """Return the seconds of a prompt by a profile's fit to measured prompts, or in proportion to a single one."""
+    fit = fit_times([(tokens, 0, seconds) for tokens, seconds in measured])
     if fit is None:
-        return sum(seconds * length / tokens for tokens, seconds in known[:1])
+        return sum(seconds * length / tokens for tokens, seconds in measured[:1])
     return fit.seconds(length, 0)
 
 
 def _batch(llm: LLM, context: int, batch: int) -> float:
-    """Decodes some requests together, once the last of them has its first token; returns seconds between tokens."""
-    requests = _run(llm, [_random(llm, context, f"{batch} {one}") for one in range(batch)], batch + _NEW_TOKENS)
-    latest = max(requests, key=lambda one: one.metrics.arrival_s + (one.metrics.ttft_s or 0.0))
+    """Decode requests together, and return the median seconds between tokens once all have their first token."""
+    requests = _run(llm, [_random(llm, context, f"{batch} {index}") for index in range(batch)], batch + _NEW_TOKENS)
+    latest = max(requests, key=lambda request: request.metrics.arrival_s + (request.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:_NEW_TOKENS])
 
 
-def _mixed(asked: argparse.Namespace, found: Found) -> Iterator[None]:
-    """Computes a prompt alone, and then among each of the batches as chats that decode: twice, and keeps the second."""
-    length = asked.mixed_length or asked.lengths[-1]
-    with _engine(None, asked) as llm:
-        for num_chats in (0, *asked.batches):
+def _mixed(args: argparse.Namespace, results: Results) -> Iterator[None]:
+    """Compute a prompt alone, and then with each batch of decoding chats: twice, where the second run counts."""
+    length = args.mixed_length or args.lengths[-1]
+    with _engine(None, args) as llm:
+        for num_chats in (0, *args.batches):
             _, warm = (_among_chats(llm, length, num_chats, seed) for seed in range(2))
-            found.mixed.append(warm)
+            results.mixed.append(warm)
             yield
 
 
 def _among_chats(llm: LLM, length: int, num_chats: int, seed: int) -> Mixed:
-    """Starts chats behind 1,000 tokens each, and a prompt once all decode; ends the chats after its first token."""
+    """Start chats behind 1,000 tokens each, and a prompt once all decode. End the chats after its first token."""
     engine = llm.engine
     endless = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    drawn = [_random(llm, _CHAT_TOKENS, f"{num_chats} {one} {seed}") for one in range(num_chats)]
+    drawn = [_random(llm, _CHAT_TOKENS, f"{num_chats} {chat} {seed}") for chat in range(num_chats)]
     chats = [engine.add(tuple(prompt), endless) for prompt in drawn]
     while any(len(chat.metrics.tbt_s) < _NEW_TOKENS for chat in chats):
         engine.step()
@@ -341,7 +345,7 @@ def _among_chats(llm: LLM, length: int, num_chats: int, seed: int) -> Mixed:
 
 
 def _run(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
-    """Completes prompts together. Times are those of tokens at hand, so whatever the device had to do is done."""
+    """Complete prompts together. A token's time is taken when the host has its id, so the device's work is included."""
     engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [engine.add(tuple(prompt), params) for prompt in prompts]
     while engine.has_unfinished:
@@ -350,18 +354,18 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Re
 
 
 def _random(llm: LLM, length: int, seed: int | str) -> list[int]:
-    """Draws a prompt that has no prefix in common with others."""
+    """Draw a prompt that shares no prefix with prompts of other seeds."""
     drawn = np.random.default_rng([length, *str(seed).encode()]).integers(llm.info.vocab_size, size=length)
-    found: list[int] = drawn.tolist()
-    return found
+    token_ids: list[int] = drawn.tolist()
+    return token_ids
 
 
 # ---------------------------------------------------------------- the decode kernel
 
 
-def _reads(asked: argparse.Namespace, found: Found) -> Iterator[None]:
-    shape, device = asked.model.attention, torch.device(asked.device)
-    dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
+def _reads(args: argparse.Namespace, results: Results) -> Iterator[None]:
+    shape, device = args.model.attention, torch.device(args.device)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     spec = AttnSpec(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -370,34 +374,34 @@ def _reads(asked: argparse.Namespace, found: Found) -> Iterator[None]:
         window=None,
         softcap=None,
     )
-    backend, copied, draw = backend_of(device, compiled=False), _ceiling(asked, COPY), np.random.default_rng(0)
-    for context, batch in product(asked.lengths, asked.batches):
+    backend, copied, draw = backend_of(device, compiled=False), _ceiling(args, COPY), np.random.default_rng(0)
+    for context, batch in product(args.lengths, args.batches):
         per_request = -(-context // _BLOCK_SIZE)
         num_bytes = 2 * batch * per_request * _BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         if num_bytes > _FREE_SHARE * _free_bytes(device):
             continue
         size = (batch * per_request, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
         tables = draw.permutation(size[0]).reshape(batch, per_request).tolist()
-        asked_of = [Reads(blocks=blocks, start=0, stop=context) for blocks in tables]
+        requests = [Reads(blocks=blocks, start=0, stop=context) for blocks in tables]
         pools = [
             PagedKv(keys=_normal(size, dtype, device), values=_normal(size, dtype, device))
             for _ in range(-(-_CACHED_BYTES // num_bytes))
         ]
-        turns = cycle([(kv, backend.plan(asked_of, kv)) for kv in pools])
+        plans = cycle([(kv, backend.plan(requests, kv)) for kv in pools])
         q = _normal((shape.num_heads, batch, shape.head_dim), dtype, device)
 
-        def read(turns: Iterator[tuple[PagedKv, PagedPlan]] = turns, q: torch.Tensor = q) -> None:
-            backend.attend_paged(q, *next(turns), spec)
+        def read(plans: Iterator[tuple[PagedKv, PagedPlan]] = plans, q: torch.Tensor = q) -> None:
+            backend.attend_paged(q, *next(plans), spec)
 
         for _ in pools:
             read()  # plans are uploaded
         seconds = least_seconds(read, device)
         rate = num_bytes * context / (per_request * _BLOCK_SIZE) / seconds / 1e9
-        found.reads.append(
+        results.reads.append(
             Read(context=context, batch=batch, gb_per_s=rate, share=None if copied is None else rate / copied)
         )
         yield
-        del pools, turns, read  # the next ones may need the memory
+        del pools, plans, read  # the next pools may need the memory
 
 
 def _normal(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -405,7 +409,7 @@ def _normal(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Counts the device's memory that is free once what was let go is; on CPUs there is enough for what is tiny."""
+    """Return the bytes of free device memory, the allocator's cache included. On CPUs there is no limit."""
     if device.type == "cpu":
         return sys.maxsize
     torch.cuda.empty_cache()
@@ -415,22 +419,22 @@ def _free_bytes(device: torch.device) -> int:
 # ---------------------------------------------------------------- transformers
 
 
-def _by_transformers(asked: argparse.Namespace, found: Found) -> Iterator[None]:
-    config = AutoConfig.from_pretrained(asked.checkpoint)
-    dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
-    with torch.device(asked.device):
+def _by_transformers(args: argparse.Namespace, results: Results) -> Iterator[None]:
+    config = AutoConfig.from_pretrained(args.checkpoint)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    with torch.device(args.device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for length in asked.peer_lengths:
+    for length in args.peer_lengths:
         times = []
-        for turn in range(2):
-            drawn = np.random.default_rng([length, turn]).integers(config.vocab_size, size=length).tolist()
+        for seed in range(2):
+            drawn = np.random.default_rng([length, seed]).integers(config.vocab_size, size=length).tolist()
             [timeline] = complete(model, [Submission(prompt=drawn, new_tokens=_NEW_TOKENS)])
             times.append(timeline.arrivals_s[0] - timeline.submitted_s)
         first_s, again_s = times
         gaps_s = np.diff(timeline.arrivals_s)[1:]
-        mfu = _mfu(asked, length, again_s)
-        found.prompts.append(Prompt(length=length, first_s=first_s, warm_s=[again_s], num_computed=length, mfu=mfu))
-        found.steps.append(_step(asked, length, 1, float(np.median(gaps_s))))
+        mfu = _mfu(args, length, again_s)
+        results.prompts.append(Prompt(length=length, first_s=first_s, warm_s=[again_s], num_computed=length, mfu=mfu))
+        results.steps.append(_step(args, length, 1, float(np.median(gaps_s))))
         yield
 
 

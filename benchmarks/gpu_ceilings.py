@@ -1,6 +1,6 @@
-"""Measures what a CUDA device can do at most: products, copies on it, copies between it and pinned host memory.
+"""Measure the limits of a CUDA device: products, copies on the device, copies between it and pinned host memory.
 
-Prints a table; `--json` writes the numbers, with versions, for comparison with what longspan reaches.
+The script prints a table. `--json` writes the numbers, with versions, for comparison with longspan's speed.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _SIZE = 8192
 _COPIED_BYTES = 1 << 30
 _REPEATS = 10
 _SLEEP_CYCLES = 2_000_000
-"""A millisecond or so: longer than a few launches take."""
+"""About a millisecond, longer than a few launches."""
 PRODUCT, COPY = "product_bfloat16_tflops", "read_and_written_gb_per_s"
-"""Names of numbers: of the products that weights take part in, and of copies on the device."""
+"""Names of numbers: products in the precision of weights, and copies on the device."""
 
 
 def main() -> int:
-    """Measures, prints, and returns the exit code: 2 without a device."""
+    """Measure, print, and return the exit code: 2 without a device."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("PyTorch finds no CUDA device here", file=sys.stderr)
         return 2
-    found = {"versions": versions(), **_products(), **_copies()}
-    for name, value in found.items():
+    numbers = {"versions": versions(), **_products(), **_copies()}
+    for name, value in numbers.items():
         print(f"{name:28}{value if name == 'versions' else f'{value:.1f}'}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
     return 0
 
 
 def _products() -> dict[str, float]:
-    found = {}
+    numbers = {}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = torch.randn(2, _SIZE, _SIZE, device="cuda").to(dtype)
         seconds = least_seconds(partial(torch.matmul, a, b), _CUDA)
-        found[f"product_{dtype}_tflops".replace("torch.", "")] = 2 * _SIZE**3 / seconds / 1e12
-    return found
+        numbers[f"product_{dtype}_tflops".replace("torch.", "")] = 2 * _SIZE**3 / seconds / 1e12
+    return numbers
 
 
 def _copies() -> dict[str, float]:
@@ -68,7 +68,7 @@ def _copies() -> dict[str, float]:
 
 
 def least_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the least seconds of several runs, by the clock of the device."""
+    """Return the least seconds of several runs, by the clock of the device."""
     work()
     return min(_seconds(work, device) for _ in range(_REPEATS))
 
@@ -79,7 +79,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
         work()
         return time.perf_counter() - started_s
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_SLEEP_CYCLES)  # noqa: SLF001 - launches are made meanwhile, and take no time of the device
+    torch.cuda._sleep(_SLEEP_CYCLES)  # noqa: SLF001 - the host launches meanwhile, so launches cost the device no time
     begin.record()
     work()
     end.record()

@@ -1,6 +1,6 @@
-"""Prints as JSON what the numbers of a machine with a CUDA device depend on: packages, driver, card, clocks.
+"""Print as JSON the versions and settings of a machine with a CUDA device: packages, driver, card, clocks.
 
-Unknown values are null. The exit code is 2 without a device, and 1 if a requirement of longspan is not met or an
+Unknown values are null. The exit code is 2 without a device. It is 1 if a requirement of longspan is not met, or if an
 operator of PyTorch takes other arguments than longspan passes.
 """
 
@@ -43,66 +43,66 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    """Prints them, and writes them to a file if asked."""
+    """Print the JSON, and write it to a file with `--json`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write them there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON to this file")
     parser.add_argument("--carried", metavar="FOLDER", help="packages in this folder do not count as installed")
     options = parser.parse_args()
-    found = versions()
+    facts = versions()
     paths = [path for path in sys.path if path != options.carried]
-    installed = {canonicalize_name(one.name): one.version for one in distributions(path=paths)}
-    found |= {"unmet": unmet_requirements(), "schemas": schemas(), "installed": dict(sorted(installed.items()))}
-    text = json.dumps(found, indent=1)
+    installed = {canonicalize_name(package.name): package.version for package in distributions(path=paths)}
+    facts |= {"unmet": unmet_requirements(), "schemas": schemas(), "installed": dict(sorted(installed.items()))}
+    text = json.dumps(facts, indent=1)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")
-    changed = [schema for schema in found["schemas"].values() if not schema["fits"]]
-    for problem in (*found["unmet"], *changed):
+    changed = [schema for schema in facts["schemas"].values() if not schema["fits"]]
+    for problem in (*facts["unmet"], *changed):
         print(f"not as longspan needs it: {problem}", file=sys.stderr)
-    if not found["device"]:
+    if not facts["device"]:
         print("PyTorch finds no CUDA device here", file=sys.stderr)
         return 2
-    return 1 if found["unmet"] or changed else 0
+    return 1 if facts["unmet"] or changed else 0
 
 
 def unmet_requirements(
     of_tests: Collection[str] = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist"),
 ) -> list[str]:
-    """Lists the requirements of longspan, and `of_tests`, that no installed package meets, with the version there."""
+    """List the requirements of longspan, and `of_tests`, that no installed package meets, with installed versions."""
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     unmet = []
     for requirement in map(Requirement, (*project["dependencies"], *of_tests)):
         if requirement.marker is None or requirement.marker.evaluate():
-            there = _version(requirement.name)
-            if there is None or not requirement.specifier.contains(there, prereleases=True):
-                unmet.append(f"{requirement}, but {there or 'nothing'} is installed")
+            installed = _version(requirement.name)
+            if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+                unmet.append(f"{requirement}, but {installed or 'nothing'} is installed")
     return unmet
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Returns the schema of each of `OPERATORS`, and whether the arguments that longspan passes fit it."""
+    """Return the schema of each of `OPERATORS`, and whether the arguments that longspan passes fit it."""
     try:
         import torch  # noqa: PLC0415 - the other versions are printed without it
     except (ImportError, OSError):
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Any]] = {}
     for name, passed in OPERATORS.items():
         operator = getattr(torch.ops.aten, name, None)
         if operator is None:
-            found[name] = {"schema": None, "fits": False}
+            described[name] = {"schema": None, "fits": False}
             continue
-        schema = operator.default._schema  # noqa: SLF001 - the only place that has it
+        schema = operator.default._schema  # noqa: SLF001 - there is no public name
         positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
         by_name = {argument.name for argument in schema.arguments if argument.kwarg_only}
-        ordered = [one for one in passed if one not in by_name]
+        ordered = [argument for argument in passed if argument not in by_name]
         fits = positional[: len(ordered)] == ordered and set(passed) <= {*positional, *by_name}
-        found[name] = {"schema": str(schema), "fits": fits}
-    return found
+        described[name] = {"schema": str(schema), "fits": fits}
+    return described
 
 
 def versions() -> dict[str, Any]:
-    """Returns them by name; `cards` has what the driver says of each."""
+    """Return versions and properties by name. `cards` has the driver's properties of each card."""
     return {
         "python": platform.python_version(),
         "system": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
@@ -121,18 +121,18 @@ def _version(package: str) -> str | None:
 
 def _of_torch() -> dict[str, Any]:
     try:
-        import torch  # noqa: PLC0415 - the rest is told without it, too
+        import torch  # noqa: PLC0415 - all other facts are printed without it
     except (ImportError, OSError) as error:
         return {"device": None, "torch": f"{type(error).__name__}: {error}"}
     try:
         cudnn: int | str | None = torch.backends.cudnn.version()
-    except RuntimeError as error:  # another one is there than PyTorch was made for
+    except RuntimeError as error:  # PyTorch was built for a different version
         cudnn = str(error)
-    found: dict[str, Any] = {"device": None, "cuda": torch.version.cuda, "cudnn": cudnn}
+    facts: dict[str, Any] = {"device": None, "cuda": torch.version.cuda, "cudnn": cudnn}
     if not torch.cuda.is_available():
-        return found
+        return facts
     device = torch.cuda.get_device_properties(0)
-    return found | {
+    return facts | {
         "device": device.name,
         "num_devices": torch.cuda.device_count(),
         "capability": torch.cuda.get_device_capability(0),
@@ -143,13 +143,13 @@ def _of_torch() -> dict[str, Any]:
 
 
 def _cards() -> list[dict[str, str]] | None:
-    """Asks the driver's own tool, where there is one."""
+    """Query the driver's tool nvidia-smi. Return None if it is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return [dict(zip(_ASKED, map(str.strip, line.split(",")), strict=True)) for line in told.splitlines()]
+    return [dict(zip(_ASKED, map(str.strip, line.split(",")), strict=True)) for line in output.splitlines()]
 
 
 if __name__ == "__main__":

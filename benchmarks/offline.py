@@ -1,17 +1,16 @@
-"""Throughput of offline work under parallel specs and policies, on ranks of one thread each, and what is simulated.
+"""Real and simulated throughput of offline work under parallel specs and policies, on ranks of one thread each.
 
     python benchmarks/offline.py [CONTESTANT ...] [--rounds 3] [--least 1.6] [--require]
 
-A contestant is a parallel spec, which serves by `chunked`, or `policy:SPEC`; of Seesaw both specs, `seesaw:pp2,tp2`,
-also with an option, `seesaw strict=true:pp2,tp2`, which has clusters change when it does not pay, too.
-All answer the same prompts, cut from the topics of Python's help, which are there at once: tokens per second, prompts
-and outputs together, as a ratio to one rank in the same round. A spec `2` beside the others is what this machine gives
-two processes: instances that have nothing to do with each other, but for the memory that they share. Below are the
-transitions of Seesaw, apart.
+A contestant is `policy:SPEC`, or only a parallel spec, which is served by `chunked`. Seesaw has two specs, as in
+`seesaw:pp2,tp2`. With an option, `seesaw strict=true:pp2,tp2`, clusters also change if that saves no time.
+All contestants serve the same prompts, cut from the topics of Python's help and submitted together. The table has
+tokens per second, prompts and outputs together, as a ratio to one rank in the same round. The spec `2` shows the speed
+of two processes on this machine: its instances share only the memory. Transitions of Seesaw are listed below the table.
 
-Run `longspan profile --parallel 2 --threads-per-rank 1` with the same model and dtype before, and for specs with tp
-also `--parallel 2xtp2`: simulated seconds are by that. With `--require` it exits with 1 when `pp2` is less than
-`--least` times as quick as one rank, or its simulation is further than 15 % from its seconds.
+Simulations need a profile. Run `longspan profile --parallel 2 --threads-per-rank 1` with the same model and dtype
+before, and for specs with tp also `--parallel 2xtp2`. `--require` tests `pp2`. The exit code is 1 if its throughput is
+below `--least` times that of one rank, or if its simulation has an error above 15 %.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ CONTESTANTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how many tokens are to follow."""
+    """A prompt and the number of tokens to generate."""
 
     prompt: list[int]
     output_len: int
@@ -65,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Seconds of one round, as they were measured and as the simulator says; None without a profile."""
+    """Measured and simulated seconds and transitions of one round. Simulated values are None without a profile."""
 
     real_s: float
     simulated_s: float | None
@@ -74,7 +73,7 @@ class Run:
 
 
 def main() -> int:
-    """Serves, simulates, compares."""
+    """Serve, simulate and compare all contestants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contestants", nargs="*", default=CONTESTANTS, metavar="CONTESTANT")
     parser.add_argument("--model", default="smollm2-135m")
@@ -82,58 +81,57 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--input-len", type=int, nargs=2, default=(600, 1500))
     parser.add_argument("--output-len", type=int, nargs=2, default=(16, 64))
-    parser.add_argument("--host-kv-gib", type=float, default=2.0, help="of Seesaw")
+    parser.add_argument("--host-kv-gib", type=float, default=2.0, help="host memory for Seesaw's KV")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--least", type=float, default=1.6, help="the ratio that pp2 must reach")
     parser.add_argument("--require", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    requests = draw(asked)
-    found: dict[str, list[Run]] = {name: [] for name in (ALONE, *asked.contestants)}
-    for _ in range(asked.rounds):
-        for name, runs in found.items():
-            runs.append(serve(name, requests, asked))
+    args = parser.parse_args()
+    requests = draw(args)
+    runs_of: dict[str, list[Run]] = {name: [] for name in (ALONE, *args.contestants)}
+    for _ in range(args.rounds):
+        for name, runs in runs_of.items():
+            runs.append(serve(name, requests, args))
             print(f"{name}: {runs[-1].real_s:.1f} s", file=sys.stderr, flush=True)
-    is_good = _report(found, sum(len(one.prompt) + one.output_len for one in requests), asked.least)
-    return 0 if is_good or not asked.require else 1
+    is_good = _report(runs_of, sum(len(request.prompt) + request.output_len for request in requests), args.least)
+    return 0 if is_good or not args.require else 1
 
 
-def draw(asked: argparse.Namespace) -> list[Request]:
-    """Cuts prompts from real text."""
-    with LLM(asked.model, dtype=asked.dtype, threads_per_rank=1) as llm:
+def draw(args: argparse.Namespace) -> list[Request]:
+    """Cut prompts from the topics of Python's help."""
+    with LLM(args.model, dtype=args.dtype, threads_per_rank=1) as llm:
         tokens = llm.tokenize("\n\n".join(topics.values()))
-    rng = np.random.default_rng(asked.seed)
+    rng = np.random.default_rng(args.seed)
     lengths, outputs = (
-        rng.integers(low, high, size=asked.num_prompts, endpoint=True)
-        for low, high in (asked.input_len, asked.output_len)
+        rng.integers(low, high, size=args.num_prompts, endpoint=True) for low, high in (args.input_len, args.output_len)
     )
-    starts = rng.integers(0, len(tokens) - max(lengths), size=asked.num_prompts)
+    starts = rng.integers(0, len(tokens) - max(lengths), size=args.num_prompts)
     return [
         Request(prompt=tokens[start : start + length], output_len=int(output))
         for start, length, output in zip(starts, lengths, outputs, strict=True)
     ]
 
 
-def _options(name: str, asked: argparse.Namespace) -> dict[str, Any]:
+def _options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     chosen, _, spec = name.rpartition(":")
     policy, *options = chosen.split() or ["chunked"]
-    found: dict[str, Any] = {"policy": policy, "policy_options": dict(one.split("=") for one in options)}
+    arguments: dict[str, Any] = {"policy": policy, "policy_options": dict(option.split("=") for option in options)}
     first, comma, second = spec.partition(",")
     if not comma:
-        return found | {"parallel": first}
-    return found | {"prefill_parallel": first, "decode_parallel": second, "host_kv_gib": asked.host_kv_gib}
+        return arguments | {"parallel": first}
+    return arguments | {"prefill_parallel": first, "decode_parallel": second, "host_kv_gib": args.host_kv_gib}
 
 
-def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> Run:
-    """Answers all requests on real ranks, and on simulated ones."""
-    params = [SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=True) for one in requests]
-    options = {"dtype": asked.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True, **_options(name, asked)}
-    with LLM(asked.model, **options) as llm:
+def serve(name: str, requests: Sequence[Request], args: argparse.Namespace) -> Run:
+    """Serve all requests on real ranks, and on simulated ranks."""
+    params = [SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True) for request in requests]
+    options = {"dtype": args.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True, **_options(name, args)}
+    with LLM(args.model, **options) as llm:
         num_instances = llm.engine.config.cluster.num_instances
         llm.generate([[7] * 300] * num_instances, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         llm.reset_prefix_cache()
         num_before, config, begin_s = len(llm.engine.transitions), llm.engine.config, time.perf_counter()
-        llm.generate([one.prompt for one in requests], params, use_tqdm=False)
+        llm.generate([request.prompt for request in requests], params, use_tqdm=False)
         real_s = time.perf_counter() - begin_s
         simulated_s, num_transitions = _simulated(llm, config, requests)
         return Run(
@@ -145,7 +143,7 @@ def serve(name: str, requests: Sequence[Request], asked: argparse.Namespace) -> 
 
 
 def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> tuple[float | None, int | None]:
-    """Serves the same requests on the simulated cluster, as it was then; None without the profiles that it takes."""
+    """Serve the requests on the simulated cluster `config`. Return None if a profile is missing."""
     facts, clusters = llm.facts, config.phases or (config.cluster,)
     profiles = {cluster.spec.tp: _profile(llm, cluster.spec.tp) for cluster in clusters}
     if facts.shape is None or not all(profiles.values()):
@@ -156,8 +154,8 @@ def _simulated(llm: LLM, config: EngineConfig, requests: Sequence[Request]) -> t
     policy = make_policy(settings.name, num_instances=number, options=settings.given, facts=facts)
     size = config.block_size
     cost = FittedCost(first, facts.shape, block_size=size, cluster=clusters[0], others=others)
-    cost = cost.resharded(config.cluster)  # one that takes turns may have been left on the other
-    arrivals = [Arrival(due_s=0.0, prompt=tuple(one.prompt), output_len=one.output_len) for one in requests]
+    cost = cost.resharded(config.cluster)  # a cluster with two phases may be in either
+    arrivals = [Arrival(due_s=0.0, prompt=tuple(request.prompt), output_len=request.output_len) for request in requests]
     try:
         result = simulate(arrivals, config, policy, cost)
     except ParameterError as error:
@@ -170,21 +168,21 @@ def _profile(llm: LLM, tp: int) -> Profile | None:
     return load_profile(msgspec.structs.replace(llm.profile_key, tp=tp))
 
 
-def _report(found: dict[str, list[Run]], tokens: int, least: float) -> bool:
+def _report(runs_of: dict[str, list[Run]], tokens: int, least: float) -> bool:
     print(f"{'contestant':28}{'tokens/s':>10}{'ratio':>8}{'simulated s':>13}{'real s':>9}{'error':>8}")
     ratios, errors = {}, {}
-    for name, runs in found.items():
-        real_s = statistics.median(one.real_s for one in runs)
-        ratios[name] = statistics.median(a.real_s / one.real_s for a, one in zip(found[ALONE], runs, strict=True))
+    for name, runs in runs_of.items():
+        real_s = statistics.median(run.real_s for run in runs)
+        ratios[name] = statistics.median(a.real_s / b.real_s for a, b in zip(runs_of[ALONE], runs, strict=True))
         line = f"{name:28}{tokens / real_s:10.0f}{ratios[name]:8.2f}"
         if (simulated_s := runs[-1].simulated_s) is None:
             print(f"{line}   (no profile)")
         else:
             errors[name] = simulated_s / real_s - 1
             print(f"{line}{simulated_s:13.1f}{real_s:9.1f}{errors[name]:8.1%}")
-    for name, runs in found.items():
+    for name, runs in runs_of.items():
         if changes := runs[-1].transitions:
-            own = ", ".join(f"{one.exposed_s:.3f}" for one in changes)
+            own = ", ".join(f"{transition.exposed_s:.3f}" for transition in changes)
             said = runs[-1].simulated_transitions
             simulated = "" if said is None else f" ({said} simulated)"
             print(f"{name}: {len(changes)} transitions{simulated}, seconds in which nothing was computed: {own}")

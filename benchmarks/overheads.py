@@ -1,15 +1,15 @@
-"""Measures what moving KV costs (Tetris §7.4), on workers of one thread each: ratios of medians from one run.
+"""Measure the overhead of KV transfers (Tetris §7.4), on workers of one thread each: ratios of medians from one run.
 
     python benchmarks/overheads.py [--length 4096] [--repeats 5]
 
-Balancing: a prompt of two chunks, the first on one instance, the second, of half of `--length`, on both; time to first
-token with the KV of the first chunk sharded anew to both, against leaving it where it is. Streaming: a prompt on an
-instance that only prefills; time to first token when all of its KV goes to another that decodes, against a prompt that
-ends with its first token and goes nowhere. Backends: several prompts at once, in such chunks on two instances that only
-prefill, until the last has ended on a third that decodes; with one transfer backend, so half of what the sources could
-use, against two.
+Balancing: a prompt has two chunks, the first on one instance, the second, of half of `--length`, on both. Its TTFT with
+the KV of the first chunk resharded to both instances is compared with its TTFT without.
+Streaming: a prompt runs on a prefill instance, and its KV is sent to a decode instance. Its TTFT is compared with that
+of a prompt that ends with its first token.
+Backends: several prompts run concurrently, in two chunks each on two prefill instances, and end on a decode instance.
+Their time with one transfer backend, half of the number that the sources could use, is compared with two.
 
-With and without take turns, so that a machine that gets slower meanwhile does so for both. Random prompts.
+Both settings alternate, so that a machine that becomes slower meanwhile affects both. Prompts are random.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class InTwoChunks:
-    """Plans the first chunk of a prompt on instance 0, and the rest, 1 / `history` times as long, on 0 and 1."""
+    """Plans the first chunk of a prompt on instance 0, and a second, 1 / `history` times as long, on 0 and 1."""
 
     history: float = 1.0
     largest = 2
@@ -63,7 +63,7 @@ class InTwoChunks:
 
 
 def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> Policy:
-    """Make a policy that runs these plans, and decodes on the same instances or on others."""
+    """Return a policy that runs plans of two chunks, and decodes on the instances `decode`, by default on the group."""
     options = SharingOptions(exchange="ring_kv")
     parts = GroupParts(2, options, Facts(), balance=balance)
     return Cdsp((0, 1), options, InTwoChunks(history), parts, decode=decode)
@@ -71,7 +71,7 @@ def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds with something and without it, both measured by a call."""
+    """Two functions that measure seconds with a feature and without it."""
 
     with_it: Callable[[], float]
     without: Callable[[], float]
@@ -84,18 +84,18 @@ class Runner:
         self.llm, self._length, self._random = llm, length, random.Random(0)
 
     def ttft_s(self, num_tokens: int = 1, *, length: int | None = None) -> float:
-        """Times one prompt that is answered with so many tokens."""
+        """Time one prompt with `num_tokens` new tokens."""
         [output] = self.llm.generate([self._prompt(length or self._length)], _tokens(num_tokens), use_tqdm=False)
         assert output.metrics.ttft_s is not None, "it has ended"
         return output.metrics.ttft_s
 
     def growing_ttft_s(self, history: float, *, balance: bool) -> float:
-        """Times one prompt in two chunks, the second of which is half as long as other prompts."""
+        """Time one prompt in two chunks. The second chunk is half as long as other prompts."""
         self.llm.engine.set_policy(growing(balance=balance, history=history))
         return self.ttft_s(length=_grown(self._length, history))
 
     def all_s(self) -> float:
-        """Times some shorter prompts that instances 0 and 1 compute until the last has its tokens from instance 2."""
+        """Time shorter prompts on instances 0 and 1, until the last of them has its tokens from instance 2."""
         self.llm.engine.set_policy(growing(balance=True, decode=(2,)))
         prompts = [self._prompt(self._length // 4) for _ in range(_NUM_AT_ONCE)]
         outputs = self.llm.generate(prompts, _tokens(4), use_tqdm=False)
@@ -106,7 +106,7 @@ class Runner:
 
 
 def main() -> None:
-    """Measures and prints; with `--json` writes every sample."""
+    """Measure and print medians. Write every sample with `--json`."""
     options = _options()
     arguments = {"dtype": "float32", "threads_per_rank": 1, "block_size": _BLOCK, "enable_prefix_caching": False}
     roles = {"prefill_parallel": "1", "decode_parallel": "1"}
@@ -138,9 +138,9 @@ def main() -> None:
             comparison.without()
         for _ in track(range(options.repeats), "measuring"):
             for name, comparison in comparisons.items():
-                found = samples.setdefault(name, defaultdict(list))
-                found["with"].append(comparison.with_it())
-                found["without"].append(comparison.without())
+                times = samples.setdefault(name, defaultdict(list))
+                times["with"].append(comparison.with_it())
+                times["without"].append(comparison.without())
         pairs = ("kv_balance", uniform.llm), ("kv_transfer", streaming.llm)
         moved = [llm.bytes_exchanged[name] / 2**20 for name, llm in pairs]
     Console().print(_report(samples, options.length))
@@ -152,20 +152,20 @@ def main() -> None:
 
 def _report(samples: Mapping[str, Mapping[str, Sequence[float]]], length: int) -> Table:
     table = Table(
-        title=f"Seconds for prompts of {length} tokens, for backends a quarter; for balancing, half behind others"
+        title=f"Seconds for prompts of {length} tokens. Backends: a quarter. Balancing: half, behind a first chunk"
     )
     for column in ("", "with", "without", "ratio", "lowest to highest"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, found in samples.items():
-        with_it, without = (statistics.median(found[key]) for key in ("with", "without"))
-        ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
+    for name, times in samples.items():
+        with_it, without = (statistics.median(times[key]) for key in ("with", "without"))
+        ratios = [first / second for first, second in zip(times["with"], times["without"], strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         table.add_row(name, f"{with_it:.3f}", f"{without:.3f}", f"{with_it / without:.3f}", spread)
     return table
 
 
 def _grown(length: int, history: float) -> int:
-    """Counts the tokens of a prompt in two chunks, the second of which has half of `length`."""
+    """Return the number of tokens of a prompt in two chunks, if the second has half of `length`."""
     return round(length / 2 * (1 + history))
 
 
@@ -177,7 +177,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096, metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write every sample there")
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
     options = parser.parse_args()
     if options.repeats < 1 or options.length < 8 * _BLOCK:
         sys.exit(f"--repeats must be at least 1, and --length at least {8 * _BLOCK}")

@@ -1,13 +1,15 @@
-"""longspan beside vLLM, transformers and llama.cpp in one run: time to first token, decoding speed, chats beside a long
-document, and where workers spend time.
+"""Compare longspan with vLLM, transformers and llama.cpp in one run.
 
-All contestants use the same cores, weights, precision (bfloat16), KV memory and token ids, and decode greedily; only
-llama.cpp has weights of 4 bits. Each has its own processes, and all but the one that is measured are stopped. They take
-turns on every single measurement, so that a machine that gets slower or faster meanwhile does so for all of them; in
-every round it shows, too, what it can do at most. Random prompts: no prefix ever repeats.
+The tables have the time to first token, the decoding speed, and TBT of chats during the prefill of a long document.
+They also have the time of longspan's workers by category.
 
-`--require ttft-8000=1.6,decode-1=2` wants these ratios, of medians, of the best of longspan to the best of vLLM; exit
-code 1 with a line per ratio that is missed.
+All contestants use the same cores, weights, precision (bfloat16), KV memory and token ids, and decode greedily. Only
+llama.cpp has weights of 4 bits. Each contestant has its own processes, and all processes are stopped except for those
+of the measured contestant. Contestants alternate after every measurement. A machine that becomes slower or faster in
+between affects all of them. Every round also measures the machine's limits. Prompts are random, so no prefix repeats.
+
+`--require ttft-8000=1.6,decode-1=2` requires these ratios of medians, of the best longspan to the best vLLM. The exit
+code is 1, with a line per missed ratio, if one is missed.
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ from longspan.model.source import smollm2_folder, smollm2_gguf
 REPOSITORY = Path(__file__).resolve().parent.parent
 KV_BYTES = 1 << 30
 _PIPED_WIDTH = 160
-"""Characters of a line where there is no terminal that says how many it has: room for the whole table."""
+"""Characters of a line if the output is no terminal: enough for the whole table."""
 Samples = dict[str, dict[str, list[float]]]
 Shares = dict[tuple[str, str], dict[str, float]]
 Tell = Callable[[str], None]
 
 
 def main() -> int:
-    """Measures all contestants that were chosen, prints the tables, and returns the exit code."""
+    """Measure the chosen contestants, print the tables, and return the exit code."""
     options, columns, required = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # contestants must not outlive us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # contestants must end with this process
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     console.print(f"SmolLM2-135M-Instruct, bfloat16, greedy, {options.rounds} rounds; {_hardware()}")
     entries = [roster(options.peers_venv.resolve())[name] for name in options.contestants]
@@ -64,7 +66,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     medians = medians_of(samples, speed.failures)
-    comparisons = compare(columns, medians, [one.name for one in ours], [one.name for one in theirs], required)
+    comparisons = compare(columns, medians, [entry.name for entry in ours], [entry.name for entry in theirs], required)
     failures = timed.failures | speed.failures | machine.failures
     console.print(speed_table(columns, medians, speed.failures, [entry.name for entry in theirs]))
     console.print(largest_spread(samples))
@@ -82,7 +84,7 @@ def main() -> int:
     if options.plots:
         plot(columns, samples, options.plots)
     if options.json:
-        kept = {
+        results = {
             "hardware": _hardware(),
             "options": vars(options),
             "versions": speed.versions,
@@ -90,32 +92,36 @@ def main() -> int:
             "machine": machine.samples,
             "failures": failures,
             "worker_seconds": {f"{name}, {phase}": seconds for (name, phase), seconds in shares.items()},
-            "ratios": {one.column.key: one.ratio for one in comparisons},
+            "ratios": {comparison.column.key: comparison.ratio for comparison in comparisons},
         }
-        options.json.write_text(json.dumps(kept, indent=1, default=str) + "\n")
+        options.json.write_text(json.dumps(results, indent=1, default=str) + "\n")
     return 1 if missed else 0
 
 
 def _ceilings(machine: Machine, medians: Medians, length: int) -> list[str]:
-    """Says what the machine can do, and what every longspan reaches of it for a prompt of so many tokens."""
+    """Return lines with the machine's limits, and the share that each longspan contestant reaches for a prompt."""
     title = ttft_column(length).title
-    ttfts_s = {name: found[title] for name, found in medians.items() if name.startswith("longspan") and title in found}
+    ttfts_s = {
+        name: of_contestant[title]
+        for name, of_contestant in medians.items()
+        if name.startswith("longspan") and title in of_contestant
+    }
     config = json.loads((smollm2_folder() / "config.json").read_text(encoding="utf-8"))
     return report(machine.samples, ttfts_s, length, from_config(config, name="smollm2").prefill_flops(length))
 
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Tell]:
-    """Yields what says the next thing that is done."""
+    """Yield a function that shows a description of the next action."""
     with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task("", total=None)
-        yield lambda what: bar.update(task, description=what)
+        yield lambda description: bar.update(task, description=description)
 
 
 def _measure_speed(
     entries: Sequence[Entry], columns: Sequence[Column], rounds: int, machine: Machine, tell: Tell
 ) -> tuple[Samples, Contest]:
-    """Collects one sample per round, contestant and column, after a warm-up of each contestant."""
+    """Collect one sample per round, contestant and column, after a warm-up of each contestant."""
     samples: Samples = {entry.name: {column.title: [] for column in columns} for entry in entries}
     loads = list(dict.fromkeys(column.load for column in columns))
     with Contest(_start_options(record_times=False), tell) as contest:
@@ -133,9 +139,9 @@ def _measure_speed(
 
 
 def _measure_shares(entries: Sequence[Entry], options: argparse.Namespace, tell: Tell) -> tuple[Shares, Contest]:
-    """Measures worker seconds per category of longspan, in engines of their own because the timers cost something.
+    """Measure longspan's worker seconds per category, in separate engines because the timers cost time.
 
-    Decoding is what a run with many new tokens takes beyond one that stops at the first.
+    The seconds of decoding are those of a run with many new tokens minus those of a run with one new token.
     """
     longest, batch, length = max(options.lengths), max(options.batches), options.decode_length
     prefill = ttft_column(longest).load
@@ -156,7 +162,7 @@ def _measure_shares(entries: Sequence[Entry], options: argparse.Namespace, tell:
 
 
 def _warm_up(contest: Contest, loads: Sequence[Load]) -> None:
-    """Makes the first uses of kernels and memory: by the first load, some decoding, and the most prompts at once."""
+    """Run each kernel and allocation once: with the first load, some decoding, and the load with most prompts."""
     largest = max(loads, key=lambda load: len(load.shapes))
     for load, new_tokens in ((loads[0], 1), (loads[0], 4), (largest, 4)):
         shapes = tuple(replace(shape, new_tokens=new_tokens) for shape in load.shapes)
@@ -180,18 +186,18 @@ def _start_options(*, record_times: bool) -> dict[str, Any]:
 
 
 def _hardware() -> str:
-    """Describes the processor, usable cores, and the instruction sets that decide how fast bfloat16 is."""
+    """Return the processor's name, the number of usable cores, and the instruction sets that bfloat16 kernels use."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16")
+    relevant = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16")
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
-    sets = " ".join(name for name in known if name in flags)
+    sets = " ".join(name for name in relevant if name in flags)
     name, cores = facts.get("model name", platform.machine()), len(os.sched_getaffinity(0))
-    return f"{name}, {cores} cores, {sets or 'none of ' + ', '.join(known)}"
+    return f"{name}, {cores} cores, {sets or 'none of ' + ', '.join(relevant)}"
 
 
 def _words(versions: dict[str, dict[str, str]]) -> str:
-    """Lists each set of versions once, with those who run on it."""
+    """Return a line per set of versions, with the contestants that use it."""
     users: dict[str, list[str]] = {}
     for name, packages in versions.items():
         users.setdefault(", ".join(f"{package} {version}" for package, version in packages.items()), []).append(name)
@@ -199,7 +205,7 @@ def _words(versions: dict[str, dict[str, str]]) -> str:
 
 
 def _options() -> tuple[argparse.Namespace, list[Column], dict[str, float]]:
-    """Returns the options, the columns that they ask for, and the ratios that are required of these."""
+    """Return the options, the columns to measure, and the required ratios by column."""
     names = list(roster(Path()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contestants", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
@@ -207,11 +213,11 @@ def _options() -> tuple[argparse.Namespace, list[Column], dict[str, float]]:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="prompts decoded at a time")
     parser.add_argument("--decode-length", type=int, default=512, help="prompt tokens before decoding")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens per sequence when decoding")
-    parser.add_argument("--document-length", type=int, default=8000, help="prompt tokens that come while chats decode")
+    parser.add_argument("--document-length", type=int, default=8000, help="prompt tokens of the document")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--require", metavar="COLUMN=RATIO,...", default="", help="least ratios to vLLM")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write peers.html there; needs plotly")
+    parser.add_argument("--require", metavar="COLUMN=RATIO,...", default="", help="minimum ratios to vLLM")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers to this file")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write peers.html to this folder; needs plotly")
     parser.add_argument("--peers-venv", type=Path, default=REPOSITORY / ".venv-peers", help="the peers' environment")
     options = parser.parse_args()
     columns = [

@@ -1,4 +1,4 @@
-"""Ratios that longspan has to reach: the best of ours over the best of theirs, column by column."""
+"""Required ratios of the best longspan contestant to the best vLLM contestant, for each column."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tables import Medians, best_of
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The best of ours beside the best of theirs, in one column.
+    """The best contestants of longspan and vLLM in one column.
 
     Attributes:
-        ours, theirs: a contestant and its median; None where nobody of that side was measured.
-        required: the least ratio; None if any will do.
+        ours, theirs: a contestant and its median. None if no contestant of that side was measured.
+        required: the minimum ratio. None if there is none.
     """
 
     column: Column
@@ -26,27 +26,31 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Above 1, ours is better; None where a side is missing."""
+        """The ratio of both medians. Above 1, longspan is better. None if a side is missing."""
         return self.column.ratio(self.ours[1], self.theirs[1]) if self.ours and self.theirs else None
 
     @property
     def is_missed(self) -> bool:
-        """A required ratio that could not be measured is missed, too."""
+        """True if a required ratio was not reached or not measured."""
         return self.required is not None and (self.ratio is None or self.ratio < self.required)
 
 
 def parse_required(text: str, keys: Collection[str]) -> dict[str, float]:
-    """Reads `key=ratio,key=ratio`; raises ValueError for what is not that, or a key that there is not."""
-    found = {}
-    for one in text.split(","):
-        key, _, ratio = one.strip().partition("=")
+    """Parse a text such as `key=ratio,key=ratio`.
+
+    Raises:
+        ValueError: for another format, or a key that is not in `keys`.
+    """
+    ratios = {}
+    for item in text.split(","):
+        key, _, ratio = item.strip().partition("=")
         if key not in keys:
             raise ValueError(f"no column {key!r}; there are {', '.join(keys)}")
         try:
-            found[key] = float(ratio)
+            ratios[key] = float(ratio)
         except ValueError:
-            raise ValueError(f"{one!r} needs a number, such as {key}=1.5") from None
-    return found
+            raise ValueError(f"{item!r} needs a number, such as {key}=1.5") from None
+    return ratios
 
 
 def compare(
@@ -56,7 +60,7 @@ def compare(
     theirs: Collection[str],
     required: Mapping[str, float],
 ) -> list[Comparison]:
-    """Finds both sides' best in each column."""
+    """Return a comparison of both sides' best contestants for each column."""
     return [
         Comparison(
             column=column,
@@ -69,24 +73,27 @@ def compare(
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Prints a row per column, whether something is required of it or not."""
+    """Return a table with a row per column, with or without a required ratio."""
     table = Table("", "best of longspan", "best of vLLM", "ratio", "required", title="longspan over vLLM")
-    for one in comparisons:
-        sides = ("—" if side is None else f"{side[0]} {one.column.text(side[1])}" for side in (one.ours, one.theirs))
-        ratio = "—" if one.ratio is None else f"{one.ratio:.2f}"
-        table.add_row(one.column.key, *sides, ratio, _verdict(one))
+    for comparison in comparisons:
+        sides = (
+            "—" if side is None else f"{side[0]} {comparison.column.text(side[1])}"
+            for side in (comparison.ours, comparison.theirs)
+        )
+        ratio = "—" if comparison.ratio is None else f"{comparison.ratio:.2f}"
+        table.add_row(comparison.column.key, *sides, ratio, _verdict(comparison))
     return table
 
 
 def missed_lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Yields a line per required ratio that is missed."""
-    for one in comparisons:
-        if one.is_missed:
-            ratio = "not measured" if one.ratio is None else f"{one.ratio:.2f}"
-            yield f"missed: {one.column.key} is {ratio}, required {one.required:g}"
+    """Yield a line per missed ratio."""
+    for comparison in comparisons:
+        if comparison.is_missed:
+            ratio = "not measured" if comparison.ratio is None else f"{comparison.ratio:.2f}"
+            yield f"missed: {comparison.column.key} is {ratio}, required {comparison.required:g}"
 
 
-def _verdict(one: Comparison) -> str:
-    if one.required is None:
+def _verdict(comparison: Comparison) -> str:
+    if comparison.required is None:
         return ""
-    return f"{one.required:g} [red]missed[/]" if one.is_missed else f"{one.required:g} met"
+    return f"{comparison.required:g} [red]missed[/]" if comparison.is_missed else f"{comparison.required:g} met"

@@ -1,13 +1,13 @@
-"""Measures what micro-partitions hide of a slow link, with a real engine whose two ranks are in network namespaces.
+"""Measure how micro-partitions hide the time of a slow link, with two real ranks in network namespaces.
 
     python benchmarks/slow_link.py [--gigabits 1] [--pieces 1 2 4 8] [--rounds 3] [--trace FILE] [--require]
 
-Each rank is in a network namespace of its own; a pair of virtual interfaces connects them, both slowed down. That needs
-root on Linux, with `ip` and `tc`: elsewhere it says so and ends with 0. Time to the first token of one prompt, exact
-and sparse in as many micro-partitions as asked for, in turns, is compared with what the pipeline simulator of Eq. 6 and
-7 (`cost/csa_pipeline.py`) predicts. Its speeds are from the exact runs with the link as quick as it is; the slow link
-is taken at its nominal speed. `--trace` writes a timeline for https://ui.perfetto.dev.
-`--require` ends with 1 when a prediction is off by more than 15 %.
+Each rank is in its own network namespace. A pair of virtual interfaces with limited speed connects them. That needs
+root on Linux, with `ip` and `tc`. Otherwise the script prints a message and exits with 0. It measures the TTFT of one
+prompt, alternately with exact attention and with sparse attention in each number of micro-partitions. It compares these
+times with the predictions of the pipeline simulator of Eq. 6 and 7 (`cost/csa_pipeline.py`). The simulator's speeds are
+measured by exact runs over the unlimited link, and the slow link has its nominal speed. `--trace` writes a timeline for
+https://ui.perfetto.dev. With `--require`, the exit code is 1 if a prediction is off by more than 15 %.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from longspan.service import Service
 
 _IP = shutil.which("ip") or ""
 _LINK = "link0"
-_MOST_OFF = 0.15
+_MAX_ERROR = 0.15
 _RANK = Path(__file__).with_name("traced_rank.py")
 
 
 def main() -> int:
-    """Measures, predicts and compares."""
+    """Measure and predict times, and print both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--gigabits", type=float, default=1.0)
@@ -57,12 +57,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--require", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with _namespaces(2) as names:
         if not names:
             print("skipped: network namespaces and their links need root on Linux, with ip and tc")
             return 0
-        return _measure(asked, names)
+        return _measure(args, names)
 
 
 # ---------------------------------------------------------------- namespaces
@@ -70,7 +70,7 @@ def main() -> int:
 
 @contextmanager
 def _namespaces(number: int) -> Iterator[list[str]]:
-    """Makes namespaces, the first two of which are connected; yields no names where that is not permitted."""
+    """Create network namespaces, and connect the first two. Yield their names, or none without permission."""
     names = [f"longspan-{os.getpid()}-{index}" for index in range(number)]
     made, is_able = [], bool(_IP) and shutil.which("tc") is not None and os.geteuid() == 0
     try:
@@ -90,7 +90,7 @@ def _namespaces(number: int) -> Iterator[list[str]]:
 
 
 def _slow_down(names: Sequence[str], gigabits: float | None) -> None:
-    """Gives both ends of the link a speed, or takes it away."""
+    """Limit the speed of both ends of the link, or remove the limit if `gigabits` is None."""
     for name in names:
         _run("tc", "-n", name, "qdisc", "del", "dev", _LINK, "root")
         limit = f"tc -n {name} qdisc add dev {_LINK} root tbf rate {gigabits}gbit burst 256kb latency 100ms"
@@ -103,7 +103,7 @@ def _run(*command: str) -> bool:
 
 
 class _Worker:
-    """A rank in its namespace, as the controller sees it."""
+    """A rank's process in its namespace, with the interface that the controller uses."""
 
     def __init__(self, command: StartWorker, namespace: str) -> None:
         end, self._lifeline = os.pipe()
@@ -145,7 +145,7 @@ class _Launcher(ProcessLauncher):
 
     names: Sequence[str] = ()
 
-    def start(self, rank: int) -> _Worker:  # type: ignore[override]  # not forked, but seen alike
+    def start(self, rank: int) -> _Worker:  # type: ignore[override]  # not forked, but with the same interface
         return _Worker(StartWorker(self._config, rank, self._run_dir, self._log(rank)), self.names[rank])
 
 
@@ -156,14 +156,14 @@ class _NamespaceLLM(LLM):
 # ---------------------------------------------------------------- measurement
 
 
-def _measure(asked: argparse.Namespace, names: Sequence[str]) -> int:
+def _measure(args: argparse.Namespace, names: Sequence[str]) -> int:
     _Launcher.names = names
     os.environ["LONGSPAN_HOSTS"] = "2"
-    if asked.trace:
-        os.environ["LONGSPAN_TRACE"] = str(asked.trace.absolute())
-    pieces = {f"{number} pieces": number for number in asked.pieces}
+    if args.trace:
+        os.environ["LONGSPAN_TRACE"] = str(args.trace.absolute())
+    pieces = {f"{number} pieces": number for number in args.pieces}
     with _NamespaceLLM(
-        asked.model,
+        args.model,
         dtype="bfloat16",
         parallel="2",
         policy="csps",
@@ -173,45 +173,45 @@ def _measure(asked: argparse.Namespace, names: Sequence[str]) -> int:
         enable_prefix_caching=False,
     ) as llm:
         text = evals.Text.of(partial(llm.tokenize, add_special_tokens=False), begin=[])
-        prompt = text.window(asked.prompt, 0, 1)
+        prompt = text.window(args.prompt, 0, 1)
         ask = partial(_first_token_s, llm, prompt)
         quick, attention = [], []
-        for number in range(asked.rounds + 1):  # the first only warms up
+        for number in range(args.rounds + 1):  # the first is a warm-up
             before = _seconds(llm, "attention")
             quick.append(ask("off"))
             attention.append([now - then for now, then in zip(_seconds(llm, "attention"), before, strict=True)])
             del quick[: number == 0], attention[: number == 0]
-        _slow_down(names, asked.gigabits)
+        _slow_down(names, args.gigabits)
         names_of = ["exact", *pieces]
-        found: dict[str, list[float]] = {name: [] for name in names_of}
+        ttfts_s: dict[str, list[float]] = {name: [] for name in names_of}
         waits: dict[str, list[float]] = {name: [] for name in names_of}
-        for number in track(range(asked.rounds + 1), "measuring", console=Console(stderr=True)):
+        for number in track(range(args.rounds + 1), "measuring", console=Console(stderr=True)):
             for name in names_of:
                 before = _seconds(llm, "messages")
-                ttft_s = ask(_settings(asked, pieces[name]) if name in pieces else "off")
+                ttft_s = ask(_settings(args, pieces[name]) if name in pieces else "off")
                 if number:
-                    found[name].append(ttft_s)
+                    ttfts_s[name].append(ttft_s)
                     each = zip(_seconds(llm, "messages"), before, strict=True)
                     waits[name].append(statistics.mean(now - then for now, then in each))
         shape = llm.info.shape(2)
         block_size = llm.engine.config.block_size
-    attention_s = [statistics.median(one) for one in zip(*attention, strict=True)]
-    group = _group(shape, block_size, asked, statistics.median(quick), attention_s)
-    table = Table(title=f"{asked.prompt} tokens on 2 ranks, {asked.gigabits:g} Gb/s between them", title_justify="left")
+    attention_s = [statistics.median(seconds) for seconds in zip(*attention, strict=True)]
+    group = _group(shape, block_size, args, statistics.median(quick), attention_s)
+    table = Table(title=f"{args.prompt} tokens on 2 ranks, {args.gigabits:g} Gb/s between them", title_justify="left")
     for column in ("", "TTFT over exact", "predicted", "off by", "waits, of TTFT"):
         table.add_column(column, justify="right")
-    exact_s, worst = statistics.median(found["exact"]), 0.0
+    exact_s, worst = statistics.median(ttfts_s["exact"]), 0.0
     for name in names_of:
-        levels = Configuration(2, asked.drop, (pieces[name],)) if name in pieces else Configuration(1)
-        ttft_s, predicted_s = statistics.median(found[name]), group.ttft_s(asked.prompt, levels)
+        levels = Configuration(2, args.drop, (pieces[name],)) if name in pieces else Configuration(1)
+        ttft_s, predicted_s = statistics.median(ttfts_s[name]), group.ttft_s(args.prompt, levels)
         off = predicted_s / ttft_s - 1
         worst = max(worst, abs(off))
         waited = statistics.median(waits[name]) / ttft_s
         table.add_row(name, f"{ttft_s / exact_s:.3f}", f"{predicted_s / exact_s:.3f}", f"{off:+.1%}", f"{waited:.1%}")
     Console(width=100).print(table)
-    if asked.trace:
-        _join(asked.trace, len(names))
-    return int(asked.require and worst > _MOST_OFF)
+    if args.trace:
+        _join(args.trace, len(names))
+    return int(args.require and worst > _MAX_ERROR)
 
 
 def _first_token_s(llm: LLM, prompt: list[int], csa: str) -> float:
@@ -221,8 +221,8 @@ def _first_token_s(llm: LLM, prompt: list[int], csa: str) -> float:
     return output.metrics.ttft_s
 
 
-def _settings(asked: argparse.Namespace, pieces: int) -> str:
-    drop = {"levels": 2, "drop": asked.drop, "drop_mode": asked.drop_mode, "micro_partitions": pieces}
+def _settings(args: argparse.Namespace, pieces: int) -> str:
+    drop = {"levels": 2, "drop": args.drop, "drop_mode": args.drop_mode, "micro_partitions": pieces}
     return json.dumps(drop)
 
 
@@ -231,32 +231,32 @@ def _seconds(llm: LLM, category: str) -> list[float]:
 
 
 def _group(
-    shape: ModelShape, block_size: int, asked: argparse.Namespace, ttft_s: float, attention_s: Sequence[float]
+    shape: ModelShape, block_size: int, args: argparse.Namespace, ttft_s: float, attention_s: Sequence[float]
 ) -> Group:
-    """Takes speeds from an exact prompt over the quick link: pairs by what attention took, and all else as the rest."""
-    hosts, partition = (0, 1), -(-asked.prompt // (2 * block_size)) * block_size
-    works = member_works(None, asked.prompt, partition, hosts, shape)
+    """Return the simulator's settings. Pairs per second come from the exact runs' attention, `rest_s` from the rest."""
+    hosts, partition = (0, 1), -(-args.prompt // (2 * block_size)) * block_size
+    works = member_works(None, args.prompt, partition, hosts, shape)
     pairs = sum(sum(work.by_piece.values()) for work in works) * shape.num_layers
-    link = LinkSpeed(asked.gigabits * 1e9 / 8, 1e-4)
-    rest_s = (ttft_s - max(attention_s)) / asked.prompt
+    link = LinkSpeed(args.gigabits * 1e9 / 8, 1e-4)
+    rest_s = (ttft_s - max(attention_s)) / args.prompt
     rates = Rates(inside=link, between=link, pairs_per_s=pairs / sum(attention_s), rest_s=rest_s)
-    return Group(shape=shape, hosts=hosts, rates=rates, mode=asked.drop_mode, block_size=block_size)
+    return Group(shape=shape, hosts=hosts, rates=rates, mode=args.drop_mode, block_size=block_size)
 
 
 def _join(trace: Path, num_ranks: int) -> None:
-    """Writes the slices of all ranks as one timeline."""
+    """Write the slices of all ranks as one timeline."""
     events: list[dict[str, object]] = []
     for rank in range(num_ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        own = Path(f"{trace}.rank{rank}")
-        for number, one in enumerate(msgspec.json.decode(own.read_bytes(), type=list[Slice])):
-            common = {"name": one.name, "cat": one.kind, "pid": rank, "tid": 0, "ts": one.start_s * 1e6}
-            if one.kind == "work":
-                events.append({**common, "ph": "X", "dur": (one.stop_s - one.start_s) * 1e6})
-            else:  # they overlap each other
+        file = Path(f"{trace}.rank{rank}")
+        for number, part in enumerate(msgspec.json.decode(file.read_bytes(), type=list[Slice])):
+            common = {"name": part.name, "cat": part.kind, "pid": rank, "tid": 0, "ts": part.start_s * 1e6}
+            if part.kind == "work":
+                events.append({**common, "ph": "X", "dur": (part.stop_s - part.start_s) * 1e6})
+            else:  # transfers overlap each other
                 events.append({**common, "ph": "b", "id": number})
-                events.append({**common, "ph": "e", "id": number, "ts": one.stop_s * 1e6})
-        own.unlink()
+                events.append({**common, "ph": "e", "id": number, "ts": part.stop_s * 1e6})
+        file.unlink()
     trace.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 

@@ -1,13 +1,13 @@
-"""Measures how long longspan takes to start: from the start of a process to its first token, and to its help.
+"""Measure the time from the start of a longspan process to its first token, and to its help text.
 
     python benchmarks/startup.py [--repeats 5] [--before SRC] [--serve] [--require SECONDS]
 
-The prompt has ten tokens. Everything is in the cache by then, since a first run of each case is not counted. Times are
-medians; seconds of CPU are those of all processes of a run, to its end, and say more than clocks where others compute.
-With --before, the same of an earlier version, whose folder `src` is given, in turns with this one. At the end come the
-packages that take longest to import, in the process that prints and in the one that workers are forked from.
+The prompt has ten tokens. A first run of each case is not counted, so all files are in the page cache. Times are
+medians. CPU seconds are those of all processes of a run, to its end. They are more reliable than wall-clock times on a
+busy machine. `--before` names the folder `src` of an earlier version, which alternates with this version. The last
+lines list the packages with the longest imports, in the process that prints and in the parent process of workers.
 
-With --require, exit code 1 unless the first case's first token, by this version, comes within so many seconds.
+With --require, the exit code is 1 unless this version prints the first token of the first case within SECONDS.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IMPORTS = {
     "the process that forks workers": "import gc; from longspan.runtime.executor import forkserver_main; "
     "gc.freeze = exit; forkserver_main.main()",
 }
-"""The code that each process runs while it starts; the second is stopped where it would wait for commands."""
+"""The code that each process runs while it starts. The second process is stopped before it waits for commands."""
 NUM_PACKAGES = 8
 POLL_S = 0.02
 IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)")
@@ -56,7 +56,7 @@ IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The seconds from the start of a process to its first output (or answer) and to its end, and those of CPUs."""
+    """The seconds from the start of a process to its first output (or answer) and to its end, and the CPU seconds."""
 
     first_s: float
     end_s: float
@@ -64,37 +64,38 @@ class Run:
 
 
 def main() -> int:
-    """Runs all cases in turns, and prints what was found."""
+    """Run all cases, alternating between the versions, and print medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--serve", action="store_true", help="also: until the server's /health answers 200")
     parser.add_argument("--require", type=float, metavar="SECONDS")
-    asked = parser.parse_args()
-    versions = {"": HERE} if asked.before is None else {" (before)": asked.before.resolve(), "": HERE}
+    args = parser.parse_args()
+    versions = {"": HERE} if args.before is None else {" (before)": args.before.resolve(), "": HERE}
     measures: dict[str, Callable[[Path], Run]] = {name: partial(run, flags) for name, flags in CASES.items()}
-    if asked.serve:
+    if args.serve:
         measures["serve"] = run_server
     table = Table("case", "first output, s", "end, s", "CPU, s")
     firsts = {}
     for name, measure in measures.items():
         runs: dict[str, list[Run]] = {version: [] for version in versions}
-        for number in range(1 + asked.repeats):
+        for number in range(1 + args.repeats):
             for version, src in versions.items():
-                found = measure(src)
+                times = measure(src)
                 if number:
-                    runs[version].append(found)
-        for version, every in runs.items():
-            firsts[name + version] = statistics.median(one.first_s for one in every)
+                    runs[version].append(times)
+        for version, times_of in runs.items():
+            firsts[name + version] = statistics.median(times.first_s for times in times_of)
             shown = [
-                median_and_range([getattr(one, field) for one in every]) for field in ("first_s", "end_s", "cpu_s")
+                median_and_range([getattr(times, field) for times in times_of])
+                for field in ("first_s", "end_s", "cpu_s")
             ]
             table.add_row(name + version, *shown)
     Console().print(table)
     for process, code in IMPORTS.items():
         print(f"{process}: {', '.join(f'{package} {took_s:.2f}' for package, took_s in import_costs(code))} s")
-    if asked.require is not None and firsts["generate"] > asked.require:
-        print(f"the first token took {firsts['generate']:.2f} s, more than {asked.require:g}", file=sys.stderr)
+    if args.require is not None and firsts["generate"] > args.require:
+        print(f"the first token took {firsts['generate']:.2f} s, more than {args.require:g}", file=sys.stderr)
         return 1
     return 0
 
@@ -104,7 +105,7 @@ def median_and_range(values: list[float]) -> str:
 
 
 def run(flags: tuple[str, ...], src: Path) -> Run:
-    """Runs the command line once."""
+    """Run the command line once."""
     start_s, cpu_s = time.monotonic(), children_cpu_s()
     with subprocess.Popen(
         [sys.executable, "-m", "longspan", *flags], stdout=subprocess.PIPE, env=env_of(src)
@@ -113,12 +114,12 @@ def run(flags: tuple[str, ...], src: Path) -> Run:
         os.read(process.stdout.fileno(), 1)
         first_s = time.monotonic() - start_s
         process.stdout.read()
-        assert process.wait() == 0, "it has said why"
+        assert process.wait() == 0, "the process failed, and has printed the reason"
     return Run(first_s=first_s, end_s=time.monotonic() - start_s, cpu_s=children_cpu_s() - cpu_s)
 
 
 def run_server(src: Path) -> Run:
-    """Starts a server, waits until it serves, and stops it."""
+    """Start a server, wait until it serves, and stop it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     start_s, cpu_s = time.monotonic(), children_cpu_s()
@@ -133,7 +134,7 @@ def run_server(src: Path) -> Run:
 
 
 def serves(port: int) -> bool:
-    """Says whether a server answers that it is well."""
+    """Return True if the server's /health answers 200."""
     try:
         with urlopen(f"http://127.0.0.1:{port}/health") as answer:
             return bool(answer.status == 200)
@@ -142,13 +143,13 @@ def serves(port: int) -> bool:
 
 
 def import_costs(code: str) -> list[tuple[str, float]]:
-    """Returns the packages whose own modules take longest to run, each with its seconds."""
+    """Return the packages whose own modules take longest to run, each with its seconds."""
     command = [sys.executable, "-X", "importtime", "-c", code]
-    told = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=env_of(HERE), check=True).stderr
+    output = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=env_of(HERE), check=True).stderr
     microseconds: Counter[str] = Counter()
-    for took, package in IMPORT_LINE.findall(told):
-        microseconds[package] += int(took)
-    return [(package, took / 1e6) for package, took in microseconds.most_common(NUM_PACKAGES)]
+    for duration, package in IMPORT_LINE.findall(output):
+        microseconds[package] += int(duration)
+    return [(package, duration / 1e6) for package, duration in microseconds.most_common(NUM_PACKAGES)]
 
 
 def env_of(src: Path) -> dict[str, str]:
@@ -156,7 +157,7 @@ def env_of(src: Path) -> dict[str, str]:
 
 
 def children_cpu_s() -> float:
-    """Returns the CPU seconds of all children that have ended, and of theirs."""
+    """Return the CPU seconds of all child processes that have ended, and of their children."""
     times = os.times()
     return times.children_user + times.children_system
 

@@ -1,4 +1,4 @@
-"""Samples to medians and ratios, and these to tables and plots."""
+"""Computes medians and ratios of samples, and shows them as tables and plots."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from columns import Column
 from rich.table import Table
 
 Medians = Mapping[str, Mapping[str, float]]
-"""Medians by contestant and by the title of a column, without columns in which it does not take part."""
+"""Medians by contestant and by column title. Columns that a contestant does not support are missing."""
 _BASE = "transformers"
 
 
 def medians_of(samples: Mapping[str, Mapping[str, Sequence[float]]], failures: Mapping[str, str]) -> Medians:
-    """Leaves out contestants that failed."""
+    """Return the medians of all contestants that did not fail."""
     return {
         name: {title: statistics.median(values) for title, values in titled.items() if values}
         for name, titled in samples.items()
@@ -26,15 +26,17 @@ def medians_of(samples: Mapping[str, Mapping[str, Sequence[float]]], failures: M
 def speed_table(
     columns: Sequence[Column], medians: Medians, failures: Mapping[str, str], theirs: Sequence[str]
 ) -> Table:
-    """Prints a row per contestant; under each median the ratio to the best of `theirs`, and to transformers."""
+    """Return a table with a row per contestant. Below each median are the ratios to the best of `theirs` and to
+    transformers.
+    """
     table = Table("", *(column.title for column in columns), title="Medians; below: × best vLLM | × transformers")
-    for name, found in medians.items():
+    for name, of_contestant in medians.items():
         cells = []
         for column in columns:
-            if column.title not in found:
+            if column.title not in of_contestant:
                 cells.append("—")
                 continue
-            value = found[column.title]
+            value = of_contestant[column.title]
             ratios = [
                 "—" if best is None else f"{column.ratio(value, best[1]):.2f}"
                 for best in (best_of(column, medians, theirs), best_of(column, medians, [_BASE]))
@@ -47,13 +49,13 @@ def speed_table(
 
 
 def best_of(column: Column, medians: Medians, names: Collection[str]) -> tuple[str, float] | None:
-    """Finds who of some contestants has the best median; None where none of them has any."""
+    """Return the contestant with the best median, and that median. Return None if there are no medians."""
     values = {name: medians[name][column.title] for name in names if column.title in medians.get(name, {})}
     return (name := column.best(values), values[name]) if values else None
 
 
 def largest_spread(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Says where the repeats of one cell differ most, which says how far to trust the rest."""
+    """Return a line with the largest ratio between repeats of one cell, as a measure of the noise."""
     spreads = [
         (max(values) / min(values), f"{name}, {title}")
         for name, titled in samples.items()
@@ -67,7 +69,7 @@ def largest_spread(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 
 def shares_table(shares: Mapping[tuple[str, str], Mapping[str, float]], failures: Mapping[str, str]) -> Table:
-    """Prints where the workers' time goes: a row per contestant and phase, in percent of the sum over all its ranks."""
+    """Return a table of the workers' time: a row per contestant and phase, in percent of the sum over all ranks."""
     categories = list(next(iter(shares.values()), {}))
     table = Table("", *categories, "total", title="Worker time in %")
     for (name, phase), seconds in shares.items():
@@ -79,7 +81,7 @@ def shares_table(shares: Mapping[tuple[str, str], Mapping[str, float]], failures
 
 
 def plot(columns: Sequence[Column], samples: Mapping[str, Mapping[str, Sequence[float]]], folder: Path) -> None:
-    """Draws a panel for each column into `peers.html`: a bar per contestant up to its median, and a point per round."""
+    """Write `peers.html` with a panel per column: a bar per contestant up to its median, and a point per round."""
     import plotly.graph_objects as go  # noqa: PLC0415  # optional
     from plotly.colors import qualitative  # noqa: PLC0415
     from plotly.subplots import make_subplots  # noqa: PLC0415

@@ -1,11 +1,12 @@
-"""Measures what KV on hosts and their disks is worth: the same requests with it and without, in one run.
+"""Measure the time that KV on hosts and their disks saves: the same requests with and without it, in one run.
 
     python benchmarks/tiers.py [--parallel 1] [--rounds 3]
 
-Requests with nothing in common come at once, on devices with KV for a quarter of them, so that they are preempted: KV
-that is given up is computed anew, or comes back from the host, or from a host with room for a quarter whose disk has
-the rest. Then each gets another turn. Each round has new prompts and begins with nothing cached; the three take turns.
-Ratios of medians; random prompts. Exits with 1 if outputs are not the same.
+Requests without common prefixes are submitted together. The device pool has blocks for a quarter of them, so requests
+are preempted. Three engines alternate. The first recomputes released KV. The second loads it from the host. The third
+has host blocks for a quarter of the requests and stores further KV on disk. Then each request has a second turn. Each
+round has new random prompts, and nothing is cached at its start. The table has ratios of times. The exit code is 1 if
+outputs differ.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from longspan import LLM, RequestOutput, SamplingParams
 
 _BLOCK = 64
 _TURN_TOKENS, _ANSWER_TOKENS = 32, 8
-_ALONE = "computed anew"
+_RECOMPUTED = "recomputed"
 
 
 def main() -> int:
-    """Serves, compares, prints."""
+    """Serve with each engine, print ratios, and return 1 if outputs differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
@@ -42,25 +43,30 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     taken_s: dict[tuple[str, str], list[float]] = defaultdict(list)
     facts: dict[str, str] = {}
     same = True
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="longspan-kv-"))
-        llms = {name: stack.enter_context(_start(asked, name, folder)) for name in (_ALONE, "host", "host and disk")}
-        rng = np.random.default_rng(asked.seed)
-        for _ in track(range(asked.rounds), "measuring", console=Console(stderr=True)):
-            drawn = rng.integers(5, 40_000, size=(asked.num_requests, asked.input_len + _TURN_TOKENS)).tolist()
-            prompts = [tokens[: asked.input_len] for tokens in drawn]
+        llms = {
+            name: stack.enter_context(_start(args, name, folder)) for name in (_RECOMPUTED, "host", "host and disk")
+        }
+        rng = np.random.default_rng(args.seed)
+        for _ in track(range(args.rounds), "measuring", console=Console(stderr=True)):
+            drawn = rng.integers(5, 40_000, size=(args.num_requests, args.input_len + _TURN_TOKENS)).tolist()
+            prompts = [tokens[: args.input_len] for tokens in drawn]
             answers = set()
             for name, llm in llms.items():
                 llm.reset_prefix_cache()
-                first = _timed(llm, prompts, asked.output_len, taken_s[name, "with preemption"])
-                said = [tuple(output.outputs[0].token_ids) for output in first]
-                asks = [[*p, *a, *more[asked.input_len :]] for p, a, more in zip(prompts, said, drawn, strict=True)]
-                second = _timed(llm, asks, _ANSWER_TOKENS, taken_s[name, "another turn"])
-                answers.add((tuple(said), tuple(tuple(output.outputs[0].token_ids) for output in second)))
+                first = _timed(llm, prompts, args.output_len, taken_s[name, "with preemption"])
+                replies = [tuple(output.outputs[0].token_ids) for output in first]
+                turns = [
+                    [*prompt, *reply, *tokens[args.input_len :]]
+                    for prompt, reply, tokens in zip(prompts, replies, drawn, strict=True)
+                ]
+                second = _timed(llm, turns, _ANSWER_TOKENS, taken_s[name, "another turn"])
+                answers.add((tuple(replies), tuple(tuple(output.outputs[0].token_ids) for output in second)))
                 facts[name] = _facts([*first, *second])
             same = same and len(answers) == 1
     Console().print(_report(taken_s, facts))
@@ -68,20 +74,20 @@ def main() -> int:
     return 0 if same else 1
 
 
-def _start(asked: argparse.Namespace, name: str, folder: str) -> LLM:
-    """Starts an engine with a quarter of the blocks that all requests need."""
-    longest = asked.input_len + asked.output_len
-    num_blocks = -(-longest // _BLOCK) * asked.num_requests // 4
-    arguments = {"block_size": _BLOCK, "num_gpu_blocks_override": num_blocks, "max_num_seqs": asked.num_requests}
-    llm_arguments = {"parallel": asked.parallel, "dtype": asked.dtype, "skip_tokenizer_init": True, **arguments}
-    if name == _ALONE:
-        return LLM(asked.model, **llm_arguments)
-    with LLM(asked.model, **llm_arguments, host_kv_gib=1.0) as llm:
+def _start(args: argparse.Namespace, name: str, folder: str) -> LLM:
+    """Start an engine with a quarter of the blocks that all requests need."""
+    longest = args.input_len + args.output_len
+    num_blocks = -(-longest // _BLOCK) * args.num_requests // 4
+    arguments = {"block_size": _BLOCK, "num_gpu_blocks_override": num_blocks, "max_num_seqs": args.num_requests}
+    llm_arguments = {"parallel": args.parallel, "dtype": args.dtype, "skip_tokenizer_init": True, **arguments}
+    if name == _RECOMPUTED:
+        return LLM(args.model, **llm_arguments)
+    with LLM(args.model, **llm_arguments, host_kv_gib=1.0) as llm:
         block_gib = llm.service.block_bytes / 2**30
     if name == "host":
-        return LLM(asked.model, **llm_arguments, host_kv_gib=8 * num_blocks * block_gib)
+        return LLM(args.model, **llm_arguments, host_kv_gib=8 * num_blocks * block_gib)
     return LLM(
-        asked.model,
+        args.model,
         **llm_arguments,
         host_kv_gib=num_blocks * block_gib,
         disk_kv_gib=8 * num_blocks * block_gib,
@@ -90,7 +96,7 @@ def _start(asked: argparse.Namespace, name: str, folder: str) -> LLM:
 
 
 def _timed(llm: LLM, prompts: Sequence[list[int]], num_tokens: int, taken_s: list[float]) -> list[RequestOutput]:
-    """Lets all that is on its way to other tiers arrive before, so that it is not timed."""
+    """Time the prompts. Transfers to other tiers that are still in flight are completed first, untimed."""
     while llm.engine.has_unfinished:
         llm.engine.step()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -102,18 +108,19 @@ def _timed(llm: LLM, prompts: Sequence[list[int]], num_tokens: int, taken_s: lis
 
 def _facts(outputs: Sequence[RequestOutput]) -> str:
     metrics = [output.metrics for output in outputs]
-    num_computed = sum(one.num_computed_tokens for one in metrics)
+    num_computed = sum(request.num_computed_tokens for request in metrics)
     needed = sum(len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1 for output in outputs)
-    return f"{sum(one.num_preemptions for one in metrics)} preemptions, {num_computed:,} of {needed:,} tokens computed"
+    num_preemptions = sum(request.num_preemptions for request in metrics)
+    return f"{num_preemptions} preemptions, {num_computed:,} of {needed:,} tokens computed"
 
 
 def _report(taken_s: dict[tuple[str, str], list[float]], facts: dict[str, str]) -> Table:
-    table = Table("", "KV that was given up", "s", "ratio", "lowest to highest", "last round, both turns")
-    for (name, what), seconds in sorted(taken_s.items(), key=lambda one: one[0][1], reverse=True):
-        ratios = [one / other for one, other in zip(seconds, taken_s[_ALONE, what], strict=True)]
+    table = Table("", "KV of preempted requests", "s", "ratio", "lowest to highest", "last round, both turns")
+    for (name, phase), seconds in sorted(taken_s.items(), key=lambda item: item[0][1], reverse=True):
+        ratios = [tier_s / base_s for tier_s, base_s in zip(seconds, taken_s[_RECOMPUTED, phase], strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         table.add_row(
-            what, name, f"{statistics.median(seconds):.1f}", f"{statistics.median(ratios):.2f}", spread, facts[name]
+            phase, name, f"{statistics.median(seconds):.1f}", f"{statistics.median(ratios):.2f}", spread, facts[name]
         )
     return table
 

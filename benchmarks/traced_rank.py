@@ -1,4 +1,4 @@
-"""A rank of `slow_link.py`: a worker that may write down when it computed, waited, and had messages on their way."""
+"""A rank of `slow_link.py`: a worker that can record the times of its work, its waits, and its messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from longspan.runtime import worker_process
 from longspan.runtime.executor.forkserver import StartWorker
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
-_MOST = 400_000
+_MAX_SLICES = 400_000
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """Something that went on: work of the rank, or a transfer from its start to when its receiver had it."""
+    """A period of work, or of a transfer, from its start to the end of the receiver's wait."""
 
     name: str
     kind: str
@@ -29,11 +29,11 @@ class Slice(msgspec.Struct, frozen=True):
     stop_s: float
 
 
-_slices: deque[Slice] = deque(maxlen=_MOST)
+_slices: deque[Slice] = deque(maxlen=_MAX_SLICES)
 
 
 class _Watch(Stopwatch):
-    """Also writes down each stretch of a category."""
+    """Also records each period of a category."""
 
     _since_s = 0.0
 
@@ -46,7 +46,7 @@ class _Watch(Stopwatch):
 
 
 class _Transport(TimedTransport):
-    """Also writes down each call, from its start to the end of the wait for it."""
+    """Also records each call, from its start to the end of the wait for it."""
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         return _Pending(super().start(sends, receives, tag), sum(buffer.nbytes for _, buffer in receives))
@@ -62,11 +62,11 @@ class _Pending:
 
 
 def main() -> None:
-    """Runs the worker that standard input names; its one argument is the descriptor of its lifeline."""
+    """Run the worker described on standard input. The only argument is the descriptor of its lifeline."""
     command = msgspec.json.decode(sys.stdin.buffer.read(), type=StartWorker, dec_hook=lambda kind, text: kind(text))
     trace = os.environ.get("LONGSPAN_TRACE")
     if trace:
-        rank_module.Stopwatch = _Watch  # type: ignore[attr-defined]  # what watches a rank is not for users to choose
+        rank_module.Stopwatch = _Watch  # type: ignore[attr-defined]  # users cannot choose these classes
         worker_module.TimedTransport = _Transport  # type: ignore[attr-defined]
     worker_process.main(command.config, command.rank, command.run_dir, int(sys.argv[1]))
     if trace:

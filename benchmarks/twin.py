@@ -1,23 +1,23 @@
-"""The same requests on two real instances, and on simulated ones that cost what `longspan profile` measured.
+"""Serve the same requests on real instances and on simulated ones, whose costs `longspan profile` measured.
 
     python benchmarks/twin.py [--policies chunked context tetris runahead] [--runs 2] [--num-requests 60] [--load 0.9]
                               [--burstiness 1 0.1] [--device cuda --instances 1 --within 0.1]
 
-Percentiles of times, errors, and where each request was placed, side by side. Machines that others use, too, drift by
-tens of percent within minutes, so everything is profiled anew before and after each run of all policies, in place of
-the profile that is stored. Policies decide by the one before; simulated steps cost what that says; in a second column
-what both say together; in a third one that much slower (or quicker) that simulated instances are as long busy as real
-ones were. The latter two are no predictions, but leave drift out: what is wrong there is wrong for another reason.
-Below: single prompts, and the drift.
+The script prints real and simulated percentiles of times, errors, and the placement of each request. Shared machines
+drift by tens of percent within minutes. A new profile is therefore measured before and after each run of all policies,
+and replaces the stored profile. Policies decide by the profile from before. Simulated steps have the costs of that
+profile in the first column, and of both profiles together in the second. The third column scales these costs by a
+factor, so that simulated instances are busy for the same time as real ones. The last two columns are no predictions:
+they exclude drift, so their errors have other causes. Single prompts and the drift follow below the table.
 
-With `--stored` the stored profile is used for all of that, and nothing is measured but what is served: minutes, not an
-hour. `longspan profile --threads-per-rank 1` stores it, with the same device and precision.
+With `--stored`, the stored profile is used instead, and no profile is measured: that takes minutes, not an hour.
+`longspan profile --threads-per-rank 1` stores it, with the same device and precision.
 
-The exit code is 1 when a prediction, which is by the profile from before, is further off than `--within`.
+The exit code is 1 if the error of a prediction, by the profile from before, exceeds `--within`.
 
-`seesaw` has another twin, since it is for throughput: 64 prompts at once on ranks that take turns as `pp2` and `tp2`,
-both profiled before; by costs, and by the paper's rule. Tokens per second must be within 15 %, and the numbers of
-transitions equal.
+`seesaw` has a different test, since it is for throughput. It serves 64 prompts, submitted together, on ranks that
+alternate between `pp2` and `tp2`, both profiled before. It decides by costs, and by the paper's rule. Tokens per second
+must be within 15 %, and the numbers of transitions must be equal.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ POLICIES = ("auto", "chunked", "context", "tetris", "runahead")
 INSTANCES = 2
 FAR_APART_S = 1e6
 ALONE = (500, 1500, 4000)
-"""Prompts that are served when nothing else is: the machine may be quicker or slower than when it was profiled."""
+"""Tokens of prompts that are served alone. Their errors show a change of the machine's speed since the profile."""
 WITHIN = 0.15
 INPUT_LEN_OFFLINE = (600, 1500)
 _ROUNDS = 4
 _LONG_GAP = 3.0
-"""Between tokens, of the real median: what waits for another's prompt has as much."""
+"""A gap between tokens is long if it exceeds the real median by this factor, as during the prefill of a prompt."""
 
 
 Placements = list[tuple[int, tuple[int, ...]]]
@@ -72,14 +72,14 @@ Placements = list[tuple[int, tuple[int, ...]]]
 
 
 def record(policy: Policy) -> Placements:
-    """Returns a list that grows with what the policy admits."""
+    """Return a list to which every admission of the policy is appended."""
     placements: Placements = []
     decide = policy.plan
 
     def plan(view: ClusterView) -> Plan:
-        found = decide(view)
-        placements.extend((part.request.id, part.group) for batch in found.batches for part in batch if part.hit)
-        return found
+        decision = decide(view)
+        placements.extend((part.request.id, part.group) for batch in decision.batches for part in batch if part.hit)
+        return decision
 
     policy.plan = plan  # type: ignore[method-assign]
     return placements
@@ -87,7 +87,7 @@ def record(policy: Policy) -> Placements:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Holds what one run showed: seconds to first tokens and between tokens, and where requests were placed."""
+    """The times and placements of one run: seconds to first tokens and between tokens, and busy seconds."""
 
     ttft_s: Sequence[float]
     tbt_s: Sequence[float]
@@ -96,7 +96,7 @@ class Times:
 
 
 def main() -> int:
-    """Profiles, serves, simulates, compares."""
+    """Profile, serve, simulate and compare. Return 1 if a prediction is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -108,89 +108,93 @@ def main() -> int:
     parser.add_argument(
         "--load", type=float, default=0.9, help="part of the rate that keeps simulated instances busy with `chunked`"
     )
-    parser.add_argument("--burstiness", type=float, nargs="+", default=[1.0], help="each: of gaps, below 1 in bursts")
+    parser.add_argument("--burstiness", type=float, nargs="+", default=[1.0], help="of arrivals: below 1 in bursts")
     parser.add_argument("--lengths", default="128,1024,2048,4096", help="prompts that are profiled")
-    parser.add_argument("--repeats", type=int, default=2, help="how often everything is measured in each profile")
-    parser.add_argument("--instances", type=int, default=INSTANCES, help="but of seesaw")
-    parser.add_argument("--stored", action="store_true", help="measure no profile: go by the one that is stored")
+    parser.add_argument("--repeats", type=int, default=2, help="repeats of each measurement in a profile")
+    parser.add_argument("--instances", type=int, default=INSTANCES, help="number of instances, except for seesaw")
+    parser.add_argument("--stored", action="store_true", help="use the stored profile and measure none")
     parser.add_argument("--within", type=float, default=WITHIN, help="the largest error of TTFT and TBT")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--host-kv-gib", type=float, default=0.3, help="of seesaw")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write percentiles and errors there, but of seesaw")
-    asked = parser.parse_args()
+    parser.add_argument("--host-kv-gib", type=float, default=0.3, help="host memory for seesaw's KV")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for percentiles, except of seesaw")
+    args = parser.parse_args()
     are_near: list[bool] = []
-    if "seesaw" in asked.policies:
-        are_near += _serve_offline(asked)
-        asked.policies = [name for name in asked.policies if name != "seesaw"]
-    if asked.policies:
-        are_near += _serve_online(asked)
+    if "seesaw" in args.policies:
+        are_near += _serve_offline(args)
+        args.policies = [name for name in args.policies if name != "seesaw"]
+    if args.policies:
+        are_near += _serve_online(args)
     return 0 if all(are_near) else 1
 
 
-def _serve_offline(asked: argparse.Namespace) -> Iterator[bool]:
-    """Profiles both specs of seesaw, compares real runs of it with simulated ones, and tells of each if it is near."""
-    lengths = [int(length) for length in asked.lengths.split(",") if int(length) < INPUT_LEN_OFFLINE[1]]
+def _serve_offline(args: argparse.Namespace) -> Iterator[bool]:
+    """Profile both specs of seesaw, and compare real and simulated runs. Yield True for each accurate simulation."""
+    lengths = [int(length) for length in args.lengths.split(",") if int(length) < INPUT_LEN_OFFLINE[1]]
     for tp in (1, 2):
-        start = partial(_start, asked, tp=tp)
+        start = partial(_start, args, tp=tp)
         with start(1) as llm:
             profile_file(llm.profile_key).unlink(missing_ok=True)
-        profile = measure(start, INSTANCES // tp, lengths, asked.repeats)
+        profile = measure(start, INSTANCES // tp, lengths, args.repeats)
         if tp == 1:
             measure_links(profile, INSTANCES)
     work = argparse.Namespace(
-        **vars(asked) | {"num_prompts": 64, "input_len": INPUT_LEN_OFFLINE, "output_len": (16, 64)}
+        **vars(args) | {"num_prompts": 64, "input_len": INPUT_LEN_OFFLINE, "output_len": (16, 64)}
     )
     requests = offline.draw(work)
-    for run in range(asked.runs):
+    for run in range(args.runs):
         for policy in ("seesaw", "seesaw strict=true"):
-            found = offline.serve(f"{policy}:pp2,tp2", requests, work)
-            tokens = sum(len(one.prompt) + one.output_len for one in requests)
-            assert found.simulated_s is not None, "both specs were profiled"
-            error = found.real_s / found.simulated_s - 1
-            is_good = abs(error) <= asked.within and len(found.transitions) == found.simulated_transitions
-            print(f"run {run}, {policy}, pp2 and tp2 by turns: {tokens / found.real_s:.0f} tokens/s, ", end="")
-            print(f"{tokens / found.simulated_s:.0f} simulated ({error:+.1%}); ", end="")
-            print(f"{len(found.transitions)} transitions, {found.simulated_transitions} simulated: ", end="")
+            result = offline.serve(f"{policy}:pp2,tp2", requests, work)
+            tokens = sum(len(request.prompt) + request.output_len for request in requests)
+            assert result.simulated_s is not None, "both specs were profiled"
+            error = result.real_s / result.simulated_s - 1
+            is_good = abs(error) <= args.within and len(result.transitions) == result.simulated_transitions
+            print(f"run {run}, {policy}, pp2 and tp2 alternating: {tokens / result.real_s:.0f} tokens/s, ", end="")
+            print(f"{tokens / result.simulated_s:.0f} simulated ({error:+.1%}); ", end="")
+            print(f"{len(result.transitions)} transitions, {result.simulated_transitions} simulated: ", end="")
             print("pass" if is_good else "FAIL", flush=True)
             yield is_good
 
 
-def _start(asked: argparse.Namespace, instances: int, *, tp: int | None = None) -> LLM:
-    options = {"device": asked.device, "dtype": asked.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True}
-    options["load_format"] = asked.load_format
-    return LLM(asked.model, instances=instances, tp=tp, **options)
+def _start(args: argparse.Namespace, instances: int, *, tp: int | None = None) -> LLM:
+    options = {"device": args.device, "dtype": args.dtype, "threads_per_rank": 1, "skip_tokenizer_init": True}
+    options["load_format"] = args.load_format
+    return LLM(args.model, instances=instances, tp=tp, **options)
 
 
-def _serve_online(asked: argparse.Namespace) -> Iterator[bool]:
-    """Serves by each policy, and tells of each run whether what was predicted is near."""
-    start = partial(_start, asked)
-    lengths = [int(length) for length in asked.lengths.split(",")]
+def _serve_online(args: argparse.Namespace) -> Iterator[bool]:
+    """Serve with each policy, and yield True for each run with an accurate prediction."""
+    start = partial(_start, args)
+    lengths = [int(length) for length in args.lengths.split(",")]
     with start(1) as llm:
         stored = profile_file(llm.profile_key)
 
     def profiled() -> Profile:
-        if asked.stored:
+        if args.stored:
             return Profile.from_json(stored.read_text(encoding="utf-8"))
         stored.unlink(missing_ok=True)
-        return measure_links(measure(start, asked.instances, lengths, asked.repeats), asked.instances)
+        return measure_links(measure(start, args.instances, lengths, args.repeats), args.instances)
 
     before, rows = profiled(), list[dict[str, object]]()
-    for run in range(asked.runs):
-        served = [_Served.by(start, name, asked, how, before) for how in asked.burstiness for name in asked.policies]
+    for run in range(args.runs):
+        served = [
+            _Served.by(start, name, args, burstiness, before)
+            for burstiness in args.burstiness
+            for name in args.policies
+        ]
         after = profiled()
-        for one in served:
-            print(f"\nrun {run}, policy {one.twin.name}, {asked.instances} x 1 thread, burstiness {one.burstiness:g}")
-            yield one.report(before, after, asked.within)
-            rows.append({"run": run, **one.numbers(before)})
-            if asked.json:
-                asked.json.write_text(json.dumps({"within": asked.within, "rows": rows}, indent=1) + "\n")
+        for case in served:
+            print(f"\nrun {run}, policy {case.twin.name}, {args.instances} x 1 thread, burstiness {case.burstiness:g}")
+            yield case.report(before, after, args.within)
+            rows.append({"run": run, **case.numbers(before)})
+            if args.json:
+                args.json.write_text(json.dumps({"within": args.within, "rows": rows}, indent=1) + "\n")
         print(f"\nrun {run}, profiled after / before, single instance: {_drift(before, after):.2f}", flush=True)
         before = after
 
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """A policy on simulated instances that are configured as the real ones."""
+    """A policy on simulated instances with the configuration of the real instances."""
 
     name: str
     facts: Facts
@@ -198,38 +202,38 @@ class Twin:
     vocab_size: int
 
     def policy(self) -> Policy:
-        """Makes the policy anew, as both have it."""
+        """Return a new policy. The real and the simulated engine need one each."""
         return make_policy(self.name, num_instances=self.config.cluster.num_instances, options={}, facts=self.facts)
 
     def arrival(self, place: int, input_len: int, output_len: int) -> Arrival:
-        """Makes a request that has no prefix in common with others, long after those before it."""
+        """Return a request that shares no prefix with other requests, and arrives long after the request before."""
         drawn = np.random.default_rng([input_len, place]).integers(self.vocab_size, size=input_len)
         return Arrival(due_s=FAR_APART_S * place, prompt=tuple(drawn.tolist()), output_len=output_len)
 
-    def arrivals(self, asked: argparse.Namespace, burstiness: float, profile: Profile) -> list[Arrival]:
-        """Draws arrivals, the same for every policy, at a rate near what a simulated cluster without groups can do."""
-        number, rng = asked.num_requests, np.random.default_rng(asked.seed)
+    def arrivals(self, args: argparse.Namespace, burstiness: float, profile: Profile) -> list[Arrival]:
+        """Draw arrivals, the same for every policy, at `--load` times the simulated rate of `chunked`."""
+        number, rng = args.num_requests, np.random.default_rng(args.seed)
         inputs, outputs = (draw_lengths(lengths, number, rng) for lengths in (INPUT_LEN, OUTPUT_LEN))
         arrivals = [self.arrival(place, *lengths) for place, lengths in enumerate(zip(inputs, outputs, strict=True))]
         busy_s = self._run(arrivals, profile, replace(self, name="chunked").policy()).busy_s
-        rate = asked.load * number * len(busy_s) / sum(busy_s)
+        rate = args.load * number * len(busy_s) / sum(busy_s)
         times = arrival_times(number, rate=rate, burstiness=burstiness, rng=rng)
-        return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
+        return [replace(arrival, due_s=due_s) for arrival, due_s in zip(arrivals, times, strict=True)]
 
     def simulate(self, arrivals: Sequence[Arrival], profile: Profile, slower: float = 1.0) -> Times:
-        """Simulates with steps that cost so many times what a profile says."""
+        """Simulate with the steps' costs of a profile, multiplied by `slower`."""
         policy = self.policy()
         placements = record(policy)
         result = self._run(arrivals, profile, policy, slower)
         return Times(
-            ttft_s=[one.ttft_s for one in result.served],
-            tbt_s=[gap for one in result.served for gap in one.tbt_s],
+            ttft_s=[request.ttft_s for request in result.served],
+            tbt_s=[gap for request in result.served for gap in request.tbt_s],
             placements=placements,
             busy_s=sum(result.busy_s),
         )
 
     def slower(self, arrivals: Sequence[Arrival], profile: Profile, busy_s: float) -> float:
-        """Returns how many times what a profile says steps must cost, so that instances are busy for so long."""
+        """Return the factor for a profile's costs with which simulated instances are busy for `busy_s` seconds."""
         factor = 1.0
         for _ in range(_ROUNDS):
             factor *= busy_s / self.simulate(arrivals, profile, factor).busy_s
@@ -244,7 +248,7 @@ class Twin:
 
 @dataclass(frozen=True, kw_only=True)
 class _Served:
-    """Times of real instances under a policy: with all requests, and with each of `ALONE`."""
+    """Times of real instances under a policy: with all requests, and with each prompt of `ALONE`."""
 
     twin: Twin
     burstiness: float
@@ -254,19 +258,19 @@ class _Served:
 
     @classmethod
     def by(
-        cls, start: Callable[[int], LLM], name: str, asked: argparse.Namespace, burstiness: float, profile: Profile
+        cls, start: Callable[[int], LLM], name: str, args: argparse.Namespace, burstiness: float, profile: Profile
     ) -> _Served:
-        with start(asked.instances) as llm:
+        with start(args.instances) as llm:
             twin = Twin(name=name, facts=llm.facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
-            arrivals = twin.arrivals(asked, burstiness, profile)
+            arrivals = twin.arrivals(args, burstiness, profile)
             real = _serve(llm, twin.policy(), arrivals)
             alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
         return cls(twin=twin, burstiness=burstiness, arrivals=arrivals, real=real, alone=alone)
 
     def report(self, before: Profile, after: Profile, within: float) -> bool:
-        """Prints it beside what is simulated by the profiles, and returns whether the one from before is near."""
+        """Print real times with simulated ones of each profile. Return True if the profile from before is accurate."""
         twin, arrivals, both = self.twin, self.arrivals, _joined(before, after)
-        if max(one.members for one in both.prefills) < twin.config.cluster.num_instances:
+        if max(prefill.members for prefill in both.prefills) < twin.config.cluster.num_instances:
             return report_times(self.real, {}, within)
         slower = twin.slower(arrivals, both, self.real.busy_s)
         columns = {
@@ -275,13 +279,14 @@ class _Served:
             f"both x{slower:.2f}": twin.simulate(arrivals, both, slower),
         }
         is_near = report_times(self.real, columns, within)
-        said = [twin.simulate([twin.arrival(0, length, 2)], both) for length in ALONE]
-        ratios = (simulated.ttft_s[0] / one.ttft_s[0] for simulated, one in zip(said, self.alone, strict=True))
-        print(f"single prompts of {ALONE} tokens, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in ratios)}")
+        simulated = [twin.simulate([twin.arrival(0, length, 2)], both) for length in ALONE]
+        ratios = [times.ttft_s[0] / real.ttft_s[0] for times, real in zip(simulated, self.alone, strict=True)]
+        listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"single prompts of {ALONE} tokens, simulated / real TTFT: {listed}")
         return is_near
 
     def numbers(self, before: Profile) -> dict[str, object]:
-        """Returns percentiles in seconds, measured ones and ones simulated with the profile of an earlier run."""
+        """Return percentiles in seconds, measured, and simulated with the profile from before."""
         simulated = self.twin.simulate(self.arrivals, before)
         return {
             "policy": self.twin.name,
@@ -292,7 +297,7 @@ class _Served:
 
 
 def _joined(before: Profile, after: Profile) -> Profile:
-    """Adds the times of another profile, but takes that one's of links."""
+    """Return `before` with the times of `after` added. Links have the times of `after` only."""
     for measured in after.prefills + after.decodes:
         before = before.with_measured(measured)
     for transfer in after.transfers:
@@ -301,18 +306,18 @@ def _joined(before: Profile, after: Profile) -> Profile:
 
 
 def _drift(before: Profile, after: Profile) -> float:
-    """Measures seconds of prefills on one instance, by seconds of the same before."""
-    pairs = [(one.median_s, after.find(one)) for one in before.prefills if one.members == 1]
+    """Return the geometric mean of the ratios, after to before, of prefill seconds on one instance."""
+    pairs = [(prefill.median_s, after.find(prefill)) for prefill in before.prefills if prefill.members == 1]
     return statistics.geometric_mean(other.median_s / seconds for seconds, other in pairs if other is not None)
 
 
 def _serve(llm: LLM, policy: Policy, arrivals: Sequence[Arrival]) -> Times:
-    """Runs the engine itself, as `simulate` drives it."""
+    """Drive the real engine with the same loop as `simulate`."""
     engine = llm.engine
-    # Two lengths, and then one request alone: Triton compiles kernels of their own for multiples of 16, and for 1.
+    # Two lengths, and then a request alone: Triton compiles separate kernels for multiples of 16, and for 1.
     ids = [5 + token % (llm.info.vocab_size - 5) for token in range(608)]
     warm = [engine.add(tuple(ids[:length]), _params(number)) for length, number in ((595, 4), (608, 8))]
-    while any(one.finish_reason is None for one in warm):
+    while any(request.finish_reason is None for request in warm):
         engine.step()
     placements = record(policy)
     engine.set_policy(policy)
@@ -330,8 +335,8 @@ def _serve(llm: LLM, policy: Policy, arrivals: Sequence[Arrival]) -> Times:
             time.sleep(to_next)
     first = requests[0].id
     return Times(
-        ttft_s=[one.metrics.ttft_s or 0.0 for one in requests],
-        tbt_s=[gap for one in requests for gap in one.metrics.tbt_s],
+        ttft_s=[request.metrics.ttft_s or 0.0 for request in requests],
+        tbt_s=[gap for request in requests for gap in request.metrics.tbt_s],
         placements=[(request_id - first, group) for request_id, group in placements],
         busy_s=sum(engine.load().busy_s) - busy_s,
     )
@@ -342,16 +347,16 @@ def _params(num_tokens: int) -> SamplingParams:
 
 
 def report_times(real: Times, simulated: Mapping[str, Times], within: float) -> bool:
-    """Prints percentiles, errors and placements; returns whether all errors of the first simulation are small."""
+    """Print percentiles, errors and placements. Return True if all errors of the first simulation are small."""
     if simulated:
         print("simulated with the profile from before, with both, and as busy")
     print(f"{'':10}{'real, s':>12}" + "".join(f"{column + ', s':>14}{'error':>9}" for column in simulated))
     errors: dict[str, list[float]] = {column: [] for column in simulated}
-    said = {column: percentiles(times) for column, times in simulated.items()}
-    for name, took_s in percentiles(real).items():
-        line = f"{name:10}{took_s:12.4f}"
-        for column, seconds in said.items():
-            errors[column].append(seconds[name] / took_s - 1)
+    predicted = {column: percentiles(times) for column, times in simulated.items()}
+    for name, real_s in percentiles(real).items():
+        line = f"{name:10}{real_s:12.4f}"
+        for column, seconds in predicted.items():
+            errors[column].append(seconds[name] / real_s - 1)
             line += f"{seconds[name]:14.4f}{errors[column][-1]:9.1%}"
         print(line)
     cliff_s = _LONG_GAP * float(np.median(real.tbt_s))
@@ -362,19 +367,19 @@ def report_times(real: Times, simulated: Mapping[str, Times], within: float) -> 
         verdict = "pass" if _are_within(of_column, within) else "FAIL"
         print(f"{column}: {verdict}: TTFT and TBT within {within:.0%} wanted, {max(of_column, key=abs):+.1%} at worst")
     if not simulated:
-        print("larger groups than were profiled: not simulated")
+        print("groups are larger than the profiled ones: not simulated")
         return True
     pairs = list(zip(real.placements, simulated["before"].placements, strict=False))
-    same = sum(one == other for one, other in pairs)
+    same = sum(placed == predicted_place for placed, predicted_place in pairs)
     print(f"placements, request: group (real | simulated); {same} of {len(pairs)} the same")
-    for one, other in pairs:
-        mark = "" if one == other else "   <-"
-        print(f"  {_words(one):>16} | {_words(other)}{mark}")
+    for placed, predicted_place in pairs:
+        mark = "" if placed == predicted_place else "   <-"
+        print(f"  {_words(placed):>16} | {_words(predicted_place)}{mark}")
     return _are_within(errors["before"], within)
 
 
 def percentiles(times: Times) -> dict[str, float]:
-    """Returns seconds by names such as `TTFT P90`."""
+    """Return seconds by names such as `TTFT P90`."""
     return {
         f"{label} P{percent}": float(np.percentile(seconds, percent))
         for label, seconds in (("TTFT", times.ttft_s), ("TBT", times.tbt_s))

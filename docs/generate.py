@@ -1,6 +1,6 @@
 """Write the generated parts of the pages: flags, limits, metrics, refused fields, recorded errors, claims, models.
 
-`python docs/generate.py` rewrites them. With `--check` it exits with 1 if they are not up to date.
+`python docs/generate.py` rewrites the pages. `--check` only reports pages that are not up to date.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = tuple[str, ...]
 
 
 def main() -> int:
-    """Write the pages, or only check them. Return 1 if a checked page is not up to date."""
+    """Write the pages. With `--check`, write nothing and return 1 if a page is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     only_check = parser.parse_args().check
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def rewritten(text: str) -> str:
-    """Return the page with new generated parts."""
+    """Return the page with its generated parts up to date."""
     return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n{part[3]}", text)
 
 
@@ -106,48 +106,42 @@ def _refused() -> str:
 
 
 def _computed_errors() -> str:
-    rows = [(one.what, one.wanted, f"{one.mean:g} %", one.worst) for one in catalog.errors()[0]]
+    rows = [(error.what, error.wanted, f"{error.mean:g} %", error.worst) for error in catalog.errors()[0]]
     return _table(("", "wanted", "mean error", "worst"), rows)
 
 
 def _served_errors() -> str:
     rows = []
-    for one in catalog.errors()[1]:
-        values = (one.ttft_p50, one.ttft_p90, one.tbt_p50, one.tbt_p90)
-        rows.append((f"`{one.policy}`", *(f"{value:+g} %".replace("-", "−") for value in values)))
+    for error in catalog.errors()[1]:
+        values = (error.ttft_p50, error.ttft_p90, error.tbt_p50, error.tbt_p90)
+        rows.append((f"`{error.policy}`", *(f"{value:+g} %".replace("-", "−") for value in values)))
     return _table(("", "TTFT P50", "TTFT P90", "TBT P50", "TBT P90"), rows)
 
 
 def _claims() -> str:
-    found = json.loads(_CLAIMS.read_text(encoding="utf-8"))
-    papers = found["papers"].items()
+    stored = json.loads(_CLAIMS.read_text(encoding="utf-8"))
+    papers = stored["papers"].items()
     numbers = [
-        (paper, *(str(sum(one["verdict"] == verdict for one in claims)) for verdict in _VERDICTS))
+        (paper, *(str(sum(claim["verdict"] == verdict for claim in claims)) for verdict in _VERDICTS))
         for paper, claims in papers
     ]
     parts = [_table(("paper", *_VERDICTS), numbers)]
-    parts.append(_table(("rule", "a claim holds when"), list(found["rules"].items())))
+    parts.append(_table(("rule", "a claim holds when"), list(stored["rules"].items())))
     head = ("where", "claim", "the paper", "ours", "rule", "verdict")
-    parts += [f"## {paper}\n\n{_table(head, [_claim(one) for one in claims])}" for paper, claims in papers]
+    parts += [f"## {paper}\n\n{_table(head, [_claim(claim) for claim in claims])}" for paper, claims in papers]
     return "\n".join(parts)
 
 
-def _claim(one: dict[str, str]) -> Row:
-    says = f"{one['says']}<br> *{one['why']}*" if one["why"] else one["says"]
-    verdict = f"**{one['verdict']}**" if one["verdict"] == "fails" else one["verdict"]
-    return (
-        one["where"],
-        says,
-        one["paper"],
-        one["ours"],
-        one["rule"],
-        verdict + (", required" if one["required"] else ""),
-    )
+def _claim(claim: dict[str, str]) -> Row:
+    says = f"{claim['says']}<br> *{claim['why']}*" if claim["why"] else claim["says"]
+    verdict = f"**{claim['verdict']}**" if claim["verdict"] == "fails" else claim["verdict"]
+    required = ", required" if claim["required"] else ""
+    return (claim["where"], says, claim["paper"], claim["ours"], claim["rule"], verdict + required)
 
 
 def _models() -> str:
-    found = json.loads(_MODELS.read_text(encoding="utf-8"))
-    rows: dict[str, dict[str, dict[str, str]]] = {name: row["cells"] for name, row in found["rows"].items()}
+    stored = json.loads(_MODELS.read_text(encoding="utf-8"))
+    rows: dict[str, dict[str, dict[str, str]]] = {name: row["cells"] for name, row in stored["rows"].items()}
     cells = list(next(iter(rows.values())))
     reasons: dict[str, int] = {}
     types, variants = ([name for name in rows if (", " in name) == has_words] for has_words in (False, True))
@@ -163,7 +157,7 @@ def _models() -> str:
     notes = [(str(number), reason) for reason, number in reasons.items()]
     return "\n".join(
         (
-            f"Transformers {found['transformers']} has {len(types)} types.\n",
+            f"Transformers {stored['transformers']} has {len(types)} types.\n",
             _table(("types that are", *cells), numbers),
             "## Types\n\n" + tables[0],
             "## Variants\n\n" + tables[1],
@@ -173,7 +167,7 @@ def _models() -> str:
 
 
 def _verdicts(row: dict[str, dict[str, str]], reasons: dict[str, int], types: Sequence[str]) -> Iterator[str]:
-    """Yield the text of each cell of a row. Number the reasons in order. Types share reasons that name them."""
+    """Yield the text of each cell of a row, and number new reasons. Types share a reason that differs by name only."""
     for cell in row.values():
         verdict = f"**{cell['verdict']}**" if cell["verdict"] in {"wrong", "lost"} else cell["verdict"]
         if reason := cell.get("reason"):

@@ -1,4 +1,4 @@
-"""A Hugging Face model whose prompt is split between processes, compared with the model in one process.
+"""Compare a Hugging Face model whose prompt is split between processes with the model in a single process.
 
 Run it as: torchrun --nproc-per-node 2 examples/context_parallel_model.py [--smollm2]
 """
@@ -22,7 +22,7 @@ def main() -> None:
     """Print the largest difference between the logits of the last token."""
     dist.init_process_group("gloo")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smollm2", action="store_true", help="the real SmolLM2-135M, not a small random Llama")
+    parser.add_argument("--smollm2", action="store_true", help="use SmolLM2-135M instead of a small random Llama")
     model = smollm2() if parser.parse_args().smollm2 else random_llama()
     ids = torch.randint(3, model.config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
     expected = model(ids[None]).logits[0, -1]

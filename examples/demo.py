@@ -1,7 +1,7 @@
-"""Hides a pass key in the middle of Python's own documentation and asks for it, on two instances.
+"""Hide a pass key in the middle of Python's own documentation and ask for it, on two instances.
 
-Each instance computes, and keeps the keys and values of, about half of the prompt; the ring between them makes the
-attention exact, so the answer is the one that a single instance would give.
+Each instance computes about half of the prompt and stores its keys and values. The ring between the instances makes the
+attention exact, so the answer is the same as on a single instance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_TOKENS = 4_200
 
 
 def main() -> int:
-    """Runs the demo; returns 0 if the model found the key."""
+    """Run the demo. Return 0 if the model found the key."""
     options = _options()
     print(f"Starting {options.instances} instances of smollm2-135m ...")
     with LLM("smollm2-135m", dtype="float32", instances=options.instances) as llm:
@@ -29,13 +29,13 @@ def main() -> int:
         print(f"\n{QUESTION}", end="", flush=True)
         answer = ask(llm, prompt)
         print_statistics(answer, llm)
-    found = answer.outputs[0].text.strip() == str(options.key)
-    print("The key was found." if found else "The key was not found.")
-    return 0 if found else 1
+    is_found = answer.outputs[0].text.strip() == str(options.key)
+    print("The key was found." if is_found else "The key was not found.")
+    return 0 if is_found else 1
 
 
 def ask(llm: LLM, prompt: str) -> RequestOutput:
-    """Prints the answer while it comes, and returns it."""
+    """Print the answer while it is generated, and return it."""
     shown = 0
     for answer in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=16, stop=["."])):
         text = answer.outputs[0].text
@@ -46,7 +46,7 @@ def ask(llm: LLM, prompt: str) -> RequestOutput:
 
 
 def print_statistics(answer: RequestOutput, llm: LLM) -> None:
-    """Prints who holds how much of the prompt, how long it took, and what was sent."""
+    """Print the prompt tokens on each instance, the times, and the bytes of exchanges."""
     metrics = answer.metrics
     for instance, num_tokens in enumerate(metrics.kv_tokens_per_instance):
         print(f"prompt tokens on instance {instance} {num_tokens:>12,}")
@@ -59,7 +59,7 @@ def print_statistics(answer: RequestOutput, llm: LLM) -> None:
 
 
 def first_paragraphs(text: str, num_tokens: int, llm: LLM) -> str:
-    """Returns the first paragraphs of `text`: as many as it takes to have `num_tokens` tokens."""
+    """Return the first paragraphs of `text` that have at least `num_tokens` tokens."""
     paragraphs: list[str] = []
     for paragraph in text.split("\n\n"):
         if num_tokens <= 0:
@@ -70,7 +70,7 @@ def first_paragraphs(text: str, num_tokens: int, llm: LLM) -> str:
 
 
 def hide(key: int, text: str, depth: float) -> str:
-    """Returns `text` with a sentence that gives the key away between two of its paragraphs, at about `depth` of it."""
+    """Return `text` with a paragraph that contains the key, inserted at about `depth` of its length."""
     before = text[: int(len(text) * depth)].rpartition("\n\n")[0]
     after = text[len(before) :]
     return f"{before}\n\nThe secret pass key is {key}. Remember it. {key} is the pass key.{after}"
@@ -79,8 +79,8 @@ def hide(key: int, text: str, depth: float) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=2, help="instances that share the prompt (default 2)")
-    parser.add_argument("--depth", type=float, default=0.5, help="where the key is hidden, 0 to 1 (default 0.5)")
-    parser.add_argument("--key", type=int, default=10_000 + secrets.randbelow(90_000), help="default: a random one")
+    parser.add_argument("--depth", type=float, default=0.5, help="position of the key, 0 to 1 (default 0.5)")
+    parser.add_argument("--key", type=int, default=10_000 + secrets.randbelow(90_000), help="default: a random key")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Attention over one sequence that is split between processes, compared with attention in one.
+"""Compare attention over a sequence that is split between processes with attention in a single process.
 
 Run it as: torchrun --nproc-per-node 2 examples/ring_attention.py
 """

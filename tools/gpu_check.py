@@ -4,8 +4,8 @@
 
 PYTHON names the interpreter of the checks, and WHEELS a folder of wheels to install for them. OUT gets log.txt, with
 the output of every check, and report.json, which is replaced whenever a check begins or ends. So an interrupted run
-leaves a complete report. Standard output has a line per check and the last lines of each that failed, and is short.
-The exit code is 1 if a check failed, and 128 and the number of the signal if one ended the run.
+leaves a complete report. Standard output is short: a line per check, and the last lines of each failed check. The exit
+code is 1 if a check failed, and 128 plus the number of the signal if a signal ended the run.
 
 This file and `gpu_plan` use the standard library only, since the machine may have nothing else.
 """
@@ -35,18 +35,18 @@ TAIL_LINES = 15
 MAX_PRINTED = 9000
 """Characters on standard output. A caller that sees the last 12,000 characters sees all."""
 LEAST_TAIL = 400
-"""Characters of standard output that are kept for each check to come, in case it fails, too."""
+"""Characters of standard output that are reserved for each later check, in case it fails, too."""
 MAX_WIDTH, MAX_LINE = 160, 1000
-"""Characters of a line of these on standard output, and in the report."""
+"""Characters of each such line on standard output, and in the report."""
 MAX_LOGGED = 2 << 20
-"""Bytes of a check's output in the log. The middle of more is left out, so that the log fits into 16 MiB."""
+"""Bytes of a check's output in the log. The middle of longer output is cut out, so that the log fits into 16 MiB."""
 MAX_FAILURES = 50
 """Failed tests that the report names."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, and no error
-    """A signal asked this process to end."""
+    """This process received a signal to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -54,24 +54,24 @@ class Interrupted(Exception):  # noqa: N818 - a request, and no error
 
 
 def main() -> int:
-    """Runs the checks that are asked for; returns the exit code."""
+    """Run the requested checks and return the exit code."""
     begun_s = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=tuple(TOTAL_S), help="quick takes 150 seconds at most, full 590")
     parser.add_argument("out", type=Path, help="folder for report.json and log.txt")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="run these checks of the mode, such as failed ones")
-    asked = parser.parse_args()
-    known = [check.name for check in plan(asked.mode, "", "", ())]
-    if unknown := set(asked.only or ()) - set(known):
-        parser.error(f"--only names {', '.join(sorted(unknown))}; the checks of {asked.mode} are {', '.join(known)}")
+    args = parser.parse_args()
+    names = [check.name for check in plan(args.mode, "", "", ())]
+    if unknown := set(args.only or ()) - set(names):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; the checks of {args.mode} are {', '.join(names)}")
     wheels: tuple[str, ...] = ()
     if folder := os.environ.get("WHEELS"):
         wheels = tuple(sorted(str(path.resolve()) for path in Path(folder).glob("*.whl")))
         if not wheels:
             parser.error(f"WHEELS is {folder!r}, where no .whl file is: collect them with tools/gpu_wheels.py")
-    asked.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    run = Run(asked.mode, asked.out.resolve(), scratch, wheels, begun_s, asked.only)
+    run = Run(args.mode, args.out.resolve(), scratch, wheels, begun_s, args.only)
     try:
         for number in _SIGNALS:
             signal.signal(number, _interrupt)
@@ -84,8 +84,8 @@ def main() -> int:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    for other in _SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
     raise Interrupted(number)
 
 
@@ -93,9 +93,9 @@ class Run:
     """Runs the checks of a plan one after the other, and keeps their report.
 
     Args:
-        scratch: a folder for whatever the checks write.
+        scratch: a folder for the files of the checks.
         begun_s: the start of the run, by the monotonic clock.
-        only: the checks to run, with those that they need; None means all of the mode.
+        only: the checks to run, in addition to the checks that they need. None means all of the mode.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Run:
         self._results.mkdir()
         checks = plan(mode, str(self._results), str(packages), wheels)
         self._checks = checks if only is None else chosen(checks, only)
-        path = [str(ROOT / "src"), str(packages), *(str(ROOT / "tests" / one) for one in ("attn", "support"))]
+        path = [str(ROOT / "src"), str(packages), *(str(ROOT / "tests" / name) for name in ("attn", "support"))]
         path.append(os.environ.get("PYTHONPATH", ""))
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTHONUNBUFFERED": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "LONGSPAN_CACHE": str(scratch / "cache"),  # no profile from before counts
+            "LONGSPAN_CACHE": str(scratch / "cache"),  # without profiles of earlier runs
             "TRITON_CACHE_DIR": str(scratch / "triton"),
             "TMPDIR": str(scratch),
         }
@@ -141,7 +141,7 @@ class Run:
         self._save()
 
     def all(self) -> int:
-        """Runs every check, unless one fails without which the others are of no use; returns the exit code."""
+        """Run every check, but stop if a check with `stops` fails. Return the exit code."""
         state = "complete"
         for place, check in enumerate(self._checks):
             if self._run(place, check) != "passed" and check.stops:
@@ -151,7 +151,7 @@ class Run:
         return 0 if all(entry["status"] == "passed" for entry in self._entries) else 1
 
     def end(self, state: str) -> None:
-        """Saves the report of a run that is over, and prints its aims."""
+        """Save the report of a finished run, and print its aims."""
         self._report["state"] = state
         self._save()
         for aim in self._report["aims"]:
@@ -160,7 +160,7 @@ class Run:
             )
             self._print(f"aim of {aim['wanted']:.0%}: {aim['aim']}: {reached}")
         counts = [
-            f"{sum(one['status'] == status for one in self._entries)} {status}" for status in ("passed", "not run")
+            f"{sum(entry['status'] == status for entry in self._entries)} {status}" for status in ("passed", "not run")
         ]
         failed = [entry["name"] for entry in self._entries if entry["status"] not in {"passed", "not run"}]
         self._print(f"{state}: {', '.join(counts)}, {len(failed)} failed in {self._seconds():.0f} s {' '.join(failed)}")
@@ -194,9 +194,9 @@ class Run:
         return status
 
     def _execute(self, check: Check, limit_s: float) -> tuple[int, bool]:
-        """Runs a command with its output in the log; returns the exit code, and whether there was too little time.
+        """Run a command with its output in the log. Return the exit code, and True if it exceeded its time.
 
-        A command that takes longer gets SIGINT first, by which Python says where it was and pytest writes its results.
+        A command that exceeds its time first receives SIGINT: Python prints a traceback, and pytest writes its results.
         """
         begun_s = time.monotonic()
         with contextlib.ExitStack() as files:
@@ -233,14 +233,14 @@ class Run:
     # ------------------------------------------------------------ results
 
     def _results_of(self, check: Check) -> dict[str, Any]:
-        """Takes what a check wrote: a later check may write a file of the same name."""
+        """Read and remove the results of a check: a later check may write a file of the same name."""
         results: dict[str, Any] = {}
         for name in (*check.results, *filter(None, [check.printed])):
             path = self._results / f"{name}.json"
             if path.exists():
                 with contextlib.suppress(ValueError):  # it was interrupted while it wrote
                     results[name] = json.loads(path.read_text(encoding="utf-8"))
-                if name != "ceilings":  # which others read
+                if name != "ceilings":  # later checks read it
                     path.unlink()
         if check.junit and (self._results / check.junit).exists():
             with contextlib.suppress(ET.ParseError):
@@ -248,7 +248,7 @@ class Run:
         return results
 
     def _save(self) -> None:
-        """Replaces the report at once, so that a reader never finds a part of one."""
+        """Replace the report atomically, so that a reader never sees a part of it."""
         results = {entry["name"]: entry["results"] for entry in self._entries if "results" in entry}
         self._report.update(seconds=round(self._seconds(), 1), aims=aims(self._mode, results))
         draft = self._out / ".report.json.new"
@@ -261,19 +261,19 @@ class Run:
     # ------------------------------------------------------------ output
 
     def _begin_of(self, check: Check) -> int:
-        """Writes the title of a check to the log; returns where its output begins."""
+        """Write the title of a check to the log. Return the position at which its output begins."""
         with self._log.open("ab") as log:
             log.write(f"\n===== {check.name}: {' '.join(check.command)}\n".encode())
             return log.tell()
 
     def _log_printed(self, check: Check) -> None:
-        """Adds to the log what the command printed for the report: it may be an error, too."""
+        """Append the command's printed result to the log: it may be an error message."""
         if check.printed and (printed := self._results / f"{check.printed}.json").exists():
             with self._log.open("ab") as log:
                 log.write(printed.read_bytes())
 
     def _tail(self, start: int) -> list[str]:
-        """Return the last lines of the log from `start` on; cut its middle out of the log if it is long."""
+        """Return the last lines of the log from `start` on. Cut the middle of long output out of the log."""
         whole = self._log.read_bytes()
         output = whole[start:]
         if len(output) > MAX_LOGGED:
@@ -286,7 +286,7 @@ class Run:
         return [line[:MAX_LINE] for line in lines if line.strip()][-TAIL_LINES:]
 
     def _print_tail(self, tail: Sequence[str], num_later: int) -> None:
-        """Prints last lines, as wide as checks to come leave room for."""
+        """Print last lines, truncated so that enough characters remain for later checks."""
         left = MAX_PRINTED - self._printed
         share = max(left - LEAST_TAIL * (num_later + 1), left // (num_later + 2))
         width = max(1, min(MAX_WIDTH, share // max(1, len(tail)) - 3))
@@ -294,7 +294,7 @@ class Run:
             self._print(f"  {line[:width]}")
 
     def _print(self, line: str) -> None:
-        """Prints a line, as long as there is room for it."""
+        """Print a line, truncated to the remaining characters."""
         line = line[: max(0, MAX_PRINTED + 1000 - self._printed)]
         self._printed += len(line) + 1
         if line:
@@ -306,7 +306,7 @@ def _ran_nothing(tests: dict[str, Any] | None) -> bool:
 
 
 def summary_of_tests(junit: Path) -> dict[str, Any]:
-    """Reads how many tests passed or were skipped, and which failed, from JUnit's XML."""
+    """Return the numbers of passed and skipped tests, and the failed tests, from JUnit's XML."""
     passed, skipped, failed = 0, dict[str, int](), list[dict[str, str]]()
     for case in ET.parse(junit).getroot().iter("testcase"):  # noqa: S314 - pytest wrote it here
         problems = [*_problems(case)]

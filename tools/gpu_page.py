@@ -1,4 +1,4 @@
-"""Prints a page for docs/experiments from the report of a GPU check: python tools/gpu_page.py out/report.json
+"""Print a page for docs/experiments from the report of a GPU check: python tools/gpu_page.py out/report.json
 
 The tables come from the report. The author writes the decision. Give several reports to compare cards:
 each has its own tables. Only the standard library is used.
@@ -24,17 +24,17 @@ _CEILINGS = {
 
 
 def main() -> int:
-    """Prints the page."""
+    """Print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
-    asked = parser.parse_args()
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in asked.reports]
+    args = parser.parse_args()
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in args.reports]
     print("\n".join(page(reports)))
     return 0
 
 
 def page(reports: Sequence[Row]) -> Iterator[str]:
-    """Yields the lines of a page of Markdown."""
+    """Yield the lines of a page of Markdown."""
     yield "# What does a GPU measure?"
     yield from ("", f"**Date** {min(report['started'] for report in reports)[:10]}.")
     yield from ("", "## Question", "", "Which checks pass on this card, and which share of its ceilings is reached?")
@@ -52,8 +52,8 @@ def _results(report: Row) -> dict[str, Row]:
 
 
 def _versions(report: Row) -> Row:
-    found: Row = _results(report).get("versions", {}).get("versions", {})
-    return found
+    versions: Row = _results(report).get("versions", {}).get("versions", {})
+    return versions
 
 
 def _card(report: Row) -> str:
@@ -62,8 +62,8 @@ def _card(report: Row) -> str:
 
 def _set_up(report: Row) -> str:
     versions = _versions(report)
-    packages = {name: there for name, there in versions.get("packages", {}).items() if there}
-    listed = ", ".join(f"{name} {there}" for name, there in packages.items())
+    packages = {name: version for name, version in versions.get("packages", {}).items() if version}
+    listed = ", ".join(f"{name} {version}" for name, version in packages.items())
     cards = versions.get("cards") or [{}]
     driver = cards[0].get("driver_version", "unknown")
     return (
@@ -79,7 +79,9 @@ def _tables(report: Row) -> Iterator[str]:
     rows = [(label, f"{ceilings[name]:.0f}") for name, label in _CEILINGS.items() if name in ceilings]
     yield from _table("Ceilings", ("", "measured"), rows)
     yield from _table("Aims: shares of the ceilings", ("aim", "wanted", "reached"), [*map(_aim_row, report["aims"])])
-    parts = {name: found for name, check in results.items() for part, found in check.items() if part.startswith("8b_")}
+    parts = {
+        name: numbers for name, check in results.items() for part, numbers in check.items() if part.startswith("8b_")
+    }
     title = "Seconds to the first token of the 8B shape, the first time; warm; share of the measured product (MFU)"
     yield from _by_part(title, parts, "prompts", ("length",), _prompt_cell)
     title = "Milliseconds between tokens of the 8B shape; share of the measured copy"
@@ -92,7 +94,7 @@ def _tables(report: Row) -> Iterator[str]:
         [_mixed_row(row) for row in results.get("8b_mixed", {}).get("8b_mixed", {}).get("mixed", [])],
     )
     yield from _table(
-        "Simulated beside real", ("policy", "", "real, s", "simulated, s", "error"), [*_twin_rows(results)]
+        "Simulated and real times", ("policy", "", "real, s", "simulated, s", "error"), [*_twin_rows(results)]
     )
 
 
@@ -116,8 +118,8 @@ def _aim_row(aim: Row) -> tuple[str, ...]:
 def _twin_rows(results: Mapping[str, Row]) -> Iterator[tuple[str, ...]]:
     for row in results.get("twin", {}).get("twin", {}).get("rows", []):
         for name, real_s in row["real"].items():
-            said_s = row["simulated"][name]
-            yield (row["policy"], name, f"{real_s:.4f}", f"{said_s:.4f}", f"{said_s / real_s - 1:+.1%}")
+            simulated_s = row["simulated"][name]
+            yield (row["policy"], name, f"{real_s:.4f}", f"{simulated_s:.4f}", f"{simulated_s / real_s - 1:+.1%}")
 
 
 def _mixed_row(row: Row) -> tuple[str, ...]:
@@ -128,11 +130,11 @@ def _mixed_row(row: Row) -> tuple[str, ...]:
 def _by_part(
     title: str, parts: Mapping[str, Row], rows: str, keys: Sequence[str], cell: Callable[[Row], str]
 ) -> Iterator[str]:
-    """Yields a table with a column for each part that measured such rows, and a line for each of their keys."""
+    """Yield a table with a column for each part that measured such rows, and a line for each key."""
     columns = {
-        name: {tuple(row[key] for key in keys): cell(row) for row in found[rows]}
-        for name, found in parts.items()
-        if found.get(rows)
+        name: {tuple(row[key] for key in keys): cell(row) for row in numbers[rows]}
+        for name, numbers in parts.items()
+        if numbers.get(rows)
     }
     every = sorted({key for column in columns.values() for key in column})
     lines = [(*(f"{n:,}" for n in key), *(column.get(key, "—") for column in columns.values())) for key in every]

@@ -1,4 +1,4 @@
-"""The checks of a machine with a CUDA device: their commands, their seconds, and the aims for what they measure."""
+"""The checks of a machine with a CUDA device: their commands, their seconds, and the aims for their results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Check:
     """One command, run by the interpreter of the checks.
 
     Attributes:
-        seconds: reserved for the check, whatever the checks before it take.
-        at_most: with the seconds that earlier checks left.
+        seconds: reserved for the check, independent of the seconds that earlier checks take.
+        at_most: limit with the unused seconds of earlier checks included.
         results: JSON files in the folder of results, which become part of the report.
         junit: XML of tests in that folder.
         printed: the JSON that the command prints is a result with this name.
-        stops: without this check the others are of no use.
-        needs: the checks before it whose files it reads.
+        stops: True if later checks are useless when this check fails.
+        needs: earlier checks whose files it reads.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Check:
 
 
 def plan(mode: str, folder: str, packages: str, wheels: tuple[str, ...]) -> list[Check]:
-    """Returns the checks of `quick` or `full`, in their order.
+    """Return the checks of `quick` or `full`, in their order.
 
     Args:
         folder: for results that the commands write.
-        packages: where wheels are installed.
+        packages: folder of installed wheels.
     """
     checks = _install(packages, wheels) + _quick(folder, packages)
     if mode == "full":
-        checks += _others(folder)
+        checks += _full(folder)
     assert sum(check.seconds for check in checks) <= TOTAL_S[mode], "each check has its seconds"
     return checks
 
@@ -78,7 +78,7 @@ def _quick(folder: str, packages: str) -> list[Check]:
     ]
 
 
-def _others(folder: str) -> list[Check]:
+def _full(folder: str) -> list[Check]:
     shape = f"{folder}/shape"
     model = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy")
     measured = ("--threads-per-rank", "1", "--lengths", "128,1024,2048,4096", "--repeats", "2")
@@ -113,7 +113,7 @@ def _others(folder: str) -> list[Check]:
 
 
 def chosen(checks: Sequence[Check], names: Collection[str]) -> list[Check]:
-    """Returns the checks of these names with those that they need, and the installation of wheels, in their order."""
+    """Return the named checks, the checks that they need, and the installation of wheels, in their order."""
     needed = {name for check in checks if check.name in names for name in check.needs}
     return [check for check in checks if check.stops or check.name in needed.union(names)]
 
@@ -121,7 +121,7 @@ def chosen(checks: Sequence[Check], names: Collection[str]) -> list[Check]:
 def _tests(
     name: str, folder: str, *, seconds: float, at_most: float, files: tuple[str, ...], processes: int = 4
 ) -> Check:
-    """Runs tests with the plugins that they need and no others. A test that takes a minute fails; others go on."""
+    """Run tests with the required plugins only. A test that takes a minute fails, and the next test runs."""
     plugins = ("-p", "xdist", "-p", "timeout", "-p", "no:cacheprovider")
     options = (
         "-n",
@@ -147,14 +147,14 @@ def _of_8b(folder: str, *options: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Aim:
-    """A share of a ceiling that was measured on the same card in the same run.
+    """A minimum share of a ceiling that was measured on the same card in the same run.
 
     Attributes:
-        check: whose result is judged.
+        check: the check with the result.
         file: the result's name.
-        rows: the list in it.
+        rows: the list in the result.
         value: the field of a row that is a share.
-        wanted: the least share; it is an aim, and no measurement that it repeats.
+        wanted: the minimum share. It is an aim, not an earlier measurement.
         where: the fields that a row must have.
     """
 
@@ -167,9 +167,9 @@ class Aim:
     where: tuple[tuple[str, int], ...]
 
     def judge(self, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Returns the aim with the share that was reached; None where nothing was measured."""
-        found = results.get(self.check, {}).get(self.file, {}).get(self.rows, [])
-        shares = [row.get(self.value) for row in found if all(row.get(key) == is_ for key, is_ in self.where)]
+        """Return the aim with the measured share, which is None without a measurement."""
+        rows = results.get(self.check, {}).get(self.file, {}).get(self.rows, [])
+        shares = [row.get(self.value) for row in rows if all(row.get(key) == value for key, value in self.where)]
         share = shares[0] if shares else None
         return {
             "aim": self.name,

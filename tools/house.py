@@ -1,4 +1,4 @@
-"""Counts the code: lines of packages, long classes and files, closures of policies and exchanges, import circles.
+"""Count the code: lines of packages, long classes and files, closures of policies and exchanges, import circles.
 
     python tools/house.py [ROOT]      # prints the counts; ROOT is the folder of the package
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 MAX_CLASS, MAX_FILE = 300, 500
-"""Lines that no class, or file, should exceed."""
+"""The largest number of lines of a class, and of a file."""
 ROOT = Path(__file__).parents[1] / "src" / "longspan"
 
 
@@ -37,13 +37,13 @@ class House:
         return ".".join(parts).removesuffix(".__init__")
 
     def _imported(self, name: str, body: Iterable[ast.stmt]) -> Iterator[str]:
-        """Yield the modules that statements import when the module loads, those for type checkers left out."""
+        """Yield the modules that statements import when the module loads, without imports for type checkers."""
         for statement in body:
             match statement:
                 case ast.ImportFrom(module=str(module), level=0):
                     yield from self._known(module, statement.names)
                 case ast.Import(names=names):
-                    yield from (one.name for one in names if one.name in self.files)
+                    yield from (alias.name for alias in names if alias.name in self.files)
                 case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                     yield from self._imported(name, statement.orelse)
                 case ast.If() | ast.Try() | ast.With():
@@ -52,31 +52,31 @@ class House:
     def _known(self, module: str, names: Iterable[ast.alias]) -> Iterator[str]:
         if module in self.files:
             yield module
-        yield from (whole for one in names if (whole := f"{module}.{one.name}") in self.files)
+        yield from (whole for alias in names if (whole := f"{module}.{alias.name}") in self.files)
 
     def closure(self, name: str) -> set[str]:
-        """Return the modules that loading a module loads, the packages around them included."""
-        found, left = set[str](), [name]
-        while left:
-            module = left.pop()
-            if module in found:
+        """Return the modules that loading a module loads, including their parent packages."""
+        loaded, waiting = set[str](), [name]
+        while waiting:
+            module = waiting.pop()
+            if module in loaded:
                 continue
-            found.add(module)
-            left += self.imports[module]
+            loaded.add(module)
+            waiting += self.imports[module]
             if "." in module:
-                left.append(module.rpartition(".")[0])
-        return found
+                waiting.append(module.rpartition(".")[0])
+        return loaded
 
     def closure_lines(self, name: str) -> int:
         return sum(self.lines[module] for module in self.closure(name))
 
     def packages(self) -> dict[str, int]:
         """Return the lines of each package. Modules of the root count as one package."""
-        found = Counter[str]()
+        counts = Counter[str]()
         for name, lines in self.lines.items():
             folder = self.files[name].parent
-            found["root" if folder == self._root else folder.relative_to(self._root).parts[0]] += lines
-        return dict(sorted(found.items()))
+            counts["root" if folder == self._root else folder.relative_to(self._root).parts[0]] += lines
+        return dict(sorted(counts.items()))
 
     def long_classes(self) -> dict[str, int]:
         """Return the lines of each class beyond `MAX_CLASS`, by module and name."""
@@ -93,24 +93,24 @@ class House:
         return {name: lines for name, lines in self.lines.items() if lines > MAX_FILE}
 
     def single_importers(self) -> list[str]:
-        """Return the modules, packages left out, that exactly one other module imports."""
+        """Return the modules, without packages, that exactly one other module imports."""
         users = Counter(target for name, targets in self.imports.items() for target in targets if target != name)
         modules = (name for name, file in self.files.items() if file.name != "__init__.py")
         return [name for name in modules if users[name] == 1]
 
     def circles(self) -> list[tuple[str, str]]:
-        """Return pairs of modules that load each other, the packages around them left out."""
+        """Return pairs of modules that load each other, without their parent packages."""
         reach = {name: self._reach(name) for name in self.files}
         return [(a, b) for a in self.files for b in reach[a] if a < b and a in reach[b]]
 
     def _reach(self, name: str) -> set[str]:
-        found, left = set[str](), [*self.imports[name]]
-        while left:
-            module = left.pop()
-            if module not in found:
-                found.add(module)
-                left += self.imports[module]
-        return found
+        reached, waiting = set[str](), [*self.imports[name]]
+        while waiting:
+            module = waiting.pop()
+            if module not in reached:
+                reached.add(module)
+                waiting += self.imports[module]
+        return reached
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def main() -> None:
 
 def _print(title: str, counts: Mapping[str, int]) -> None:
     print(f"{title}: {sum(counts.values())} in {len(counts)}")
-    for name, lines in sorted(counts.items(), key=lambda one: -one[1]):
+    for name, lines in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"  {lines:6} {name}")
 
 

@@ -1,18 +1,18 @@
-"""Compares every causal language model type of transformers, tiny and random, with longspan's answer in five layouts.
+"""Compare every causal language model type of transformers, tiny and random, with longspan's answer in five layouts.
 
     python tools/models.py [--types TYPE ...] [--jobs N] [--limit SECONDS] [--file PATH]
 
-Each cell of the table says one of these:
+Each cell of the table has one of these verdicts:
 
 - `exact`: the tokens and logits of the unmodified transformers model, in float32, greedy;
-- `refused`: longspan said at the start why it does not serve this;
-- `wrong`: it answered something else;
-- `lost`: the start failed without a reason of longspan's own, a worker was lost, or no answer came in time;
+- `refused`: longspan raised an error with the reason at the start;
+- `wrong`: the answer is different;
+- `lost`: the start failed without one of longspan's own errors, a worker was lost, or the answer timed out;
 - `not tried`: transformers itself cannot compute with the tiny configuration.
 
-Results are kept in `tools/models.json` with a hash of the class's source and tiny configuration, and one of longspan's
-model code. Rows whose hashes still hold are not run again, unless they are named. Any cell that is wrong or lost makes
-the exit status 1. `docs/generate.py` writes `docs/models.md` from the results.
+Results are stored in `tools/models.json` with two hashes: of the class's source and tiny configuration, and of
+longspan's model code. Rows with unchanged hashes are not run again, unless `--types` names them. The exit status is 1
+if a cell is wrong or lost. `docs/generate.py` writes `docs/models.md` from the results.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _random = np.random.default_rng(0)
 _PROMPTS = tuple(_random.integers(3, tiny_types.VOCABULARY - 1, length).tolist() for length in (5, 63, 97))
 """Below and above a window, a block, and the tokens of a step."""
 _CHANGED = slice(-20, -4)
-"""Positions of the last prompt that the windows of all layers show to its last token."""
+"""Positions of the last prompt that its last token attends to in the windows of all layers."""
 _GREEDY = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0, ignore_eos=True, output_logits=True)
 _SAMPLING = [_GREEDY, _GREEDY, replace(_GREEDY, prompt_logprobs=0)]
 _ENGINE = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48, "dtype": "float32"}
@@ -86,12 +86,12 @@ _PACKAGES = ("attn", "model", "runtime")
 _LOG = re.compile(r" \(see the log of process.*")
 
 Cell = dict[str, str]
-"""`verdict`, and `reason` unless that is exact."""
+"""`verdict`, and `reason` unless the verdict is exact."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Row:
-    """A configuration of a type: the usual one, or one of its variants."""
+    """A configuration of a type: the default, or one of its variants."""
 
     kind: str
     variant: str = ""
@@ -103,29 +103,29 @@ class Row:
 
 
 def main() -> int:
-    """Fills in the table; returns 1 if a cell is wrong or lost."""
+    """Fill in the table. Return 1 if a cell is wrong or lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="run only these, also those that are known")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="run only these types, also with stored results")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one cell")
-    parser.add_argument("--file", type=Path, default=RESULTS, help="the results, which are read and rewritten")
-    asked = parser.parse_args()
-    if unknown := sorted({*(asked.types or ())} - {*tiny_types.causal_types()}):
+    parser.add_argument("--file", type=Path, default=RESULTS, help="the results, read and rewritten")
+    args = parser.parse_args()
+    if unknown := sorted({*(args.types or ())} - {*tiny_types.causal_types()}):
         parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
-    rows = [row for row in all_rows() if asked.types is None or row.kind in asked.types]
-    known = _read(asked.file)
+    rows = [row for row in all_rows() if args.types is None or row.kind in args.types]
+    stored = _read(args.file)
     keys = {row: keys_of(row) for row in rows}
-    todo = [row for row in rows if asked.types or not keys[row].items() <= known.get(row.name, {}).items()]
+    todo = [row for row in rows if args.types or not keys[row].items() <= stored.get(row.name, {}).items()]
     print(f"{len(rows)} rows, {len(todo)} of them to be run")
-    for number, (row, cells) in enumerate(run(todo, asked.jobs, asked.limit, is_quiet=asked.types is None), 1):
-        known[row.name] = {**keys[row], "cells": cells}
-        _write(asked.file, known)
+    for number, (row, cells) in enumerate(run(todo, args.jobs, args.limit, is_quiet=args.types is None), 1):
+        stored[row.name] = {**keys[row], "cells": cells}
+        _write(args.file, stored)
         shown = "  ".join(f"{name} {cell['verdict']}" for name, cell in cells.items())
         print(f"{number}/{len(todo)} {row.name}: {shown}", flush=True)
     faults = [
         f"{row.name} {name}: {cell['verdict']}: {cell['reason']}"
         for row in rows
-        for name, cell in known[row.name]["cells"].items()
+        for name, cell in stored[row.name]["cells"].items()
         if cell["verdict"] in FAULTS
     ]
     print(*faults, f"{len(faults)} cells are wrong or lost", sep="\n")
@@ -133,15 +133,14 @@ def main() -> int:
 
 
 def all_rows() -> list[Row]:
-    """Returns the rows of the table: every type, and the variants of some."""
+    """Return the rows of the table: every type, and all variants."""
     kinds = [Row(kind=kind) for kind in tiny_types.causal_types()]
-    return sorted(kinds + [Row(kind=kind, variant=one) for kind, of in tiny_types.VARIANTS.items() for one in of])
+    variants = [(kind, variant) for kind, of_kind in tiny_types.VARIANTS.items() for variant in of_kind]
+    return sorted(kinds + [Row(kind=kind, variant=variant) for kind, variant in variants])
 
 
 def keys_of(row: Row) -> dict[str, str]:
-    """Returns the hashes that a row's results belong to: of transformers' classes and the tiny configuration, and of
-    longspan's model code.
-    """
+    """Return a row's hashes: of transformers' classes with the tiny configuration, and of longspan's model code."""
     folder = Path(inspect.getfile(CONFIG_MAPPING[row.kind])).parent
     paths = [path for kind in ("configuration", "modeling") for path in sorted(folder.glob(f"{kind}_*.py"))]
     paths += [Path(transformers.__file__).parent / f"{name}.py" for name in _GENERIC]
@@ -165,17 +164,17 @@ def _hash(paths: Sequence[Path], more: str = "") -> str:
 def _read(file: Path) -> dict[str, dict[str, Any]]:
     if not file.is_file():
         return {}
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    return found
+    rows: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    return rows
 
 
 def _write(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes all results at once, so that a run that is stopped leaves a whole file."""
+    """Replace the file atomically, so that an interrupted run leaves a complete file."""
     names = {row.name: row for row in all_rows()}
-    known = {
+    ordered = {
         name: rows[name] for name in sorted(rows, key=lambda name: names.get(name, Row(kind=name))) if name in names
     }
-    text = json.dumps({"transformers": transformers.__version__, "rows": known}, indent=1)
+    text = json.dumps({"transformers": transformers.__version__, "rows": ordered}, indent=1)
     draft = file.with_suffix(".draft")
     draft.write_text(text + "\n", encoding="utf-8")
     draft.replace(file)
@@ -186,7 +185,7 @@ def _write(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 @dataclass(eq=False)
 class _Job:
-    """A process that fills in the cells of a row, one after the other."""
+    """A process that fills in the cells of a row in their order."""
 
     row: Row
     process: BaseProcess
@@ -196,11 +195,11 @@ class _Job:
 
     @property
     def missing(self) -> list[str]:
-        """The cells that are still to be filled in, in order."""
+        """The cells without a result, in their order."""
         return [name for name in CELLS if name not in self.cells]
 
     def take(self, limit_s: float, *, is_ready: bool) -> str | None:
-        """Takes the next cell, if it is there; returns why there will be none, if the process ended or hangs."""
+        """Read the next cell if it is ready. Return an error text if the process ended or hangs, and None otherwise."""
         if is_ready:
             try:
                 name, self.cells[name] = self.results.recv()
@@ -214,7 +213,7 @@ class _Job:
 
 
 def run(rows: Sequence[Row], jobs: int, limit_s: float, *, is_quiet: bool) -> Iterator[tuple[Row, dict[str, Cell]]]:
-    """Yields rows as they are filled in. A process that ends or hangs loses one cell; the next goes on behind it."""
+    """Yield completed rows. If a process ends or hangs, its current cell is lost. A new process fills in the next."""
     with tempfile.TemporaryDirectory(prefix="longspan-models-") as folder:
         start = partial(_start, folder=folder, limit_s=limit_s, is_quiet=is_quiet)
         waiting, running = [*reversed(rows)], set[_Job]()
@@ -238,7 +237,7 @@ def run(rows: Sequence[Row], jobs: int, limit_s: float, *, is_quiet: bool) -> It
 
 
 def _start(row: Row, cells: dict[str, Cell], *, folder: str, limit_s: float, is_quiet: bool) -> _Job:
-    # A fork of this process, which has imported all that is needed and computed nothing: it starts at once.
+    # A fork of this process, which has imported all modules and computed nothing, starts immediately.
     context = multiprocessing.get_context("fork")
     results, sender = context.Pipe(duplex=False)
     missing = [name for name in CELLS if name not in cells]
@@ -265,9 +264,9 @@ def _fill(row: Row, names: Sequence[str], results: Connection, *, folder: str, i
 
 
 def fill(row: Row, folder: Path, names: Sequence[str] = tuple(CELLS)) -> Iterator[tuple[str, Cell]]:
-    """Yields the named cells of a row, whose checkpoints are written to `folder`.
+    """Yield the named cells of a row, whose checkpoints are written to `folder`.
 
-    Where heads are split and even shares are exact, uneven ones must not be wrong either.
+    In layouts that split heads, uneven shares of heads are also tested if even shares are exact.
     """
     model = TinyModel(row, folder / "even")
     uneven = None
@@ -283,7 +282,7 @@ def fill(row: Row, folder: Path, names: Sequence[str] = tuple(CELLS)) -> Iterato
 
 
 class TinyModel:
-    """A checkpoint of a row's configuration, and the answers that are expected of it."""
+    """A checkpoint of a row's configuration, and its expected answers."""
 
     def __init__(self, row: Row, folder: Path, *, even: bool = True) -> None:
         self._name, self._folder = row.name, folder
@@ -296,7 +295,7 @@ class TinyModel:
             self._problem = one_line(error)
 
     def cell(self, name: str) -> Cell:
-        """Starts an engine and compares its answers, if it starts."""
+        """Start an engine, compare its answers, and return the verdict."""
         if not (self._folder / "config.json").is_file():
             return {"verdict": "not tried", "reason": f"no tiny configuration: {self._problem}"}
         try:
@@ -329,16 +328,16 @@ class TinyModel:
         return {"verdict": "lost", "reason": _LOG.sub("", one_line(error))}
 
     def _assert_prompt_exact(self, answer: RequestOutput) -> None:
-        """Compares the log-probability of each token of the last prompt, but for the first, which has none."""
+        """Compare the log-probability of each token of the last prompt, except for the first, which has none."""
         assert answer.prompt_logprobs is not None
         pairs = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
-        found = [scored[token].logprob for token, scored in pairs if scored is not None]
-        expected = self._logprobs[range(len(found)), answer.prompt_token_ids[1:]]
-        difference = float(np.abs(np.array(found) - expected).max())
+        logprobs = [scored[token].logprob for token, scored in pairs if scored is not None]
+        expected = self._logprobs[range(len(logprobs)), answer.prompt_token_ids[1:]]
+        difference = float(np.abs(np.array(logprobs) - expected).max())
         assert difference <= TOLERANCE, f"log-probabilities of the prompt differ by {difference:.2g}"
 
     def _expect(self) -> None:
-        """Asks transformers for the answers, and checks that they are worth comparing."""
+        """Compute the expected answers with transformers, and check that equal answers are meaningful."""
         if self._problem is not None or self._expected:
             return
         try:
@@ -351,7 +350,7 @@ class TinyModel:
 
 
 def _write_model(config: PreTrainedConfig, folder: Path) -> str | None:
-    """Writes a checkpoint, or the configuration alone when it is of no use, and returns the reason then."""
+    """Write a checkpoint and return None. If there can be no model, write only the configuration and return why."""
     config.save_pretrained(folder)
     written = (folder / "config.json").read_bytes()
     try:
@@ -363,13 +362,13 @@ def _write_model(config: PreTrainedConfig, folder: Path) -> str | None:
         return f"its tiny configuration has {number} weights"
     write_checkpoint(config, folder)
     if skeleton.config.model_type != config.model_type:
-        # The model is a part of the type's, and checkpoints of the type come with the configuration of all of it.
+        # The model is a part of the type's model, and the type's checkpoints have the configuration of the whole model.
         (folder / "config.json").write_bytes(written)
     return None
 
 
 def _weakness(oracle: Oracle) -> str | None:
-    """Returns why equal answers would say nothing: the last prompt's end must matter, and the cache must not."""
+    """Return a reason why equal answers prove nothing, or None. The prompt must matter, and the cache must not."""
     prompt = list(_PROMPTS[-1])
     expected = oracle.complete(prompt, _MAX_TOKENS)
     anew = oracle.logprobs([*prompt, *expected.token_ids])[-_MAX_TOKENS - 1 : -1]

@@ -1,4 +1,4 @@
-"""Check that docstrings open with a sentence. `tools/words.py` prints and counts the findings.
+"""Checks that docstrings open with a sentence. `tools/words.py` prints and counts the findings.
 
 A function's docstring must open with a verb, or have a verb before its first subordinate clause. Properties may open
 with a noun phrase of two words or more, or with "whether" or "why"; modules and classes with a noun phrase of five.
@@ -63,7 +63,7 @@ OPENERS = VERBS | _words(
     share show shrink simulate skip solve sort speak split spread state step store stream submit sum supply swap
     switch synchronize tell test tie time track train transfer transform translate truncate try turn unload unpack
     unwind update validate verify view wake warm warn watch withdraw work wrap write yield interpolate iterate
-    quote tokenize arrive
+    quote tokenize arrive download drive minimize pad query redirect
     """
 )
 
@@ -106,7 +106,7 @@ def fault(node: ast.AST) -> Iterator[tuple[int, str, str]]:
 def _is_property(node: ast.AST) -> bool:
     """Return whether a function is a property, which is described by a noun phrase (PEP 257)."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-    return any(ast.unparse(one) in {"property", "cached_property"} for one in decorators)
+    return any(ast.unparse(decorator) in {"property", "cached_property"} for decorator in decorators)
 
 
 def _is_verb(word: str) -> bool:

@@ -1,7 +1,7 @@
 """Tiny random configurations of every causal language model type of the installed transformers.
 
-A configuration keeps the features of its class and shrinks its sizes: `SIZES` by the names of its fields, `CHANGES` by
-its type. Layer types alternate, so that each kind of layer lies on both sides of a cut between pipeline stages.
+A configuration keeps the features of its class and shrinks its sizes. `SIZES` has the values by field name, and
+`CHANGES` by type. Layer types alternate, so that each kind of layer is on both sides of a cut between pipeline stages.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LAYERS, _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM, _INNER = 4, 64, 4, 2, 16, 96
 _WINDOW = 24
 """Tokens. Shorter than most prompts, longer than a block."""
 _ORIGINAL_LENGTH = 32
-"""Tokens, of RoPE before it is stretched. Most positions lie beyond."""
+"""Tokens of RoPE before it is scaled. Most positions are larger."""
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "lru_width")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size")
-"""A class whose window is None by default keeps that."""
+"""Window sizes. If a class's default is None, it stays None."""
 _GROWING = {
     *(*_WIDTHS, *_QUERY_HEADS, *_KEY_HEADS),
     *("kv_n_heads", "num_attention_heads_per_layer", "swa_num_attention_heads", "swa_num_key_value_heads"),
@@ -198,7 +198,7 @@ CHANGES: dict[str, Fields] = {
     "youtu": _LATENT,
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Fields of a type that `SIZES` does not get right; None leaves a field to the class."""
+"""Fields of a type that replace wrong values of `SIZES`. None removes a field, so that the class's default applies."""
 
 _FULL_ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": _ORIGINAL_LENGTH}
 _LONGROPE = _FULL_ROPE | {
@@ -255,32 +255,32 @@ VARIANTS: dict[str, dict[str, Fields]] = {
     "qwen3_moe": {"narrow experts": {"moe_intermediate_size": 12}},
     "stablelm": {"norms of heads": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}},
 }
-"""Further configurations of a type that are published, by a few words for the table."""
+"""Further configurations of a type, as in published models, by their names in the table."""
 
 
 def causal_types() -> tuple[str, ...]:
-    """Returns all types, in the order of their names."""
+    """Return all types, in the order of their names."""
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
 def tiny_fields(kind: str, variant: str = "", *, even: bool = True) -> Fields:
-    """Returns the fields that are given to the configuration class of a type; see `tiny_config`."""
+    """Return the arguments of a type's configuration class. See `tiny_config`."""
     changes = CHANGES.get(kind, {}) | (VARIANTS[kind][variant] if variant else {})
     fields = _shrunken(CONFIG_MAPPING[kind], changes)
     return fields if even else _uneven(fields)
 
 
 def tiny_config(kind: str, variant: str = "", *, even: bool = True) -> PreTrainedConfig:
-    """Makes the configuration of a type; raises as its class does.
+    """Return the configuration of a type. Errors of its class are raised.
 
-    Two ranks get as many heads each if it is `even`; otherwise there are 6 query heads and 3 KV heads, and the ranks
-    get 4 and 2 query heads.
+    If `even`, two ranks have equal numbers of heads. Otherwise there are 6 query heads and 3 KV heads, and the ranks
+    have 4 and 2 query heads.
     """
     return CONFIG_MAPPING[kind](**tiny_fields(kind, variant, even=even))
 
 
 def _shrunken(of: type[PreTrainedConfig], changes: Mapping[str, Any]) -> Fields:
-    """Shrinks the defaults of a class, and of the classes inside of it; the `changes` go by the same names."""
+    """Return the small fields of a class and of its nested classes, with `changes` by the same names."""
     specs = of.sub_configs_defaults
     defaults: Fields = {field.name: getattr(of, field.name, None) for field in dataclasses.fields(of)} | _defaults(of)
     fields: Fields = {name: SIZES[name] for name in defaults if name in SIZES}
@@ -297,22 +297,22 @@ def _shrunken(of: type[PreTrainedConfig], changes: Mapping[str, Any]) -> Fields:
 
 
 def _defaults(of: type[PreTrainedConfig]) -> Fields:
-    """Returns what a class makes of no fields at all; nothing where it needs some."""
+    """Return the fields of a class's default configuration, or none if the class requires arguments."""
     try:
-        found: Fields = of().to_dict()
+        fields: Fields = of().to_dict()
     except (ValueError, TypeError, StrictDataclassError):
         return {}
-    return found
+    return fields
 
 
 def _uneven(fields: Fields) -> Fields:
-    """Multiplies the numbers of heads, and the widths that go with them, by one and a half."""
+    """Multiply the numbers of heads, and the widths that depend on them, by 1.5."""
     changed: Fields = {}
     for name, value in fields.items():
         if isinstance(value, dict):
             changed[name] = _uneven(value)
         elif name in _GROWING and isinstance(value, list):
-            changed[name] = [one * 3 // 2 for one in value]
+            changed[name] = [number * 3 // 2 for number in value]
         elif name in _GROWING and value > 1:
             changed[name] = value * 3 // 2
         else:
@@ -321,13 +321,13 @@ def _uneven(fields: Fields) -> Fields:
 
 
 def _alternating(kinds: list[str]) -> list[str]:
-    """Gives one kind to each layer, in turns, in the order in which they first appear."""
+    """Return a kind for each layer. Kinds alternate in the order of their first appearance."""
     different = list(dict.fromkeys(kinds))
     return [different[layer % len(different)] for layer in range(_LAYERS)]
 
 
 def _short_ropes(parameters: Mapping[str, Any]) -> Fields:
-    """Reduce the length beyond which RoPE is stretched, in one set of parameters or in one per layer type."""
+    """Reduce the length beyond which RoPE is scaled, in a set of parameters or in a set per layer type."""
     short = {name: _short_ropes(value) if isinstance(value, Mapping) else value for name, value in parameters.items()}
     if "original_max_position_embeddings" in short:
         short["original_max_position_embeddings"] = _ORIGINAL_LENGTH

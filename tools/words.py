@@ -86,8 +86,8 @@ def findings(path: Path) -> Iterator[Finding]:
     yield from _prose(path, _comments(content))
     strings = {id(node): (line, text) for node, line, text in _docstrings(tree)}
     yield from _prose(path, strings.values())
-    messages = [one for node in ast.walk(tree) for one in _messages(node) if id(one) not in strings]
-    yield from _prose(path, [(one.lineno, _text(one)) for one in messages], sentences=False)
+    messages = [message for node in ast.walk(tree) for message in _messages(node) if id(message) not in strings]
+    yield from _prose(path, [(message.lineno, _text(message)) for message in messages], sentences=False)
     names = [(n.lineno, n.name.replace("_", " ")) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     yield from _prose(path, [(line, name) for line, name in names if name.startswith("test ")], sentences=False)
     if not path.is_relative_to(ROOT / "tests"):
@@ -165,9 +165,8 @@ def _messages(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=args, keywords=keywords):
             if name in _CALLS:
                 yield from _literals(args)
-            yield from _literals(
-                [one.value for one in keywords if one.arg in {"help", "description", "remedy", "message"}]
-            )
+            texts = {"help", "description", "remedy", "message"}
+            yield from _literals([keyword.value for keyword in keywords if keyword.arg in texts])
 
 
 def _literals(values: Iterable[ast.expr]) -> Iterator[ast.Constant | ast.JoinedStr]:
@@ -184,7 +183,7 @@ def _text(node: ast.Constant | ast.JoinedStr) -> str:
 
 def files(paths: Iterable[Path]) -> list[Path]:
     """Return the Python and Markdown files below some paths, without the word lists themselves."""
-    listed = [found for path in paths for found in ([path] if path.is_file() else sorted(path.rglob("*")))]
+    listed = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
     own = {ROOT / "tools" / "words.py", ROOT / "tools" / "openings.py"}
     return [path for path in listed if path.suffix in {".py", ".md"} and path not in own]
 
@@ -202,20 +201,20 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print every finding")
     parser.add_argument("--update", action="store_true", help="lower the counts in tools/words.toml")
     parser.add_argument("paths", nargs="*", type=Path, help="files or folders; all by default")
-    asked = parser.parse_args()
-    paths = files([path.resolve() for path in asked.paths] or [ROOT / folder for folder in FOLDERS])
+    args = parser.parse_args()
+    paths = files([path.resolve() for path in args.paths] or [ROOT / folder for folder in FOLDERS])
     counts = {(package(path), kind): 0 for path in paths for kind in KINDS}
     for path in paths:
         for finding in findings(path):
             counts[package(path), finding.kind] += 1
-            if asked.list:
+            if args.list:
                 print(f"{path.relative_to(ROOT)}:{finding.line}: {finding.kind}: {finding.why}: {finding.text}")
     totals = Counter({kind: sum(n for (_, of), n in counts.items() if of == kind) for kind in KINDS})
     print("  ".join(f"{kind} {number}" for kind, number in totals.items()))
-    if asked.paths or asked.list:
+    if args.paths or args.list:
         return 0
     limits = tomllib.loads(RATCHET.read_text(encoding="utf-8")) if RATCHET.exists() else {}
-    if asked.update:
+    if args.update:
         lowered = {key: min(number, limits.get(key[0], {}).get(key[1], number)) for key, number in counts.items()}
         RATCHET.write_text(_toml(lowered), encoding="utf-8")
         return 0

@@ -1,4 +1,4 @@
-"""The benchmark's side of the pipe: a contestant's processes: started, asked, paused and ended."""
+"""The benchmark's side of the pipe: starts, pauses and ends a contestant's processes, and sends jobs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ END_LIMIT_S = 30.0
 
 
 class ContestantError(Exception):
-    """A contestant that does not start, dies or does not answer; says why."""
+    """A contestant does not start, dies or does not answer. The message has the reason."""
 
 
 class Child:
-    """A contestant is a process. Only the one that is asked runs: others are stopped (SIGSTOP), using no CPU time.
+    """The process of a contestant. It is stopped (SIGSTOP) between jobs and uses no CPU time then.
 
     Args:
-        entry: who it is, and by which interpreter and environment it runs.
-        options: what its `start` gets besides the entry's own options.
+        entry: its name, interpreter, options and environment.
+        options: arguments of its `start` in addition to the entry's own options.
     """
 
     def __init__(self, entry: Entry, options: dict[str, Any]) -> None:
@@ -59,16 +59,18 @@ class Child:
         self._order = options | entry.options
 
     def start(self) -> dict[str, str]:
-        """Waits until it is ready; returns its versions."""
+        """Wait until the contestant is ready, and return its versions."""
         versions: dict[str, str] = self._ask(self._order, START_LIMIT_S)["versions"]
         return versions
 
     def run(self, submissions: Sequence[Submission]) -> Answer:
-        """Returns its answer to a job."""
-        return Answer.from_json(self._ask({"submissions": [asdict(one) for one in submissions]}, ANSWER_LIMIT_S))
+        """Run a job and return the answer."""
+        return Answer.from_json(
+            self._ask({"submissions": [asdict(submission) for submission in submissions]}, ANSWER_LIMIT_S)
+        )
 
     def send(self, message: dict[str, Any]) -> None:
-        """Wakes it up and sends a line."""
+        """Continue the process and send a line."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None, "a pipe"
         try:
@@ -78,27 +80,27 @@ class Child:
             raise ContestantError(self._last_words()) from None
 
     def receive(self, limit_s: float) -> dict[str, Any]:
-        """Waits for a line from it."""
+        """Wait at most `limit_s` seconds for a line."""
         answer: dict[str, Any] = json.loads(self._read_line(limit_s))
         return answer
 
     def pause(self) -> None:
-        """Stops all its processes until it is asked again."""
+        """Stop all processes of the contestant until the next job."""
         self._signal(signal.SIGSTOP)
 
-    def leave(self) -> None:
-        """Asks it to end by itself."""
+    def close_input(self) -> None:
+        """Close the contestant's standard input, which ends its loop over jobs."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None, "a pipe"
         self._process.stdin.close()
 
     def wait(self) -> None:
-        """Gives it some time to end."""
+        """Wait at most `END_LIMIT_S` for the end of the process."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_LIMIT_S)
 
     def kill(self) -> None:
-        """Ends whatever is left of it."""
+        """Kill all processes that still run."""
         self._signal(signal.SIGKILL)
         self._process.wait()
 
@@ -122,7 +124,7 @@ class Child:
         return line
 
     def _last_words(self) -> str:
-        """Finds the first and the last error of its log: the former is often the cause, but may be harmless."""
+        """Return the first and the last error of the log: the first is often the cause, but may be harmless."""
         self.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
@@ -130,7 +132,7 @@ class Child:
         return " ... ".join(dict.fromkeys(errors[:1] + errors[-1:])) or f"exit status {self._process.poll()}"
 
     def _signal(self, number: int) -> None:
-        """Sends a signal to its group and to all descendants: longspan's workers are in groups of their own."""
+        """Send a signal to the process group and to all descendants: longspan's workers have groups of their own."""
         try:
             family = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The contestants of a run: all started once, then asked in turns; one that fails leaves, and the others go on."""
+"""Starts all contestants of a run once, and passes each job to one after another. A failing contestant is dropped."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contestants.serving import Answer, Submission
 
 
 class Contest:
-    """Starts contestants and passes jobs to them; a context manager, at whose end none of their processes is left.
+    """Starts contestants and passes jobs to them. Leaving this context manager ends all their processes.
 
     Args:
-        options: what every contestant's `start` gets.
-        tell: called with what is about to be done.
+        options: arguments of every contestant's `start`.
+        tell: called with a description of the next action.
 
     Attributes:
-        versions: what each contestant that started runs on.
-        failures: why a contestant does not take part, or no more.
+        versions: package versions of each contestant that started.
+        failures: the error of each contestant that did not start or was dropped.
     """
 
     def __init__(self, options: dict[str, Any], tell: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class Contest:
         self.failures: dict[str, str] = {}
 
     def start(self, entries: Iterable[Entry]) -> None:
-        """Starts them one after the other."""
+        """Start and pause one contestant after another."""
         for entry in entries:
             self._tell(f"{entry.name}: starting")
             try:
@@ -40,31 +40,31 @@ class Contest:
             except ContestantError as error:
                 self._drop(entry.name, error)
 
-    def ask(self, what: str, submissions: Sequence[Submission]) -> dict[str, Answer]:
-        """Returns the answers to a job of all who are still there and take it; only one of them runs at a time."""
-        found = {}
+    def ask(self, title: str, submissions: Sequence[Submission]) -> dict[str, Answer]:
+        """Run a job on each remaining contestant that supports it, one at a time. Return the answers by name."""
+        answers = {}
         for name, (entry, child) in list(self._members.items()):
             if not entry.takes(submissions):
                 continue
-            self._tell(f"{name}: {what}")
+            self._tell(f"{name}: {title}")
             try:
-                found[name] = child.run(submissions)
+                answers[name] = child.run(submissions)
                 child.pause()
             except ContestantError as error:
                 self._drop(name, error)
-        return found
+        return answers
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Waits for nobody after an error or Ctrl-C."""
+        """Kill all contestants at once after an error or Ctrl-C. Otherwise let them end first."""
         children = [child for _entry, child in self._members.values()]
         try:
             if kind is None:
                 self._tell("ending the contestants")
                 for child in children:
-                    child.leave()
+                    child.close_input()
                 for child in children:
                     child.wait()
         finally:

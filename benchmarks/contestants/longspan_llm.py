@@ -1,4 +1,4 @@
-"""longspan through its Python face."""
+"""longspan through its Python class `LLM`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longspan.text.output_processor import Choice
 
 
 def start(options: dict[str, Any]) -> Started:
-    """Starts `instances` copies on all cores together; with `record_times`, the workers say what they spend time on."""
+    """Start `instances` instances that share all cores. With `record_times`, workers record seconds per category."""
     llm = LLM(
         options["model"],
         instances=options["instances"],
@@ -31,7 +31,7 @@ def start(options: dict[str, Any]) -> Started:
     )
 
     def worker_times() -> list[dict[str, float]]:
-        # They are as of each rank's latest step: steps that compute next to nothing bring them up to date.
+        # They are as of each rank's latest step. Two short prompts per instance bring them up to date.
         llm.generate([[1]] * (2 * options["instances"]), SamplingParams(max_tokens=1))
         return llm.worker_times()
 
@@ -44,16 +44,16 @@ def start(options: dict[str, Any]) -> Started:
 
 
 def _generate(llm: LLM, submissions: Sequence[Submission]) -> list[Timeline]:
-    requests = [_request(llm, one) for one in submissions]
-    fewest = 0.0
+    requests = [_request(llm, submission) for submission in submissions]
+    min_tokens = 0.0
 
     def stepped(choices: Sequence[Choice]) -> None:
-        nonlocal fewest
-        fewest = min((one.num_taken for one in choices if not one.finished), default=math.inf)
+        nonlocal min_tokens
+        min_tokens = min((choice.num_taken for choice in choices if not choice.finished), default=math.inf)
 
     def groups() -> Iterator[tuple[int, list[EngineRequest]] | None]:
         for index, (submission, request) in enumerate(zip(submissions, requests, strict=True)):
-            while fewest < submission.after_tokens:
+            while min_tokens < submission.after_tokens:
                 yield None
             yield index, [request]
 

@@ -1,6 +1,6 @@
-"""The machine's own speed, by PyTorch: bfloat16 products on packed weights, and reading memory.
+"""Measures the machine's speed with PyTorch: bfloat16 products on packed weights, and memory reads.
 
-A line on stdin names the work; the answer is `per_s`, in floating-point operations or bytes.
+Each line on stdin names the work. The answer is `per_s`, in floating-point operations or bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from contestants.serving import answers
 
 SIZE = 2048
 NUM_READ = 1 << 28
-"""Float32 elements that are read, 1 GiB: more than caches hold."""
+"""Number of float32 elements to read, 1 GiB in total: more than the caches hold."""
 WORK_S = 1.0
 
 
 def main() -> None:
-    """Answers a line per line of stdin, with as many threads as this process has cores."""
+    """Answer each line of stdin with one line. Use one thread per core of this process."""
     send = answers()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for line in sys.stdin:
@@ -46,7 +46,7 @@ WORKS = {"product": _product, "read": _reading}
 
 
 def _calls_per_s(work: Callable[[], object]) -> float:
-    """Calls it once to warm up, and then until the time is over."""
+    """Call `work` once to warm up, then repeatedly for `WORK_S` seconds. Return the calls per second."""
     work()
     start, num_calls = time.perf_counter(), 0
     while (seconds := time.perf_counter() - start) < WORK_S:

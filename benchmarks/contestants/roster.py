@@ -1,4 +1,4 @@
-"""The roster says who takes part: by which interpreter, with which options and environment variables."""
+"""The roster of contestants: interpreters, options and environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contestants.serving import Submission
 
 
 class Side(Enum):
-    """Requirements compare the best of ours with the best of theirs; others are there to be looked at."""
+    """The side of a contestant. Required ratios compare the best of `OURS` with the best of `THEIRS`."""
 
     OURS = "ours"
     THEIRS = "theirs"
@@ -26,29 +26,29 @@ def anything(_submissions: Sequence[Submission]) -> bool:
 
 
 def alike(submissions: Sequence[Submission]) -> bool:
-    """Takes a batch that starts together, of prompts of one length."""
-    return len({len(one.prompt) for one in submissions}) == 1
+    """Return True for a batch of prompts of one length."""
+    return len({len(submission.prompt) for submission in submissions}) == 1
 
 
 def one_by_one(submissions: Sequence[Submission]) -> bool:
-    """Takes a prompt alone."""
+    """Return True for a single prompt."""
     return len(submissions) == 1
 
 
 def first_token(submissions: Sequence[Submission]) -> bool:
-    """Takes a prompt alone that is not decoded."""
-    return [one.new_tokens for one in submissions] == [1]
+    """Return True for a single prompt with one new token, so without decoding."""
+    return [submission.new_tokens for submission in submissions] == [1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contestant is named by its interpreter, options and environment.
+    """A contestant with its interpreter, options and environment.
 
     Attributes:
         module: the runner in this folder.
-        options: what makes it differ from others with the same runner.
-        core: the only one that it may use; None: all that there are.
-        takes: whether it can do a job.
+        options: arguments of its `start`, different for each contestant with the same runner.
+        core: the only core that it may use. None allows all.
+        takes: returns True for jobs that it supports.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Entry:
 
 
 def roster(peers_venv: Path) -> dict[str, Entry]:
-    """Lists the contestants by name; `peers_venv` is the environment that `make peers` makes for vLLM and llama.cpp.
+    """Return the contestants by name. `peers_venv` is the environment with vLLM and llama.cpp, built by `make peers`.
 
-    vLLM's default binding keeps one core for its scheduler and computes on the others: with two cores, on one.
-    `vllm-eager` and `vllm-compiled` compute on all cores, and preload Intel's OpenMP as vLLM itself advises.
-    `longspan-1core` is what two instances on two cores are compared with.
+    vLLM's default binding reserves one core for its scheduler and computes on all remaining cores: with two cores, on
+    one. `vllm-eager` and `vllm-compiled` compute on all cores, and preload Intel's OpenMP as vLLM's documentation
+    advises. `longspan-1core` is the baseline for two instances on two cores.
     """
     cores = [*map(str, sorted(os.sched_getaffinity(0)))]
     tuned = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(cores), "LD_PRELOAD": str(peers_venv / "lib" / "libiomp5.so")}
@@ -96,13 +96,13 @@ def _longspan(name: str, *, instances: int) -> Entry:
 
 
 def _quantised(quantization: str) -> Entry:
-    """Enters longspan with weights in fewer bits, beside llama.cpp; it does not stand for ours against vLLM."""
+    """Return longspan with quantized weights, a peer of llama.cpp. The comparison with vLLM ignores it."""
     entry = _longspan(f"longspan-{quantization}", instances=1)
     return replace(entry, options={**entry.options, "quantization": quantization}, side=Side.OTHER, takes=one_by_one)
 
 
 def _vllm(name: str, venv: Path, *, eager: bool, environment: dict[str, str]) -> Entry:
-    """Enters vLLM, which keeps compiled code inside the environment: its first compiled start takes a minute longer."""
+    """Return vLLM with its caches inside the environment. Its first compiled start takes a minute longer."""
     caches = {"VLLM_CACHE_ROOT": str(venv / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(venv / "cache" / "inductor")}
     return Entry(
         name=name,

@@ -1,6 +1,6 @@
-"""A contestant's side of the pipe: start orders and jobs come in on stdin, answers go out, one JSON object a line.
+"""A contestant's side of the pipe: reads start options and jobs from stdin and writes answers, one JSON object a line.
 
-Runs in every contestant's own environment, so it needs the standard library only.
+This module runs in every contestant's own environment, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Submission:
     """A prompt of a job, decoded greedily and past any end-of-sequence token.
 
     Attributes:
-        after_tokens: it comes later than those before it in the job, when each of them has so many tokens or has ended;
-            0: at once.
+        after_tokens: it is submitted when each earlier prompt of the job has this many tokens or is finished. 0 submits
+            it immediately.
     """
 
     prompt: Sequence[int]
@@ -32,7 +32,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When a prompt was submitted and when each of its tokens came, in seconds of any one clock."""
+    """Times of a prompt's submission and of each of its tokens, in seconds of one clock."""
 
     submitted_s: float
     arrivals_s: list[float]
@@ -40,11 +40,11 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer to a job says how long it took.
+    """The times of a job.
 
     Attributes:
         seconds: from the call to its end.
-        timelines: of its submissions, in their order.
+        timelines: of the job's submissions, in their order.
         worker_times: seconds per category and rank, where a contestant records them.
     """
 
@@ -54,8 +54,8 @@ class Answer:
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> Self:
-        """Reads what `asdict` wrote."""
-        return cls(**{**message, "timelines": [Timeline(**one) for one in message["timelines"]]})
+        """Read the dictionary that `asdict` made of an answer."""
+        return cls(**{**message, "timelines": [Timeline(**timeline) for timeline in message["timelines"]]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ class Started:
     """A contestant that is ready.
 
     Attributes:
-        versions: of the packages that do the work.
+        versions: of its packages.
         generate: completes all submissions of a job together.
         worker_times: seconds per category and rank since the start, where a contestant records them.
-        close: ends it.
+        close: shuts the engine down.
     """
 
     versions: dict[str, str]
@@ -76,17 +76,17 @@ class Started:
 
 
 def serve(start: Callable[[dict[str, Any]], Started]) -> None:
-    """Starts a contestant from the first line of stdin and answers one line per job until stdin ends."""
+    """Start a contestant with the options on the first line of stdin, and answer one line per job until stdin ends."""
     send = answers()
     contestant = start(json.loads(sys.stdin.readline()))
     send({"versions": contestant.versions})
     for line in sys.stdin:
-        send(asdict(_run(contestant, [Submission(**one) for one in json.loads(line)["submissions"]])))
+        send(asdict(_run(contestant, [Submission(**fields) for fields in json.loads(line)["submissions"]])))
     contestant.close()
 
 
 def answers() -> Callable[[Mapping[str, Any]], None]:
-    """Keeps stdout for answers, since libraries print there, and returns what sends one."""
+    """Redirect stdout, to which libraries print, to stderr. Return a function that writes answers to the old stdout."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -98,10 +98,10 @@ def answers() -> Callable[[Mapping[str, Any]], None]:
 
 
 def is_due(submission: Submission, earlier: Iterable[Submission], timelines: Iterable[Timeline]) -> bool:
-    """Tells whether a submission's time has come, by the timelines so far of those before it."""
+    """Return True if all earlier submissions have `after_tokens` tokens, or all their tokens."""
     return all(
-        len(timeline.arrivals_s) >= min(submission.after_tokens, one.new_tokens)
-        for one, timeline in zip(earlier, timelines, strict=False)
+        len(timeline.arrivals_s) >= min(submission.after_tokens, before.new_tokens)
+        for before, timeline in zip(earlier, timelines, strict=False)
     )
 
 
@@ -111,8 +111,8 @@ def _run(contestant: Started, submissions: Sequence[Submission]) -> Answer:
     timelines = contestant.generate(submissions)
     seconds = time.perf_counter() - start
     after = contestant.worker_times() if contestant.worker_times else []
-    asked, generated = [one.new_tokens for one in submissions], [len(one.arrivals_s) for one in timelines]
-    if generated != asked:
-        raise RuntimeError(f"{asked} tokens asked for, but {generated} generated")
+    expected, generated = [item.new_tokens for item in submissions], [len(item.arrivals_s) for item in timelines]
+    if generated != expected:
+        raise RuntimeError(f"{expected} tokens asked for, but {generated} generated")
     spent = [{key: now[key] - then[key] for key in now} for then, now in zip(before, after, strict=True)]
     return Answer(seconds=seconds, timelines=timelines, worker_times=spent)

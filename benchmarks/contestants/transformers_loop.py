@@ -15,7 +15,7 @@ from contestants.serving import Started, Submission, Timeline, serve
 
 
 def start(options: dict[str, Any]) -> Started:
-    """Runs the unmodified model on all cores; submissions of a job must be alike, so that nothing is padded."""
+    """Run the unmodified model on all cores. Prompts of a job must have one length, so that no padding is needed."""
     torch.set_num_threads(options["cores"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16).eval()
 
@@ -27,9 +27,9 @@ def start(options: dict[str, Any]) -> Started:
 
 @torch.inference_mode()
 def complete(model: PreTrainedModel, submissions: Sequence[Submission]) -> list[Timeline]:
-    """Completes submissions that are alike; a token's time is when it is at hand, whatever device computes it."""
+    """Complete submissions of one shape. A token's time is taken when the host has its id, on any device."""
     submitted_s, times = time.perf_counter(), []
-    tokens, cache = torch.tensor([one.prompt for one in submissions], device=model.device), None
+    tokens, cache = torch.tensor([submission.prompt for submission in submissions], device=model.device), None
     for _ in range(submissions[0].new_tokens):
         output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values

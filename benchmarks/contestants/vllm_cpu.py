@@ -1,4 +1,4 @@
-"""vLLM on CPU, in its own environment; how its threads are bound is said by environment variables."""
+"""vLLM on CPU, in its own environment. Environment variables set the binding of its threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contestants.serving import Started, Submission, Timeline, is_due, serve
 
 
 def start(options: dict[str, Any]) -> Started:
-    """Starts vLLM; `eager` goes without torch.compile. Prompts are new each time, and prefix caching is off besides."""
+    """Start vLLM, with `eager` without torch.compile. Prompts are new each time, and prefix caching is off."""
     llm = vllm.LLM(
         options["model"],
         dtype="bfloat16",

@@ -2,8 +2,9 @@
 
     python benchmarks/papers/appendix_d.py PROFILE.json
 
-The file is what `longspan profile` stored, with prompts of groups by both rings. Printed are the coefficients for each
-size of a group, and how many prompts the rule gets wrong. No policy uses it: measured times themselves say more.
+The file is a stored profile of `longspan profile`, with prompts of groups by both rings. The script prints the
+coefficients for each group size, and the number of prompts that the rule misclassifies. No policy uses the rule:
+measured times are more accurate.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class AppendixD:
     """The empirical rule of Appendix D: `ring_kv` where a line in log(T) and log(T / (T + P)) is positive.
 
     Logarithms are natural. The paper's coefficients do not give the paper's choices in any usual base, so there are no
-    defaults: `fit_appendix_d` finds them from measurements. For a fixed number of cached tokens the rule is monotone
-    in new tokens when neither `alpha` nor `alpha + beta` is negative; otherwise it may leave `ring_kv` again.
+    defaults: `fit_appendix_d` fits them to measurements. For a fixed number of cached tokens the rule is monotone in
+    new tokens if neither `alpha` nor `alpha + beta` is negative. Otherwise it may switch back from `ring_kv`.
     """
 
     alpha: float
@@ -38,12 +39,12 @@ class AppendixD:
     gamma: float
 
     def score(self, new_tokens: int, cached_tokens: int) -> float:
-        """Computes h(T, P), whose sign chooses."""
+        """Return h(T, P), whose sign decides."""
         miss_rate = new_tokens / (new_tokens + cached_tokens)
         return self.alpha * math.log(new_tokens) + self.beta * math.log(miss_rate) + self.gamma
 
     def choose(self, new_tokens: int, cached_tokens: int) -> Exchange:
-        """Takes `ring_kv` for a score above 0."""
+        """Return `ring_kv` for a score above 0, and `ring_q` otherwise."""
         return RING_KV if self.score(new_tokens, cached_tokens) > 0 else RING_Q
 
 
@@ -72,7 +73,7 @@ class RingSample:
 
     @property
     def better(self) -> Exchange:
-        """Names the faster ring."""
+        """The faster ring, or `ring_kv` for equal times."""
         return RING_KV if self.gain >= 0 else RING_Q
 
 
@@ -85,11 +86,12 @@ class RingFit:
 
 
 def fit_appendix_d(samples: Sequence[RingSample]) -> RingFit:
-    """Fits alpha, beta and gamma by logistic regression.
+    """Fit alpha, beta and gamma by logistic regression.
 
-    A sample weighs as much as its rings differ (the logarithm of the ratio of times), so that noise between equals
-    does not move the line. The penalty on large coefficients is lowered until all samples are on their sides of the
-    line; when they never are, the rule is the fit with the least penalty. Where one ring always won, it always will.
+    The weight of a sample is the absolute logarithm of the ratio of both times. Noise between nearly equal times
+    therefore hardly moves the line. The penalty on large coefficients is lowered until the line separates all samples.
+    If no penalty does, the rule is the fit with the least penalty. If one ring is faster for all samples, the rule is
+    constant.
 
     Raises:
         ValueError: without samples.
@@ -107,7 +109,7 @@ def fit_appendix_d(samples: Sequence[RingSample]) -> RingFit:
 
 
 def _separate(samples: Sequence[RingSample]) -> AppendixD:
-    """Fits a line between the samples that each ring won; some of both, and no ties."""
+    """Fit a line between the samples that each ring won. Requires samples of both rings, without ties."""
     miss_rates = [s.new_tokens / (s.new_tokens + s.cached_tokens) for s in samples]
     points = np.log([[s.new_tokens, rate] for s, rate in zip(samples, miss_rates, strict=True)])
     gains = np.array([s.gain for s in samples])
@@ -127,13 +129,13 @@ def _separate(samples: Sequence[RingSample]) -> AppendixD:
 def _regress(
     signed: NDArray[np.float64], weights: NDArray[np.float64], ridge: float, theta: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Finds the least sum of weights * log(1 + exp(-signed @ theta)) plus a penalty, by Newton steps that descend.
+    """Minimize the sum of weights * log(1 + exp(-signed @ theta)) plus a penalty, by damped Newton steps.
 
     Args:
         signed: features [samples, 3], negated where `ring_q` won.
         weights: [samples].
-        ridge: half of it times the squared length of theta is the penalty.
-        theta: where to start, [3].
+        ridge: factor of the penalty ridge / 2 * |theta|².
+        theta: start of the search, [3].
     """
 
     def loss(at: NDArray[np.float64]) -> float:
@@ -154,7 +156,7 @@ def _regress(
 
 
 def ring_rule(profile: Profile, members: int) -> RingFit | None:
-    """Fits the rule to prompts that so many members computed with both rings; None when there is none."""
+    """Fit the rule to prompts of groups with `members` instances, by both rings. Return None if there are none."""
     times = {(p.exchange, p.new_tokens, p.cached_tokens): p.median_s for p in profile.prefills if p.members == members}
     samples = [
         RingSample(new_tokens=new, cached_tokens=cached, ring_kv_s=seconds, ring_q_s=times[RING_Q.kind, new, cached])
@@ -165,7 +167,7 @@ def ring_rule(profile: Profile, members: int) -> RingFit | None:
 
 
 def main() -> None:
-    """Prints a line for each size of a group."""
+    """Print a line for each group size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", type=Path)
     profile = Profile.from_json(parser.parse_args().profile.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Compares what papers measured with what the cost model predicts, and whether that is near enough."""
+"""Compares measurements of papers with predictions of the cost model, each within a tolerance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cell:
     """One number of a paper.
 
     Attributes:
-        tolerance: the largest relative error that counts as near.
+        tolerance: the largest accepted relative error.
     """
 
     name: str
@@ -37,21 +37,21 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Returns the relative error, positive when ours is larger."""
+        """The relative error, positive if `ours` is larger."""
         return self.ours / self.paper - 1
 
     @property
     def near(self) -> bool:
-        """Tells whether the error is within the tolerance."""
+        """True if the error is within the tolerance."""
         return abs(self.error) <= self.tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model on devices, as `longspan estimate` has them.
+    """A model on devices, with the parameters of `longspan estimate`.
 
     Attributes:
-        costs: of kinds of exchange, as the paper runs them, where longspan's does otherwise by the same name.
+        costs: by kind of exchange, for exchanges that the paper implements differently than longspan.
     """
 
     model: str
@@ -77,15 +77,15 @@ class Setting:
         batch: int = 1,
     ) -> Estimate:
         cluster = Cluster.of(parallel)
-        line, found, number = self._cost(cluster), exchange_of(exchange), cluster.num_instances
-        return estimate_prefill(line, number, found, length, cached, fractions=fractions, batch=batch)
+        line, number = self._cost(cluster), cluster.num_instances
+        return estimate_prefill(line, number, exchange_of(exchange), length, cached, fractions=fractions, batch=batch)
 
     def decode(self, parallel: str, length: int, batch: int = 1) -> Estimate:
         cluster = Cluster.of(parallel)
         return estimate_decode(self._cost(cluster), cluster.num_instances, RING_Q, length, batch)
 
     def attention_flops_per_s(self, parallel: str, tokens: int) -> float:
-        """Returns what one device reaches in causal attention alone, over so many tokens with the heads of one rank."""
+        """Return the FLOPS of one device in causal attention alone, over `tokens` tokens with the heads of one rank."""
         layer = self._cost(Cluster.of(parallel)).layer
         pairs, head_dim = tokens * (tokens + 1) / 2, layer.model.attention.head_dim
         seconds = layer.attention_s(
@@ -94,7 +94,7 @@ class Setting:
         return 4 * pairs * layer.heads * head_dim / seconds
 
     def steps(self, parallel: str) -> RooflineCost:
-        """Makes the cost of steps on these devices, as simulations have it."""
+        """Return the cost model of steps that simulations use on these devices."""
         cluster = Cluster.of(parallel)
         return RooflineCost(self._model, self._cluster, cluster, block_size=self.block_size, kernels=self.kernels)
 
@@ -118,12 +118,12 @@ class Setting:
 
 
 def mean_error(cells: Sequence[Cell]) -> float:
-    """Mean of the absolute relative errors."""
+    """Return the mean of the absolute relative errors."""
     return statistics.fmean(abs(cell.error) for cell in cells)
 
 
 def report(title: str, cells: Sequence[Cell], *, mean_tolerance: float | None = None) -> bool:
-    """Prints a row per cell, and the errors of all together; returns whether all are near enough."""
+    """Print a row per cell, and the mean and worst error. Return True if all errors are within the tolerances."""
     table = Table("", "paper", "ours", "error", "", title=title)
     for cell in cells:
         mark = "" if cell.near else f"[red]more than {cell.tolerance:.0%}"
@@ -134,9 +134,9 @@ def report(title: str, cells: Sequence[Cell], *, mean_tolerance: float | None = 
     mean, worst = mean_error(cells), max(cells, key=lambda cell: abs(cell.error))
     far = [cell for cell in cells if not cell.near]
     passed = not far and (mean_tolerance is None or mean <= mean_tolerance)
-    wanted = "" if mean_tolerance is None else f" (wanted: at most {mean_tolerance:.0%})"
+    limit = "" if mean_tolerance is None else f" (wanted: at most {mean_tolerance:.0%})"
     print(
-        f"{title}: {'pass' if passed else 'FAIL'}: mean error {mean:.1%}{wanted}, worst {worst.error:+.1%} "
+        f"{title}: {'pass' if passed else 'FAIL'}: mean error {mean:.1%}{limit}, worst {worst.error:+.1%} "
         f"({worst.name}), {len(far)} of {len(cells)} cells too far\n"
     )
     return passed

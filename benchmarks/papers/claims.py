@@ -1,8 +1,8 @@
-"""Checks every claim of every paper, and keeps the verdicts in `claims.json`, from which `docs/claims.md` is made.
+"""Check every claim of every paper, and store the verdicts in `claims.json`. `docs/generate.py` makes the page of it.
 
     python benchmarks/papers/claims.py      # some minutes; make claims writes the page, too
 
-Exits with 1 when a required claim fails. Claims about serving go by stored runs, see `tetris_serving.py`.
+Exits with 1 if a required claim fails. Claims about serving use the figures of stored runs, see `tetris_serving.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PAPERS = {
 
 
 def main() -> bool:
-    """Prints and stores all; returns whether every required claim holds."""
-    found = {paper: claims() for paper, claims in PAPERS.items()}
-    kept = {
+    """Print and store all claims. Return True if every required claim holds."""
+    checked = {paper: claims() for paper, claims in PAPERS.items()}
+    stored = {
         "rules": RULES,
-        "papers": {paper: [claim.row() for claim in claims] for paper, claims in found.items()},
+        "papers": {paper: [claim.row() for claim in claims] for paper, claims in checked.items()},
     }
-    STORED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    passed = [report_claims(paper, claims) for paper, claims in found.items()]
+    STORED.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    passed = [report_claims(paper, claims) for paper, claims in checked.items()]
     return all(passed)
 
 

@@ -112,17 +112,17 @@ class LayerTerms(NamedTuple):
     total_s: float
 
 
-def layer_terms(line: Roofline, one: Pass) -> LayerTerms:
+def layer_terms(line: Roofline, forward: Pass) -> LayerTerms:
     """Return the terms of Table 3 at the speeds that devices reach. Shared terms are divided by TP."""
     layer, model, shape = line.layer, line.layer.model, line.layer.model.attention
-    device, curve, tokens = layer.device, layer.efficiency.linear, one.prompt + one.decodes
+    device, curve, tokens = layer.device, layer.efficiency.linear, forward.prompt + forward.decodes
     bytes_per_s, peak = device.bytes_per_s * curve.memory, device.peak(shape.bytes_per_element)
     projections, ffn = shape.attention_weights / layer.tp, model.ffn_weights / layer.tp
     weights_s = (projections * shape.bytes_per_element + ffn * model.ffn_bytes) / bytes_per_s
     products_s = 2 * tokens * (projections / peak + ffn / device.peak(model.ffn_bytes)) / curve.compute
-    queries_bytes = one.prompt * layer.heads * shape.head_dim * shape.bytes_per_element
-    kv_s = (queries_bytes + (one.prompt + one.decodes * one.decode_seen) * layer.kv_bytes) / bytes_per_s
-    pairs = one.prompt * one.prompt_seen + one.decodes * one.decode_seen
+    queries_bytes = forward.prompt * layer.heads * shape.head_dim * shape.bytes_per_element
+    kv_s = (queries_bytes + (forward.prompt + forward.decodes * forward.decode_seen) * layer.kv_bytes) / bytes_per_s
+    pairs = forward.prompt * forward.prompt_seen + forward.decodes * forward.decode_seen
     scores_s = 4 * pairs * layer.heads * shape.head_dim / (peak * layer.attention.attention)
     num_sums, hidden_bytes = 1 if model.parallel else 2, tokens * shape.hidden_size * layer.bytes_per_element
     network_s = num_sums * line.topology.all_reduce_s(hidden_bytes)
@@ -133,10 +133,10 @@ def layer_terms(line: Roofline, one: Pass) -> LayerTerms:
     return LayerTerms(weights_s, products_s, kv_s, scores_s, network_s, total_s)
 
 
-def stage_s(line: Roofline, one: Pass) -> float:
+def stage_s(line: Roofline, forward: Pass) -> float:
     """Return T_stage of the slowest stage, which is the time between two passes of a full pipeline."""
-    layers_s = layer_terms(line, one).total_s * line.layer.model.attention.num_layers
-    num_sampled = one.decodes + (1 if one.prompt else 0)
+    layers_s = layer_terms(line, forward).total_s * line.layer.model.attention.num_layers
+    num_sampled = forward.decodes + (1 if forward.prompt else 0)
     return max(line.by_stage(layers_s, line.layer.head_s(num_sampled), 0.0))
 
 

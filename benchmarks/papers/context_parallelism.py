@@ -1,4 +1,4 @@
-"""Context Parallelism: what its text gives of Llama 3 405B on H100 hosts, beside the cost model, and its claims.
+"""Context Parallelism: its numbers for Llama 3 405B on H100 hosts, compared with the cost model, and its claims.
 
     python benchmarks/papers/context_parallelism.py
 
@@ -26,7 +26,7 @@ _PASS_KV, _PASS_Q = "ring_kv", "ring_q"
 
 
 def hosts(number: int, link: str | None = None) -> Setting:
-    """Builds hosts of eight of the paper's H100s, on which `ring_q` is the paper's pass-Q."""
+    """Return hosts with eight of the paper's H100s each, on which `ring_q` has the cost of the paper's pass-Q."""
     return Setting(
         model="llama-3-405b",
         hardware="h100-96g-hbm2e-500w",
@@ -38,31 +38,31 @@ def hosts(number: int, link: str | None = None) -> Setting:
 
 
 def context_parallel(number: int, length: int, link: str | None = None) -> float:
-    """Predicts the seconds of pass-KV on so many hosts."""
+    """Return the predicted seconds of pass-KV on `number` hosts."""
     return hosts(number, link).prefill(f"{number}xtp8", _PASS_KV, length).seconds
 
 
 def tensor_parallel(number: int, length: int) -> float:
-    """Predicts the seconds with the model split over all GPUs of so many hosts."""
+    """Return the predicted seconds with the model split over all GPUs of `number` hosts."""
     return hosts(number).prefill(f"tp{8 * number}", "local", length).seconds
 
 
 def partial_prefill(exchange: str, miss_rate: float) -> float:
-    """Predicts the seconds of a part of 128K tokens on 4 hosts, behind the rest."""
+    """Return the predicted seconds of a share `miss_rate` of 128K tokens on 4 hosts. All earlier tokens are cached."""
     return hosts(4).prefill("4xtp8", exchange, _K128, _K128 - round(miss_rate * _K128)).seconds
 
 
 def ttit_ms(parallel: str, number: int, length: int = _K128) -> float:
-    """Predicts the time between tokens of one request."""
+    """Return the predicted time between tokens of one request."""
     return 1e3 * hosts(number).decode(parallel, length).seconds
 
 
 def cells() -> list[Cell]:
-    """Lists what the text gives. Attention alone is of one device over its part of 1M: 540 TFLOP/s, says the paper."""
+    """Return the numbers in the text. Attention alone (540 TFLOP/s) is of one device over its part of 1M tokens."""
     million = hosts(16).prefill("16xtp8", _PASS_KV, _M1)
     rate = million.flops_per_gpu_s
     attention = hosts(1).attention_flops_per_s("tp8", _M1 // 128)
-    found = [
+    rows = [
         ("TTFT of 1M, 16 hosts", 77, million.seconds, "s"),
         ("TTFT of 128K, 16 hosts", 3.8, context_parallel(16, _K128), "s"),
         ("TFLOP/s per GPU at 1M", 502, rate / 1e12, ""),
@@ -76,14 +76,14 @@ def cells() -> list[Cell]:
     for number in (2, 4):
         rdma = alone / context_parallel(number, _K128)
         tcp = alone / context_parallel(number, _K128, "tcp-100g")
-        found.append((f"scaling to {number} hosts, TCP / RDMA", 1.0, tcp / rdma, "x"))
+        rows.append((f"scaling to {number} hosts, TCP / RDMA", 1.0, tcp / rdma, "x"))
     return [
-        Cell(name=name, paper=paper, ours=ours, tolerance=_TOLERANCE, unit=unit) for name, paper, ours, unit in found
+        Cell(name=name, paper=paper, ours=ours, tolerance=_TOLERANCE, unit=unit) for name, paper, ours, unit in rows
     ]
 
 
 def claims() -> list[Claim]:
-    """Lists what the paper claims of full prefill, of partial prefill, and of decode."""
+    """Return the claims about full prefill, partial prefill, and decode."""
     return [*_full_prefill(), *_partial_prefill(), *_decode()]
 
 
@@ -245,7 +245,7 @@ def _partial_prefill() -> list[Claim]:
 
 
 def _off_the_line(times: dict[float, float]) -> float:
-    """Returns the largest relative distance from the line of least squares."""
+    """Return the largest relative distance from the line of least squares."""
     rates, seconds = np.array(list(times)), np.array(list(times.values()))
     line = np.polyval(np.polyfit(rates, seconds, 1), rates)
     return float(np.abs(line / seconds - 1).max())
@@ -298,7 +298,7 @@ def _decode() -> list[Claim]:
 
 
 def main() -> bool:
-    """Prints all; returns whether all is near enough, and every required claim holds."""
+    """Print all cells and claims. Return True if all cells are within tolerance and every required claim holds."""
     near = report("Context Parallelism", cells())
     return report_claims("Context Parallelism", claims()) and near
 

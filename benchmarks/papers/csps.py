@@ -1,14 +1,15 @@
-"""CSPS: its sequence parallelism beside the cost model and the simulator, and all its claims.
+"""CSPS: its sequence parallelism compared with the cost model and the simulator, and all its claims.
 
-    python benchmarks/papers/csps.py             # some seconds; figures of serving are those that were kept
-    python benchmarks/papers/csps.py --serving   # simulates section 5 anew, some ten minutes
+    python benchmarks/papers/csps.py             # some seconds; uses the stored figures of serving
+    python benchmarks/papers/csps.py --serving   # simulates section 5 again, some ten minutes
 
-Exits with 1 when a row that compares CSPS with Sarathi-Serve does not say how many GPUs a request has with each, or
-unless queries travel 100 times as quickly as keys and values (Table 3).
+Exits with 1 if a row that compares CSPS with Sarathi-Serve lacks the number of GPUs per request of either system. It
+also exits with 1 unless queries travel 100 times as quickly as keys and values (Table 3).
 
-64 A100 of 40 GB on 8 hosts with 400 Gb/s each. What is served, and how, is in `csps_serving.py`. Not tested are slips
-of the paper: the volume of queries, keys and values as 3 N S S, the absolute times of Table 3, and throughputs in
-Table 4 that contradict its TTFT: 113K tokens at 226 per second take 500 s.
+The devices are 64 A100 of 40 GB on 8 hosts with 400 Gb/s each. `csps_serving.py` describes the requests and systems.
+Three mistakes of the paper are not tested. The first is the volume of queries, keys and values, 3 N S S. The
+second are the absolute times of Table 3. The third are throughputs in Table 4 that contradict its TTFT: 113K tokens at
+226 per second take 500 s.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _NOT_KEPT = "The stored run did not keep these numbers: run csps.py --serving."
 
 
 def main(cases: Sequence[Case] | None = None) -> bool:
-    """Prints the claims, and what they rest on; returns whether what is required holds."""
+    """Print the claims and the numbers behind them. Return True if all required claims and rows are fine."""
     cases = csps_serving.stored() if cases is None else cases
     for case in cases:
         _print_rows(case)
@@ -76,7 +77,7 @@ def main(cases: Sequence[Case] | None = None) -> bool:
 
 
 def claims(cases: Sequence[Case] | None = None) -> list[Claim]:
-    """Lists the claims of the paper; those of section 5 go by the cases that were kept."""
+    """Return the claims of the paper. Claims of section 5 use `cases`, by default the stored ones."""
     cases = csps_serving.stored() if cases is None else cases
     return [
         Claim(
@@ -151,11 +152,11 @@ _DECODE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A system beside another one.
+    """A system compared with a baseline.
 
     Attributes:
-        gpus, baseline_gpus: of a request, in the mean; None when that was not kept.
-        ratios: of times the baseline's over ours, of throughput ours over the baseline's: more is better.
+        gpus, baseline_gpus: mean number of GPUs per request. None if it was not stored.
+        ratios: times of the baseline over ours, and throughput of ours over the baseline. Higher is better.
     """
 
     name: str
@@ -165,12 +166,12 @@ class Row:
 
     @property
     def gpus_text(self) -> str:
-        return " : ".join("?" if one is None else f"{one:.3g}" for one in (self.gpus, self.baseline_gpus))
+        return " : ".join("?" if gpus is None else f"{gpus:.3g}" for gpus in (self.gpus, self.baseline_gpus))
 
 
 def rows(case: Case) -> list[Row]:
-    """Compares each way of CSPS with both of Sarathi-Serve: alone, and served at the paper's rate."""
-    found = []
+    """Compare each system of CSPS with both of Sarathi-Serve: alone, and served at the paper's rate."""
+    compared = []
     systems = {"by length": case.chosen(), **{name: case.alone[name] for name in (NTP, CSA, TP)}}
     for (name, ours), over in product(systems.items(), (SARATHI, TUNED)):
         baseline = case.alone[over]
@@ -182,33 +183,33 @@ def rows(case: Case) -> list[Row]:
             "decode": _decode_rate(ours) / _decode_rate(baseline),
         }
         title = f"alone: {name} / {over}"
-        found.append(Row(name=title, gpus=_gpus(ours), baseline_gpus=_gpus(baseline), ratios=ratios))
+        compared.append(Row(name=title, gpus=_gpus(ours), baseline_gpus=_gpus(baseline), ratios=ratios))
     served = case.served.get(_PAPER_RATE, {})
     for name, over in product((NTP, CSA), (SARATHI, TUNED)):
         if name in served and over in served:
-            one, other = served[name], served[over]
+            means, base = served[name], served[over]
             title = f"served: {name} / {over}"
-            ratios = _ratios(one, other)
-            found.append(Row(name=title, gpus=one.gpus or None, baseline_gpus=other.gpus or None, ratios=ratios))
-    return found
+            ratios = _ratios(means, base)
+            compared.append(Row(name=title, gpus=means.gpus or None, baseline_gpus=base.gpus or None, ratios=ratios))
+    return compared
 
 
-def _ratios(one: Means, other: Means) -> dict[str, float]:
+def _ratios(ours: Means, baseline: Means) -> dict[str, float]:
     return {
-        "TTFT": other.ttft_s / one.ttft_s,
-        "TBT": other.tbt_s / one.tbt_s,
-        "response": other.response_s / one.response_s,
-        "prefill": one.prefill_tokens_per_s / other.prefill_tokens_per_s,
-        "decode": one.decode_tokens_per_s / other.decode_tokens_per_s,
+        "TTFT": baseline.ttft_s / ours.ttft_s,
+        "TBT": baseline.tbt_s / ours.tbt_s,
+        "response": baseline.response_s / ours.response_s,
+        "prefill": ours.prefill_tokens_per_s / baseline.prefill_tokens_per_s,
+        "decode": ours.decode_tokens_per_s / baseline.decode_tokens_per_s,
     }
 
 
-def rows_are_complete(found: Sequence[Row]) -> bool:
-    """Prints the rows that lack the GPUs of either system; returns whether there are none."""
-    lacking = [row.name for row in found if row.gpus is None or row.baseline_gpus is None]
-    for name in lacking:
-        print(f"FAIL: a row does not say how many GPUs a request has: {name}")
-    return not lacking
+def rows_are_complete(compared: Sequence[Row]) -> bool:
+    """Print the rows that lack the GPUs of either system. Return True if there are none."""
+    incomplete = [row.name for row in compared if row.gpus is None or row.baseline_gpus is None]
+    for name in incomplete:
+        print(f"FAIL: a row lacks the number of GPUs per request: {name}")
+    return not incomplete
 
 
 def _gpus(times: Times) -> float | None:
@@ -220,7 +221,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _prefill_rate(case: Case, times: Times) -> float:
-    """Returns tokens per second, in the mean over requests."""
+    """Return the mean over requests of prompt tokens per second of TTFT."""
     return _mean([length / ttft_s for length, ttft_s in zip(case.input_lens, times.ttft_s, strict=True)])
 
 
@@ -236,14 +237,14 @@ def _print_rows(case: Case) -> None:
         shown.add_row(row.name, row.gpus_text, *(f"{row.ratios[name]:.2f}" for name in names))
     Console(width=120).print(shown)
     seconds = ", ".join(
-        f"{name} {_mean(one.ttft_s):.3g} / {1e3 * _mean(one.tbt_s):.3g} / {_mean(one.response_s):.3g}"
-        for name, one in case.alone.items()
+        f"{name} {_mean(times.ttft_s):.3g} / {1e3 * _mean(times.tbt_s):.3g} / {_mean(times.response_s):.3g}"
+        for name, times in case.alone.items()
     )
     print(f"Alone, mean TTFT (s) / TBT (ms) / response (s): {seconds}; tuned is {case.tuned} tokens a chunk.\n")
 
 
 def _over_sarathi(cases: Sequence[Case], key: str, where: str, says: str, given: tuple[float, float]) -> Claim:
-    """Compares means of requests alone, by the paper's numbers of GPUs, and of those that 8 GPUs of each serve."""
+    """Compare means of requests alone, with the paper's numbers of GPUs, and of requests served by 8 GPUs each."""
     paper = f"{given[0]:g} to {given[1]:g}"
     if not cases:
         return Claim(where, says.format(paper), paper, _NOT_KEPT)
@@ -257,7 +258,7 @@ def _over_sarathi(cases: Sequence[Case], key: str, where: str, says: str, given:
 
 
 def _ntp_over_tp(cases: Sequence[Case]) -> Claim:
-    """Compares the long prompts, which are for SP-NTP, with the short ones, which are for SP-TP."""
+    """Compare the TTFT of long prompts, which SP-NTP serves, with that of short prompts, which SP-TP serves."""
     says = "SP-NTP has 1.32 to 1.51 times the TTFT of SP-TP, although it is preferred for long prompts."
     if not cases:
         return Claim("5.3", says, "1.32 to 1.51", _NOT_KEPT)
@@ -267,8 +268,8 @@ def _ntp_over_tp(cases: Sequence[Case]) -> Claim:
         ntp, tp = case.alone[CSA], case.alone[TP]
         pairs = list(zip(is_long, ntp.ttft_s, tp.ttft_s, ntp.gpus, strict=True))
         gpus = _mean([number for long, _, _, number in pairs if long])
-        ratio = _mean([one for long, one, _, _ in pairs if long]) / _mean(
-            [one for long, _, one, _ in pairs if not long]
+        ratio = _mean([ttft_s for long, ttft_s, _, _ in pairs if long]) / _mean(
+            [ttft_s for long, _, ttft_s, _ in pairs if not long]
         )
         ours[f"{case.name} ({gpus:.3g} : {GPUS_PER_HOST} GPUs)"] = ratio
     why = (
@@ -279,15 +280,15 @@ def _ntp_over_tp(cases: Sequence[Case]) -> Claim:
 
 
 def _rate(cases: Sequence[Case]) -> Claim:
-    """Compares rates at twice the mean response time that Sarathi-Serve has when requests are alone."""
+    """Compare rates at twice the mean response time of Sarathi-Serve for requests alone."""
     says = "1.6 to 2.5 times the request rate of Sarathi-Serve is served at the same latency."
     ours, tuned = {}, []
     for case in cases:
-        found = rates(case)
-        one, other, best = found[CSA], found[SARATHI], found[TUNED]
-        if one is not None and other is not None and best is not None:
-            tuned.append(one / best)
-            ours[f"{case.name} (8 : 8 GPUs)"] = one / other
+        by_system = rates(case)
+        csa, sarathi, best = by_system[CSA], by_system[SARATHI], by_system[TUNED]
+        if csa is not None and sarathi is not None and best is not None:
+            tuned.append(csa / best)
+            ours[f"{case.name} (8 : 8 GPUs)"] = csa / sarathi
     if not ours or len(ours) < len(cases):
         return Claim("5.3, Fig. 17", says, "1.6 to 2.5", _NOT_KEPT)
     why = (
@@ -298,8 +299,9 @@ def _rate(cases: Sequence[Case]) -> Claim:
 
 
 def rates(case: Case) -> dict[str, float | None]:
-    """Returns requests per second of 64 GPUs by each system, when responses take twice as long as those of
-    Sarathi-Serve do alone.
+    """Return requests per second of 64 GPUs by each system at the limit of the mean response time.
+
+    The limit is twice the mean response time of Sarathi-Serve for requests alone.
     """
     limit_s = 2 * _mean(case.alone[SARATHI].response_s)
     return {
@@ -309,7 +311,7 @@ def rates(case: Case) -> dict[str, float | None]:
 
 
 def rate_at(limit_s: float, response_s: Mapping[float, float]) -> float | None:
-    """Returns the rate at which the response time reaches a limit, straight between logarithms; None if none does."""
+    """Return the rate at which the response time reaches a limit, by log-log interpolation, or None if none does."""
     for (low, low_s), (high, high_s) in pairwise(sorted(response_s.items())):
         if low_s <= limit_s < high_s:
             part = math.log(limit_s / low_s) / math.log(high_s / low_s)
@@ -324,8 +326,8 @@ def _print_response(cases: Sequence[Case]) -> None:
             shown.add_row(f"{case.name}: {name}", *(f"{by[name].response_s:.3g}" for by in case.served.values()))
     Console(width=140).print(shown)
     for case in cases:
-        found = ", ".join(f"{name} {rate or math.nan:.3g}" for name, rate in rates(case).items())
-        print(f"{case.name}, requests/s at twice Sarathi-Serve's response time alone, 8 GPUs each: {found}")
+        listed = ", ".join(f"{name} {rate or math.nan:.3g}" for name, rate in rates(case).items())
+        print(f"{case.name}, requests/s at twice Sarathi-Serve's response time alone, 8 GPUs each: {listed}")
     print()
 
 
@@ -350,7 +352,7 @@ def _fig_2_ttft() -> Check:
 
 
 def prefill(model: str, length: int) -> Estimate:
-    """Predicts SP-NTP without drops, a partition of 64K tokens on each GPU."""
+    """Estimate SP-NTP without drops, with a partition of 64K tokens on each GPU."""
     gpus = -(-length // PARTITION)
     hosts = -(-gpus // GPUS_PER_HOST)
     setting = Setting(model=model, hardware=csps_serving.HARDWARE, hosts=hosts, gpus_per_host=gpus // hosts)
@@ -358,33 +360,33 @@ def prefill(model: str, length: int) -> Estimate:
 
 
 def _messages() -> Check:
-    return in_range(0.13, 0.34, _shares(lambda one: one.breakdown.exchange_s))
+    return in_range(0.13, 0.34, _shares(lambda estimate: estimate.breakdown.exchange_s))
 
 
 def _attention() -> Check:
-    return in_range(0.18, 0.43, _shares(lambda one: one.breakdown.attention_s))
+    return in_range(0.18, 0.43, _shares(lambda estimate: estimate.breakdown.attention_s))
 
 
 def _shares(part_s: Callable[[Estimate], float]) -> dict[str, float]:
-    found = {}
+    shares = {}
     for model, (name, length) in product(MODELS, _LENGTHS.items()):
         estimate = prefill(model, length)
-        found[f"{MODELS[model]} {name}"] = part_s(estimate) / estimate.seconds
-    return found
+        shares[f"{MODELS[model]} {name}"] = part_s(estimate) / estimate.seconds
+    return shares
 
 
 def _print_shares() -> None:
-    """Prints shares of TTFT, and what each GPU computes and sends in a layer."""
+    """Print shares of TTFT, and the FLOPs and bytes sent of each GPU in a layer."""
     shown = Table("SP-NTP", "GPUs", "TTFT", "messages", "attention", "of its FLOPs", title="Fig. 5: shares of TTFT")
     for model, (name, length) in product(MODELS, _LENGTHS.items()):
-        one, gpus = prefill(model, length), length // PARTITION
+        estimate, gpus = prefill(model, length), length // PARTITION
         attended, projected = _flops(_architecture(model), length, gpus)
         shown.add_row(
             f"{MODELS[model]} {name}",
             f"{gpus}",
-            f"{one.seconds:.3g} s",
-            f"{one.breakdown.exchange_s / one.seconds:.1%}",
-            f"{one.breakdown.attention_s / one.seconds:.1%}",
+            f"{estimate.seconds:.3g} s",
+            f"{estimate.breakdown.exchange_s / estimate.seconds:.1%}",
+            f"{estimate.breakdown.attention_s / estimate.seconds:.1%}",
             f"{attended / (attended + projected):.1%}",
         )
     Console(width=120).print(shown)
@@ -404,7 +406,7 @@ def _print_shares() -> None:
 
 
 def _flops(model: Architecture, length: int, gpus: int) -> tuple[float, float]:
-    """Returns the operations of a GPU in a layer: of causal attention, and of products with weights."""
+    """Return the FLOPs of a GPU in a layer: of causal attention, and of products with weights."""
     shape = model.attention
     attended = 4 * shape.num_heads * shape.head_dim * length**2 / 2
     weights = shape.attention_weights + model.ffn_weights
@@ -412,7 +414,7 @@ def _flops(model: Architecture, length: int, gpus: int) -> tuple[float, float]:
 
 
 def _print_load() -> None:
-    """Prints what one request per second needs at least, by the deviations of Table 2."""
+    """Print the least FLOPS that one request per second needs, by the deviations of Table 2."""
     peak = NUM_GPUS * catalog.device(csps_serving.HARDWARE).flops_per_s
     for model, data_set in product(MODELS, DATA_SETS):
         least = attention_flops(model, data_set)
@@ -425,37 +427,37 @@ def _print_load() -> None:
 
 
 def attention_flops(model: str, data_set: DataSet) -> float:
-    """Returns the least operations of attention of a mean request: the mean of squares is at least the variance."""
+    """Return a lower bound of a mean request's attention FLOPs: the mean of squares is at least the variance."""
     shape = _architecture(model).attention
     return 2 * shape.num_layers * shape.num_heads * shape.head_dim * data_set.input_std**2
 
 
 def _kv_over_q() -> dict[str, float]:
-    """Compares both ways over the NVLink of 8 GPUs: all keys and values of a layer, or the queries of one token."""
-    found = {}
+    """Return ratios of seconds over the NVLink of 8 GPUs: all keys and values of a layer to queries of one token."""
+    ratios = {}
     for model, (data_set, length) in product(MODELS, (("1M", 2**20), ("406K", 406_000))):
         line = _line(_architecture(model), GPUS_PER_HOST)
         shape, group = line.layer.model.attention, tuple(range(GPUS_PER_HOST))
         query = shape.num_heads * shape.head_dim * shape.bytes_per_element
         sent_s = line.topology.alltoall_s((GPUS_PER_HOST - 1) * query, group)
         gathered_s = line.topology.gather_s(length / GPUS_PER_HOST * shape.kv_bytes, group)
-        found[f"{MODELS[model]} {data_set}"] = gathered_s / sent_s
-    return found
+        ratios[f"{MODELS[model]} {data_set}"] = gathered_s / sent_s
+    return ratios
 
 
 def _dropped() -> Check:
-    found = dropping("internlm2.5-7b", DATA_SETS[0])
+    saved = dropping("internlm2.5-7b", DATA_SETS[0])
     return numbers(
         {
-            "dropped": (0.22, found.mean_drop_ratio),
-            "messages": (0.19, found.bytes_saved_share),
-            "attention": (0.28, found.attention_flops_saved_share),
+            "dropped": (0.22, saved.mean_drop_ratio),
+            "messages": (0.19, saved.bytes_saved_share),
+            "attention": (0.28, saved.attention_flops_saved_share),
         }
     )
 
 
 def dropping(model: str, data_set: DataSet) -> Savings:
-    """Returns what all long prompts save together, as the policy has them; links take as long as their bytes."""
+    """Return the savings of all long prompts together, with the policy's settings. Saved bytes save link time."""
     shape, parts = _architecture(model).attention, []
     experiment = csps_serving.ntp_by_length(model, csps_serving.csa(model))
     chosen = experiment.policy()
@@ -475,10 +477,10 @@ def dropping(model: str, data_set: DataSet) -> Savings:
 
 
 def crossing(model: Architecture, members: int) -> float:
-    """Returns the tokens from which SP-NTP with gathered weights sends less in a layer than SP-TP.
+    """Return the tokens from which SP-NTP with gathered weights sends less in a layer than SP-TP.
 
-    Bytes are those that are counted when it runs, but for the keys and values that `gather_hidden` sends to the owners
-    of their tokens, which the paper leaves with their heads.
+    Bytes are counted as at run time, with one exception. `gather_hidden` sends keys and values to the owners of their
+    tokens, and the paper keeps them with their heads, so these bytes are excluded.
     """
     layer, length = _line(model, members).layer, 2**14
     weights = (members - 1) * model.attention.attention_weights * layer.bytes_per_element
@@ -492,7 +494,7 @@ def crossing(model: Architecture, members: int) -> float:
 
 
 def _wide() -> Architecture:
-    """Makes a model of size 16K with a KV head for each query head, as the supplement counts it."""
+    """Return a model of size 16K with a KV head for each query head, as in the supplement."""
     config = {
         "model_type": "llama",
         "hidden_size": 2**14,
@@ -516,8 +518,8 @@ def _main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serving", action="store_true", help="simulate section 5")
     csps_serving.options(parser)
-    given = parser.parse_args()
-    return main(csps_serving.run(given) if given.serving else None)
+    args = parser.parse_args()
+    return main(csps_serving.run(args) if args.serving else None)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,21 @@
 
     python benchmarks/papers/csps.py --serving [--models internlm2.5-7b] [--json FILE]      # some ten minutes
 
-`--json csps_serving.json` keeps the figures by which the claims page goes.
+`--json csps_serving.json` stores the figures that the claims page uses.
 
-- Lengths are log-normal, through median and P99 of Table 2; the distribution is not given. There are 40 requests of
-  each data set, one for each fortieth of the distribution; input and output are paired at random.
-- Sarathi-Serve is policy `chunked` with TP4 PP2, 8 GPUs: chunks of 256 tokens as in the paper, or tuned, which is the
-  best of several sizes for mean response time. A stage computes a chunk while the other computes the next.
-- `ntp` is policy `csps` with exchange `alltoall`, on instances of one GPU; `ntp, csa` also drops tokens: 22 % of them
-  in the mean over layers, heads and levels. `tp` is `csps` with exchange `gather_hidden` on 8 GPUs. Prompts of up to
-  100K tokens are for `tp`, longer ones for `ntp`.
-- `alone`: no request meets another. There `ntp` has 64 GPUs, of which a prompt takes as many as it has partitions of
-  64K tokens, in one step; the last of them has what is left.
-- `served`: both on 8 GPUs of one host, with an eighth of the requests of 64 GPUs, Poisson. There all GPUs share every
-  prompt, so that both have as many. `ntp` takes steps of 8,192 tokens per GPU, `ntp, csa` of 32,768, which is a whole
-  prompt of up to 256K; of longer ones each step is priced as the first, which drops too little. Decodes wait for these
-  steps, since there are no other GPUs for them, as the paper has (4.2).
+- Lengths are log-normal, through median and P99 of Table 2. The paper does not give the distribution. There are 40
+  requests of each data set, one for each fortieth of the distribution. Input and output are paired at random.
+- Sarathi-Serve is policy `chunked` with TP4 PP2 on 8 GPUs. Its chunks have 256 tokens as in the paper, or the best of
+  several sizes for mean response time (tuned). A stage computes a chunk while the other computes the next.
+- `ntp` is policy `csps` with exchange `alltoall`, on instances of one GPU. `ntp, csa` also drops tokens: 22 % of them
+  in the mean over layers, heads and levels. `tp` is `csps` with exchange `gather_hidden` on 8 GPUs. It serves prompts
+  of up to 100K tokens, and `ntp` serves longer ones.
+- `alone`: requests never overlap. `ntp` has 64 GPUs there. A prompt uses one GPU for each partition of 64K tokens, in
+  one step. The last partition may be shorter.
+- `served`: both systems use 8 GPUs of one host, with an eighth of the requests of 64 GPUs, Poisson. All GPUs share
+  every prompt, so both systems have the same number. `ntp` has steps of 8,192 tokens per GPU. `ntp, csa` has steps of
+  32,768, which is a whole prompt of up to 256K. Each step of a longer prompt is priced as its first, which drops too
+  little. Decodes wait for these steps, since no GPU only decodes here, unlike in the paper (4.2).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LONG = 100_000
 DROPPED = 0.22
 """Mean drop ratio without loss of accuracy (section 5.3)."""
 RATES = (0.03, 0.06, 0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
-"""Requests per second of 64 GPUs; the paper has 1."""
+"""Requests per second of 64 GPUs. The paper has 1."""
 SARATHI, TUNED, NTP, CSA, TP = "sarathi 256", "sarathi tuned", "ntp", "ntp, csa", "tp"
 _CHUNKS = (512, 1024, 2048, 4096, 8192)
 _SERVED_CHUNKS = (1024, 4096)
@@ -83,8 +83,8 @@ class Times:
     """Times of each request by one system.
 
     Attributes:
-        gpus: that the request took.
-        tbt_s: the mean between its tokens.
+        gpus: number used by the request.
+        tbt_s: mean time between its tokens.
     """
 
     gpus: list[int]
@@ -137,14 +137,14 @@ class Case:
         return f"{MODELS[self.model]}, {self.data_set}"
 
     def chosen(self) -> Times:
-        """Returns what CSPS does by the rule of section 3.2.2: `tp` for short prompts, sparse `ntp` for long ones."""
+        """Return the times of CSPS by the rule of section 3.2.2: `tp` for short prompts, sparse `ntp` for long ones."""
         short, long = self.alone[TP], self.alone[CSA]
         pick = [long if length > LONG else short for length in self.input_lens]
         return Times(
-            gpus=[one.gpus[i] for i, one in enumerate(pick) if one.gpus],
-            ttft_s=[one.ttft_s[i] for i, one in enumerate(pick)],
-            tbt_s=[one.tbt_s[i] for i, one in enumerate(pick)],
-            response_s=[one.response_s[i] for i, one in enumerate(pick)],
+            gpus=[times.gpus[i] for i, times in enumerate(pick) if times.gpus],
+            ttft_s=[times.ttft_s[i] for i, times in enumerate(pick)],
+            tbt_s=[times.tbt_s[i] for i, times in enumerate(pick)],
+            response_s=[times.response_s[i] for i, times in enumerate(pick)],
         )
 
 
@@ -152,7 +152,7 @@ class Case:
 
 
 def lengths(data_set: DataSet, num: int = _NUM_REQUESTS) -> tuple[list[int], list[int]]:
-    """Returns the lengths of inputs, ascending, and of outputs, in any order."""
+    """Return the lengths of inputs in ascending order, and the lengths of outputs in random order."""
     inputs, outputs = (_quantiles(*ends, num) for ends in (data_set.input_len, data_set.output_len))
     np.random.default_rng(0).shuffle(outputs)
     return inputs, outputs
@@ -164,7 +164,7 @@ def _quantiles(median: int, p99: int, num: int) -> list[int]:
 
 
 def requests(data_set: DataSet, rate: float = 1.0) -> Workload:
-    """Makes requests that come at `rate` per second, in any order."""
+    """Return requests that arrive at `rate` per second, in random order."""
     inputs, outputs = lengths(data_set)
     rng = np.random.default_rng(1)
     due_s = arrival_times(len(inputs), rate=rate, burstiness=1.0, rng=rng)
@@ -181,35 +181,35 @@ def requests(data_set: DataSet, rate: float = 1.0) -> Workload:
 
 @cache
 def sarathi(model: str, chunk: int) -> Experiment:
-    """Makes Sarathi-Serve, whose two stages take a chunk each."""
+    """Return Sarathi-Serve, whose two stages compute a chunk each."""
     return _experiment(model, "tp4pp2", GPUS_PER_HOST, "chunked", 2 * chunk)
 
 
 @cache
 def ntp(model: str, gpus: int, tokens: int = PARTITION, csa: str = "off") -> Experiment:
-    """Makes SP-NTP on so many instances of one GPU, with steps of so many tokens on each."""
+    """Return SP-NTP on `gpus` instances of one GPU, with steps of `tokens` tokens on each."""
     options = {"exchange": "alltoall", "csa": csa, "long_share": "1"}
     return _experiment(model, str(gpus), gpus, "csps", tokens, options)
 
 
 @cache
 def ntp_by_length(model: str, csa: str = "off") -> Experiment:
-    """Makes SP-NTP on 64 instances of one GPU, of which each prompt takes as many as it has partitions."""
+    """Return SP-NTP on 64 instances of one GPU. Each prompt uses one instance per partition."""
     options = {"exchange": "alltoall", "csa": csa, "long_share": "1", "partition": str(PARTITION)}
     return _experiment(model, str(NUM_GPUS), NUM_GPUS, "csps", PARTITION, options)
 
 
 @cache
 def tp(model: str) -> Experiment:
-    """Makes SP-TP on 8 GPUs."""
+    """Return SP-TP on 8 GPUs."""
     return _experiment(model, "8", GPUS_PER_HOST, "csps", 8192, {"exchange": "gather_hidden"})
 
 
 def csa(model: str) -> str:
-    """Returns settings with a mean drop ratio of `DROPPED`, over layers of which the first and the last drop nothing.
+    """Return settings with a mean drop ratio of `DROPPED` over all layers. The first and the last layer drop nothing.
 
-    There are two levels: by the rule of section 3.2.4, level 3 drops half of all tokens even if level 2 drops none, and
-    with it the mean would be larger.
+    There are two levels. By the rule of section 3.2.4, level 3 drops half of all tokens even if level 2 drops none.
+    With it the mean would be larger.
     """
     num_layers = catalog.model_config(model)["num_hidden_layers"]
     drop = DROPPED * num_layers / (num_layers - 2)
@@ -228,7 +228,7 @@ def _experiment(
 
 
 def study(model: str, data_set: DataSet) -> Case:
-    """Simulates a model and a data set."""
+    """Simulate a model and a data set."""
     inputs, outputs = lengths(data_set)
     by_chunk = {chunk: _alone(sarathi(model, chunk), GPUS_PER_HOST, inputs, outputs) for chunk in (256, *_CHUNKS)}
     tuned = min(_CHUNKS, key=lambda chunk: statistics.fmean(by_chunk[chunk].response_s))
@@ -252,13 +252,13 @@ def study(model: str, data_set: DataSet) -> Case:
 
 
 def _by_partitions(model: str, settings: str, inputs: Sequence[int], outputs: Sequence[int]) -> Times:
-    """Runs each prompt on as many GPUs as it has partitions."""
+    """Run requests one at a time, each prompt on one GPU per partition."""
     times = _alone(ntp_by_length(model, settings), NUM_GPUS, inputs, outputs)
     return replace(times, gpus=[-(-length // PARTITION) for length in inputs])
 
 
 def _alone(experiment: Experiment, gpus: int, inputs: Sequence[int], outputs: Sequence[int]) -> Times:
-    """Runs requests one after the other."""
+    """Run requests one at a time."""
     arrivals = [
         Arrival(due_s=0.0, prompt=text(3 * index + 2, length), output_len=output)
         for index, (length, output) in enumerate(zip(inputs, outputs, strict=True))
@@ -266,19 +266,19 @@ def _alone(experiment: Experiment, gpus: int, inputs: Sequence[int], outputs: Se
     served = _all_served(experiment, Workload(arrivals=arrivals, shares=False).one_by_one(1e5))
     return Times(
         gpus=[gpus] * len(served),
-        ttft_s=[_rounded(one.ttft_s) for one in served],
-        tbt_s=[_rounded(one.mean_tbt_s) for one in served],
-        response_s=[_rounded(one.e2e_s) for one in served],
+        ttft_s=[_rounded(request.ttft_s) for request in served],
+        tbt_s=[_rounded(request.mean_tbt_s) for request in served],
+        response_s=[_rounded(request.e2e_s) for request in served],
     )
 
 
 def _served(model: str, data_set: DataSet, rate: float) -> dict[str, Means]:
-    """Serves an eighth of the requests by 8 GPUs."""
+    """Serve an eighth of the requests on 8 GPUs."""
     workload = requests(data_set, rate * GPUS_PER_HOST / NUM_GPUS)
     tuned = [_means(sarathi(model, chunk), workload) for chunk in _SERVED_CHUNKS]
     return {
         SARATHI: _means(sarathi(model, 256), workload),
-        TUNED: min(tuned, key=lambda one: one.response_s),
+        TUNED: min(tuned, key=lambda means: means.response_s),
         NTP: _means(ntp(model, GPUS_PER_HOST, 8192), workload),
         CSA: _means(ntp(model, GPUS_PER_HOST, PARTITION // 2, csa(model)), workload),
     }
@@ -286,14 +286,14 @@ def _served(model: str, data_set: DataSet, rate: float) -> dict[str, Means]:
 
 def _means(experiment: Experiment, workload: Workload) -> Means:
     served = _all_served(experiment, workload)
-    end_s = max(one.finished_s for one in served)
+    end_s = max(request.finished_s for request in served)
     return Means(
         gpus=experiment.cluster.num_ranks,
-        ttft_s=_rounded(statistics.fmean(one.ttft_s for one in served)),
-        tbt_s=_rounded(statistics.fmean(one.mean_tbt_s for one in served)),
-        response_s=_rounded(statistics.fmean(one.e2e_s for one in served)),
-        prefill_tokens_per_s=_rounded(sum(one.num_prompt_tokens for one in served) / end_s),
-        decode_tokens_per_s=_rounded(sum(one.num_output_tokens for one in served) / end_s),
+        ttft_s=_rounded(statistics.fmean(request.ttft_s for request in served)),
+        tbt_s=_rounded(statistics.fmean(request.mean_tbt_s for request in served)),
+        response_s=_rounded(statistics.fmean(request.e2e_s for request in served)),
+        prefill_tokens_per_s=_rounded(sum(request.num_prompt_tokens for request in served) / end_s),
+        decode_tokens_per_s=_rounded(sum(request.num_output_tokens for request in served) / end_s),
     )
 
 
@@ -312,24 +312,24 @@ def _rounded(value: float) -> float:
 # ---------------------------------------------------------------- all
 
 
-def run(given: argparse.Namespace) -> list[Case]:
-    """Simulates all cases, and keeps them where that is wanted."""
-    path: Path | None = given.json
-    found = []
-    for model, data_set in tqdm(list(product(given.models, DATA_SETS)), desc="cases", disable=None):
-        found.append(study(model, data_set))
+def run(args: argparse.Namespace) -> list[Case]:
+    """Simulate all cases, and store them with `--json`."""
+    path: Path | None = args.json
+    cases = []
+    for model, data_set in tqdm(list(product(args.models, DATA_SETS)), desc="cases", disable=None):
+        cases.append(study(model, data_set))
         if path is not None:
-            path.write_bytes(msgspec.json.encode(found).replace(b'"tuned"', b'\n"tuned"') + b"\n")
-    return found
+            path.write_bytes(msgspec.json.encode(cases).replace(b'"tuned"', b'\n"tuned"') + b"\n")
+    return cases
 
 
 def stored(path: Path | None = None) -> list[Case]:
-    """Reads the cases that were kept."""
+    """Read the stored cases."""
     path = STORED if path is None else path
     return msgspec.json.decode(path.read_bytes(), type=list[Case]) if path.is_file() else []
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `--serving`."""
+    """Add the flags of `--serving`."""
     parser.add_argument("--models", nargs="+", default=tuple(MODELS), choices=tuple(MODELS))
     parser.add_argument("--json", type=Path, help="write the figures that claims need to this file")

@@ -1,4 +1,4 @@
-"""KV-Runahead: the given rows of Tables 1, 2 and 3 (unfused attention on A100s), beside the cost model; its claims.
+"""KV-Runahead: rows of Tables 1, 2 and 3 (unfused attention on A100s) compared with the cost model, and its claims.
 
     python benchmarks/papers/kv_runahead.py
 
@@ -44,12 +44,12 @@ _TABLE_3 = {  # 1 GPU, 2 and 4 with 10 GB/s, 2 and 4 with 1 GB/s
     12: (3.95, 1.82, 1.15, 2.28, 2.30),
 }
 _COLUMNS = {10: {0: 1, 1: 2, 2: 4}, 1: {3: 2, 4: 4}}
-"""The number of GPUs, by the speed of links and the place in a row."""
+"""The number of GPUs, by the speed of links (GB/s) and the column."""
 _TOLERANCE = 0.15
 
 
 def setting(model: str, link_gbytes_per_s: float | None = None) -> Setting:
-    """Builds one host of eight A100s, as section 5 has it; of 80 GB, since the paper runs Llama 30B, too."""
+    """Return a host of eight A100s, as in section 5. They have 80 GB, since the paper also runs Llama 30B."""
     return Setting(model=model, hardware="a100-sxm-80g", kernels="eager", link_gbytes_per_s=link_gbytes_per_s)
 
 
@@ -57,7 +57,7 @@ def setting(model: str, link_gbytes_per_s: float | None = None) -> Setting:
 def estimate(
     method: str, gpus: int, thousands: int, model: str = "llama-7b", link_gbytes_per_s: float | None = None
 ) -> Estimate:
-    """Predicts the prefill of so many times 1,024 tokens by `TSP`, `KVR-E` or `KVR-S`."""
+    """Estimate the prefill of `thousands` times 1,024 tokens by `TSP`, `KVR-E` or `KVR-S`."""
     return _estimate(setting(model, link_gbytes_per_s), method, gpus, thousands)
 
 
@@ -67,7 +67,7 @@ def _estimate(on: Setting, method: str, gpus: int, thousands: int) -> Estimate:
 
 
 def tables_1_and_2(constants: Efficiency | None = None, methods: Sequence[str] = ("TSP", "KVR-S")) -> list[Cell]:
-    """Selects the given rows of these methods."""
+    """Return the cells of Tables 1 and 2 for these methods."""
     columns = (("TSP", 4), ("KVR-S", 4), ("TSP", 8), ("KVR-S", 8))
     return [
         Cell(
@@ -88,7 +88,7 @@ def tables_1_and_2(constants: Efficiency | None = None, methods: Sequence[str] =
 
 
 def table_3(link_gbytes_per_s: int = 10) -> list[Cell]:
-    """Selects the columns with links of that speed; one GPU, which needs none, with the quicker."""
+    """Return the columns with links of this speed. The column of one GPU, which needs no link, belongs to 10 GB/s."""
     return [
         Cell(
             name=f"{link_gbytes_per_s} GB/s, {gpus} GPUs, {thousands}k",
@@ -102,7 +102,7 @@ def table_3(link_gbytes_per_s: int = 10) -> list[Cell]:
 
 
 def claims() -> list[Claim]:
-    """Lists what the paper claims of times, speed-ups, pieces, and memory."""
+    """Return the claims about times, speed-ups, pieces, and memory."""
     return [*_times(), *_speed_ups(), *_other_models(), *_pieces(), *_limits()]
 
 
@@ -305,12 +305,12 @@ def _other_models() -> list[Claim]:
 
 def _pieces() -> list[Claim]:
     def searched(gpus: int, thousands: int) -> tuple[float, ...]:
-        found = estimate("KVR-S", gpus, thousands).partition
-        return tuple(piece / sum(found) for piece in found)
+        pieces = estimate("KVR-S", gpus, thousands).partition
+        return tuple(piece / sum(pieces) for piece in pieces)
 
     def predicted(gpus: int, thousands: int) -> tuple[float, ...]:
         pairs = zip(searched(gpus, thousands - 2), searched(gpus, thousands + 2), strict=True)
-        return tuple((one + other) / 2 for one, other in pairs)
+        return tuple((first + second) / 2 for first, second in pairs)
 
     def predicted_s(gpus: int, thousands: int) -> float:
         return (
@@ -426,7 +426,7 @@ def _limits() -> list[Claim]:
 
 
 def main() -> bool:
-    """Prints all; returns whether all but the columns with 1 GB/s, which the model does not reach, is near enough."""
+    """Print all cells and claims. Return True if required claims hold and cells, except for 1 GB/s, are near."""
     passed = report("KV-Runahead, Tables 1 and 2", tables_1_and_2())
     gathered, chained = (estimate(method, 2, 16).memory for method in ("TSP", "KVR-S"))
     larger = estimate("TSP", 4, 16, "llama-13b").memory

@@ -1,17 +1,18 @@
-"""Do the constants of attention hold for cells that they are not fitted to?
+"""Test the constants of attention on cells that they are not fitted to.
 
     python benchmarks/papers/left_out.py
 
-Two constants of each kind of kernels are fitted to some cells of a paper, and predict the others: flash (part of the
-peak, cost of a hop) to two lengths or sizes of Tetris, Table 1; eager (the host's time for a layer, part of the
-memory's speed for scores) to columns of KV-Runahead, Table 1. No pieces are searched for while fitting, so it takes
-half a minute.
+Two constants of each kind of kernels are fitted to some cells of a paper, and predict all other cells. The constants of
+flash are the share of the peak and the cost of a hop. They are fitted to two lengths or sizes of Tetris, Table 1. The
+constants of eager are the host's time for a layer and the share of the memory's speed for scores. They are fitted to
+columns of KV-Runahead, Table 1. The fit searches no pieces, so it takes half a minute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import kv_runahead
 import tetris
@@ -25,7 +26,7 @@ Chosen = Callable[[Cell], bool]
 
 
 def main() -> None:
-    """Prints what was fitted, and the errors of the rest."""
+    """Print the fitted constants, and the errors of all other cells."""
     flash: list[tuple[str, Chosen]] = [
         ("4k and 64k", lambda cell: cell.name.endswith((" 4k", " 64k"))),
         ("16k and 256k", lambda cell: cell.name.endswith((" 16k", " 256k"))),
@@ -62,12 +63,12 @@ def _left_out(
     rest = [cell for cell in (tested or cells)(fitted) if not chosen(cell)]
     values = ", ".join(f"{field} {getattr(fitted.attention[kernels], field):.3g}" for field in names)
     worst = max(rest, key=lambda cell: abs(cell.error))
-    others = f"{len(rest)} others: mean error {mean_error(rest):.1%}, {worst.error:+.1%} at worst"
-    print(f"{kernels}, fitted to {name}: {values}; {others}")
+    errors = f"{len(rest)} other cells: mean error {mean_error(rest):.1%}, {worst.error:+.1%} at worst"
+    print(f"{kernels}, fitted to {name}: {values}; {errors}")
 
 
 def _fit(error: Callable[[Efficiency], float], kernels: Kernels, names: tuple[str, str]) -> Efficiency:
-    """Tries grids of both constants, each a quarter as wide as the one before."""
+    """Search both constants on three grids, each with a quarter of the previous width."""
     best = catalog.efficiency()
     for width in (1.0, 0.25, 0.0625):
         attention = best.attention[kernels]
@@ -79,9 +80,9 @@ def _fit(error: Callable[[Efficiency], float], kernels: Kernels, names: tuple[st
                     for field, factor in zip(names, pair, strict=True)
                 },
             )
-            for pair in ((one, other) for one in _FACTORS for other in _FACTORS)
+            for pair in product(_FACTORS, _FACTORS)
         ]
-        best = min((replace(best, attention={**best.attention, kernels: one}) for one in tried), key=error)
+        best = min((replace(best, attention={**best.attention, kernels: constants}) for constants in tried), key=error)
     return best
 
 

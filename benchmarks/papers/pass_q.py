@@ -1,6 +1,6 @@
-"""The pass-Q of Context Parallelism (Algorithms 3 and 4), as its authors run it: queries travel hop by hop.
+"""The cost of Context Parallelism's pass-Q (Algorithms 3 and 4), in which queries travel around the ring hop by hop.
 
-longspan's `ring_q` asks all members at once.
+longspan's `ring_q` sends queries to all members at once.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from longspan.cost.topology import Topology
 
 
 def _pass_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Prices queries that travel around the ring while those before them are attended; an all-to-all, which nothing
-    hides, brings partial outputs back.
+    """Return the time of pass-Q. Hops of queries overlap with attention. The all-to-all that returns partial outputs
+    does not.
     """
     members, padded = len(channel.group), _padded(channel)
-    most = padded.shares.queries[0]
+    num_queries = padded.shares.queries[0]
     attended_s = asked_s(layer, padded, members)
     width = layer.heads * layer.model.attention.head_dim * layer.bytes_per_element
-    sent_s = topology.hop_s(most * width, channel.group)
-    returned_s = topology.alltoall_s((members - 1) * most * (width + 4 * layer.heads), channel.group)
+    sent_s = topology.hop_s(num_queries * width, channel.group)
+    returned_s = topology.alltoall_s((members - 1) * num_queries * (width + 4 * layer.heads), channel.group)
     return ChannelTime(
         attention_s=attended_s,
         exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members) + returned_s,
-        overhead_s=(members - 1) * hop_s(layer, channel.decode) + members * merge_s(layer, most),
+        overhead_s=(members - 1) * hop_s(layer, channel.decode) + members * merge_s(layer, num_queries),
     )
 
 
 def _padded(channel: Channel) -> Channel:
-    """Gives every member as many queries as the one with most; those that pad are attended, too (section 4.3)."""
+    """Pad the queries of every member to the largest number. Padding is attended, too (section 4.3)."""
     shares, members = channel.shares, len(channel.group)
-    most = max(shares.queries)
-    more = members * most / sum(shares.queries)
+    num_queries = max(shares.queries)
+    growth = members * num_queries / sum(shares.queries)
     padded = Shares(
-        queries=[most] * members,
-        pairs=[more * pairs for pairs in shares.pairs],
-        scores=[more * scores for scores in shares.scores],
+        queries=[num_queries] * members,
+        pairs=[growth * pairs for pairs in shares.pairs],
+        scores=[growth * scores for scores in shares.scores],
         held=shares.held,
     )
-    return replace(channel, shares=padded, keys=more * channel.keys)
+    return replace(channel, shares=padded, keys=growth * channel.keys)
 
 
 PASS_Q = ExchangeCost(num_bytes=cost_of(RING_Q).num_bytes, time=_pass_q)

@@ -1,14 +1,15 @@
-"""Seesaw: what it says of parallelism and of throughput, beside the cost model and the simulator, and all its claims.
+"""Seesaw: its numbers on parallelism and throughput, compared with the cost model and the simulator, and its claims.
 
-    python benchmarks/papers/seesaw.py             # some two minutes; figures of serving are those that were kept
-    python benchmarks/papers/seesaw.py --serving   # simulates Figures 10 to 14 anew, an hour or more
+    python benchmarks/papers/seesaw.py             # some two minutes; uses the stored figures of serving
+    python benchmarks/papers/seesaw.py --serving   # simulates Figures 10 to 14 again, an hour or more
 
-Exits with 1 unless decoding 70B on 4 of 8 devices of 40 GB has 10 to 20 % of the throughput of all 8, PP8 prefills and
-TP8 or TP4PP2 decodes 13B quickest on eight L4, and Eq. 1 is within 15 % of the simulator.
+Exits with 1 unless these hold. Decoding 70B on 4 of 8 devices of 40 GB has 10 to 20 % of the throughput of all 8. On
+eight L4, PP8 has the fastest prefill of 13B, and TP8 or TP4PP2 the fastest decode. Eq. 1 is within 15 % of the
+simulator.
 
-Figure 1 has 16 requests of a length that is not given; 1,000 tokens are taken here, and no time in which stages wait,
-since other requests fill them. Of Figure 4 no length is given either: the largest batches that fit are compared, of
-requests with the 3,000 tokens that articles of arxiv-summarization have.
+Figure 1 has 16 requests whose length the paper does not give. It is 1,000 tokens here. Other requests fill idle stages,
+so the time of idle stages is excluded. Figure 4 has no length either. It compares the largest batches that fit, with
+requests of 3,000 tokens, as articles of arxiv-summarization have.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ _STATIC_WINNERS = {
     (14, "0.1"): "pp8",
     (14, "50"): "tp8",
 }
-"""The best single parallelism of points, as far as the text tells. Seesaw is the best of all in Figs. 12 to 14."""
+"""The best single parallelism of points that the text mentions. Seesaw is the best of all in Figs. 12 to 14."""
 _RESHARDING = "Weights are not re-sharded while serving, and no policy fills the tier on the host before it decodes."
 _NOT_KEPT = "The stored run did not keep these numbers. They need a run of an hour or more."
 _LENGTHS = "Lengths of requests are not given, and the throughput of decoding depends on them."
 
 
 def main(arxiv: Path = seesaw_serving.ARXIV) -> bool:
-    """Prints the claims and what is required; returns whether that holds."""
+    """Print the claims and the required cells. Return True if all required ones hold."""
     points = seesaw_serving.stored()
     passed = report("Seesaw: what its text says of static parallelism", _required())
     passed = _fig_1_holds() and passed
@@ -59,8 +60,8 @@ def main(arxiv: Path = seesaw_serving.ARXIV) -> bool:
     cells = [*equation_1(), *equation_1_of_pairs(points)]
     passed = report("Seesaw, Eq. 1: requests per second, 'paper' is the simulator", cells) and passed
     for figure in seesaw_serving.FIGURES:
-        if found := [one for one in points if one.figure == figure]:
-            Console(width=160).print(_table(figure, found))
+        if of_figure := [point for point in points if point.figure == figure]:
+            Console(width=160).print(_table(figure, of_figure))
     if cells := _speedups(points):
         passed = report("Seesaw, Fig. 10: over the best single parallelism", cells) and passed
     _print_winners(points)
@@ -70,7 +71,7 @@ def main(arxiv: Path = seesaw_serving.ARXIV) -> bool:
 
 
 def claims(points: Sequence[Point] | None = None) -> list[Claim]:
-    """Lists the claims of the paper; those of figures go by the points that were kept."""
+    """Return the claims of the paper. Claims of figures use `points`, by default the stored ones."""
     points = seesaw_serving.stored() if points is None else points
     return [
         Claim("Fig. 1, 3.1", "Pipeline parallelism is best for prefill, tensor parallelism for decoding.", _fig_1()),
@@ -96,13 +97,13 @@ def claims(points: Sequence[Point] | None = None) -> list[Claim]:
 
 
 def _required() -> list[Cell]:
-    """Lists what must be near, within 5 points of 15 %."""
+    """Return the required cell, which must be within 5 points of 15 %."""
     share = _share_of_half(_ARTICLE)
     return [Cell(name="decoding on 4 of 8 (70B)", paper=0.15, ours=share, tolerance=1 / 3, unit="")]
 
 
 def _fig_1_holds() -> bool:
-    """Prints which spec prefills and which decodes quickest on eight L4."""
+    """Print the specs with the fastest prefill and decode on eight L4. Return True if they are the paper's."""
     prefill, decode = (min(times, key=times.__getitem__) for times in _l4().values())
     passed = prefill == "pp8" and decode in ("tp8", "tp4pp2")
     print(f"13B on 8 L4: {prefill} prefills quickest, {decode} decodes quickest: {'pass' if passed else 'FAIL'}\n")
@@ -136,13 +137,13 @@ def _half() -> Setting:
 
 
 def _share_of_half(tokens: int, used: float = 1.0) -> float:
-    """Compares tokens per second of the largest batches that fit on four devices and on eight."""
+    """Return the ratio of tokens per second on four devices to eight, of the largest batches that fit."""
     four, eight = (_decode_rate(spec, tokens, used) for spec in (_HALF, _WHOLE))
     return four / eight
 
 
 def _decode_rate(spec: str, tokens: int, used: float = 1.0) -> float:
-    """Returns the highest tokens per second of a batch that takes at most a part of the memory."""
+    """Return the highest tokens per second of batches that use at most a share `used` of the memory."""
     setting, best, batch = _half(), 0.0, 1
     while (step := setting.decode(spec, tokens, batch)).memory.used <= used * step.memory.capacity:
         best = max(best, batch / step.seconds)
@@ -156,21 +157,21 @@ def _prefill_over_decode(tokens: int) -> float:
 
 
 def _print_half() -> None:
-    """Prints how the share of Fig. 4 depends on what the paper does not give."""
+    """Print the share of Fig. 4 for several lengths and shares of memory, which the paper does not give."""
     shown = Table("tokens", "all memory", f"{USED_MEMORY:.0%} of it", title="Decoding 70B on 4 of 8 GPUs of 40 GB")
     for tokens in (500, 1000, 2000, 3000):
         shares = (_share_of_half(tokens, used) for used in (1.0, USED_MEMORY))
         shown.add_row(f"{tokens:,}", *(f"{share:.1%}" for share in shares))
     Console().print(shown)
     step = _half().decode(_HALF, _ARTICLE, 1)
-    print(f"On 4: {step.memory.arithmetic}. Appendix A gives all memory beside weights to KV (b_max), vLLM 90 %.\n")
+    print(f"On 4: {step.memory.arithmetic}. Appendix A uses all memory except for weights for KV (b_max), vLLM 90 %.\n")
 
 
 # ---------------------------------------------------------------- Eq. 1
 
 
 def equation_1() -> list[Cell]:
-    """Compares the closed form with the simulator on Fig. 13's requests, each spec with passes that suit it."""
+    """Compare the closed form with the simulator on Fig. 13's requests, each spec with its best pass size."""
     machine, cells = Machine(model="llama-2-70b", hardware="a10", gpus=8), []
     for length in OUTPUT_LENS:
         requests = seesaw_serving.constant(length)
@@ -186,16 +187,16 @@ def equation_1() -> list[Cell]:
 
 
 def equation_1_of_pairs(points: Sequence[Point]) -> list[Cell]:
-    """Compares the closed form with the simulator on the best pairs of Fig. 13 that were kept."""
+    """Compare the closed form with the simulator on the stored best pairs of Fig. 13."""
     machine, cells = Machine(model="llama-2-70b", hardware="a10", gpus=8), []
-    for one in points:
-        if one.figure != 13 or (pair := one.best_pair) is None:
+    for point in points:
+        if point.figure != 13 or (pair := point.best_pair) is None:
             continue
-        requests, kept = seesaw_serving.constant(int(one.name)), one.pairs[pair]
-        work = OfflineWork(num_requests=len(requests.arrivals), input_len=INPUT_LEN, output_len=int(one.name))
+        requests, kept = seesaw_serving.constant(int(point.name)), point.pairs[pair]
+        work = OfflineWork(num_requests=len(requests.arrivals), input_len=INPUT_LEN, output_len=int(point.name))
         prefill, decode = pair.split(" → ")
         expected = seesaw_serving.expected_pair_throughput(machine, work, kept.pass_tokens, prefill, decode)
-        name = f"{pair}, {one.name} out, {kept.pass_tokens} per pass"
+        name = f"{pair}, {point.name} out, {kept.pass_tokens} per pass"
         cells.append(Cell(name=name, paper=kept.requests_per_s, ours=expected, tolerance=0.15, unit="/s"))
     return cells
 
@@ -205,14 +206,14 @@ _EQ_1_TOKENS = (256, 512, 1024, 2048)
 
 
 def _print_sums() -> None:
-    """Prints why TP8 decodes quicker here than TP4PP2, which is Fig. 13's best for long answers: the terms of Eq. 1."""
+    """Print the terms of Eq. 1 for TP8 and TP4PP2. TP8 decodes faster here, TP4PP2 in Fig. 13 for long answers."""
     machine, length = Machine(model="llama-2-70b", hardware="a10", gpus=8), OUTPUT_LENS[-1]
     work, taken = OfflineWork(num_requests=1, input_len=INPUT_LEN, output_len=length), {}
     batch = round(max_batch(machine.line("tp8"), work, _EQ_1_TOKENS[0]))
     for spec in ("tp8", "tp4pp2"):
         line = machine.line(spec)
-        one = work.passed(0, batch / len(line.stages))
-        terms, stage = layer_terms(line, one), stage_s(line, one)
+        forward = work.passed(0, batch / len(line.stages))
+        terms, stage = layer_terms(line, forward), stage_s(line, forward)
         taken[spec] = stage * len(line.stages)
         print(
             f"{spec}: a token of {batch} requests in {1e3 * taken[spec]:.0f} ms = {len(line.stages)} passes; a layer: "
@@ -231,17 +232,17 @@ def _print_sums() -> None:
 
 
 def _print_stragglers(arxiv: Path) -> None:
-    """Prints what a few long answers do to Fig. 12, which the paper has another winner of."""
+    """Print the effect of a few long answers on Fig. 12, in which the paper has a different best spec."""
     whole = seesaw_serving.articles(arxiv)
-    longest = max(one.output_len for one in whole.arrivals)
+    longest = max(arrival.output_len for arrival in whole.arrivals)
     shown = Table("answers", *(_FIG_12_SPECS), title="34B on four A10, articles: requests/s with passes of 256 tokens")
-    for most in (longest, _CUT):
-        arrivals = [replace(one, output_len=min(one.output_len, most)) for one in whole.arrivals]
+    for max_tokens in (longest, _CUT):
+        arrivals = [replace(arrival, output_len=min(arrival.output_len, max_tokens)) for arrival in whole.arrivals]
         requests, machine = replace(whole, arrivals=arrivals), Machine(model="codellama-34b", hardware="a10", gpus=4)
         rates = (seesaw_serving.throughput(machine, requests, 256, spec) for spec in _FIG_12_SPECS)
-        shown.add_row(f"up to {most:,} tokens", *(f"{rate:.3g}" for rate in rates))
+        shown.add_row(f"up to {max_tokens:,} tokens", *(f"{rate:.3g}" for rate in rates))
     Console().print(shown)
-    print("The longest answers decode alone at the end, which TP makes quicker and PP does not.\n")
+    print("The longest answers decode alone at the end. TP makes that faster, and PP does not.\n")
 
 
 # ---------------------------------------------------------------- figures of serving
@@ -250,31 +251,31 @@ def _print_stragglers(arxiv: Path) -> None:
 def _speedup(points: Sequence[Point], hardware: str) -> Claim:
     mean, most = _SPEEDUPS[hardware]
     says = f"On {hardware.upper()} throughput is {mean} times the best single parallelism's on average."
-    found = _mean_and_most(points, hardware)
-    check = f"up to {most}" if found is None else numbers({"mean": (mean, found[0]), "most": (most, found[1])})
-    return Claim("6.2, Fig. 10", says, check, _missing(points) if found is None else _WORKLOADS)
+    ratios = _mean_and_most(points, hardware)
+    check = f"up to {most}" if ratios is None else numbers({"mean": (mean, ratios[0]), "most": (most, ratios[1])})
+    return Claim("6.2, Fig. 10", says, check, _missing(points) if ratios is None else _WORKLOADS)
 
 
 def _mean_and_most(points: Sequence[Point], hardware: str) -> tuple[float, float] | None:
-    """Returns the geometric mean and the maximum of all ratios on some devices; None when some are missing."""
-    ratios = [one.ratio for one in points if one.figure == 10 and one.name.startswith(hardware) and one.ratio]
+    """Return the geometric mean and the maximum of all ratios on a device, or None if ratios are missing."""
+    ratios = [point.ratio for point in points if point.figure == 10 and point.name.startswith(hardware) and point.ratio]
     return (statistics.geometric_mean(ratios), max(ratios)) if len(ratios) == _NUM_BARS else None
 
 
 def _speedups(points: Sequence[Point]) -> list[Cell]:
-    """Lists the averages and maxima of Fig. 10, as far as all of their ratios are there."""
+    """Return the averages and maxima of Fig. 10 for devices with all ratios."""
     return [
         Cell(name=f"{hardware}, {name}", paper=paper, ours=ours, tolerance=0.2, unit="x")
         for hardware, papers in _SPEEDUPS.items()
-        if (found := _mean_and_most(points, hardware)) is not None
-        for name, paper, ours in zip(("mean", "most"), papers, found, strict=True)
+        if (ratios := _mean_and_most(points, hardware)) is not None
+        for name, paper, ours in zip(("mean", "most"), papers, ratios, strict=True)
     ]
 
 
 def _winners(points: Sequence[Point], figure: int) -> Claim:
-    """Compares the best single parallelism of the points of which the paper tells it."""
+    """Compare the best single parallelism at the points for which the paper gives it."""
     where, says, why = _BEST_STATIC[figure]
-    kept = {one.name: one.best_static for one in points if one.figure == figure}
+    kept = {point.name: point.best_static for point in points if point.figure == figure}
     told = {name: winner for (number, name), winner in _STATIC_WINNERS.items() if number == figure}
     if not told.keys() <= kept.keys():
         return Claim(where, says, "no number", _NOT_KEPT)
@@ -282,9 +283,9 @@ def _winners(points: Sequence[Point], figure: int) -> Claim:
 
 
 def _gains(points: Sequence[Point], figure: int) -> Claim:
-    """Compares the best pair with the best single parallelism at all points of a figure."""
+    """Compare the best pair with the best single parallelism at all points of a figure."""
     where, says, given = _BEST_OF_ALL[figure]
-    ratios = {one.name: one.ratio for one in points if one.figure == figure}
+    ratios = {point.name: point.ratio for point in points if point.figure == figure}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     if not known or len(known) < len(ratios):
         return Claim(where, says, given, _missing(points))
@@ -292,9 +293,9 @@ def _gains(points: Sequence[Point], figure: int) -> Claim:
 
 
 def _a100(points: Sequence[Point]) -> list[Claim]:
-    """Compares A100 by PCIe with those by NVLink, and Seesaw on both."""
-    where, rates = "6.4, Fig. 11", {one.name: one for one in points if one.figure == 11}
-    best = {name: one.static[one.best_static].requests_per_s for name, one in rates.items()}
+    """Compare A100 on PCIe with A100 on NVLink, and Seesaw on both."""
+    where, rates = "6.4, Fig. 11", {point.name: point for point in points if point.figure == 11}
+    best = {name: point.static[point.best_static].requests_per_s for name, point in rates.items()}
     says = "On A100 by PCIe single parallelism has 60 % of the throughput by NVLink."
     parts = {
         name: best[f"a100-pcie-40g, {name}"] / best[f"a100-sxm-40g, {name}"] for name in ("arxiv", "sharegpt") if best
@@ -304,7 +305,7 @@ def _a100(points: Sequence[Point]) -> list[Claim]:
 
 
 def _missing(points: Sequence[Point]) -> str:
-    return _NOT_KEPT if any(one.pairs for one in points) or seesaw_serving.has_resharding() else _RESHARDING
+    return _NOT_KEPT if any(point.pairs for point in points) or seesaw_serving.has_resharding() else _RESHARDING
 
 
 _SLOWER = "Sums over 8 ranks are priced to start as quickly as measured over 4. The script has the arithmetic."
@@ -329,38 +330,40 @@ _PCIE = "The paper's lengths and batches are not public."
 
 def _table(figure: int, points: Sequence[Point]) -> Table:
     shown = Table("", "best single", "requests/s", "next", "Seesaw", "requests/s", "ratio", title=f"Fig. {figure}")
-    for one in points:
-        ranked = sorted(one.static, key=lambda spec: -one.static[spec].requests_per_s)
-        rates = [f"{spec} {one.static[spec].requests_per_s:.3g}" for spec in ranked[1:3]]
-        best, pair = one.static[ranked[0]], one.best_pair
-        mine = ("-", "-", "-") if pair is None else (pair, f"{one.pairs[pair].requests_per_s:.3g}", f"{one.ratio:.2f}")
-        shown.add_row(one.name, ranked[0], f"{best.requests_per_s:.3g}", ", ".join(rates), *mine)
+    for point in points:
+        ranked = sorted(point.static, key=lambda spec: -point.static[spec].requests_per_s)
+        rates = [f"{spec} {point.static[spec].requests_per_s:.3g}" for spec in ranked[1:3]]
+        best, pair = point.static[ranked[0]], point.best_pair
+        mine = (
+            ("-", "-", "-") if pair is None else (pair, f"{point.pairs[pair].requests_per_s:.3g}", f"{point.ratio:.2f}")
+        )
+        shown.add_row(point.name, ranked[0], f"{best.requests_per_s:.3g}", ", ".join(rates), *mine)
     return shown
 
 
 def _print_winners(points: Sequence[Point]) -> None:
-    """Prints who wins at each point of Figs. 12 to 14 beside the paper's, and how many agree."""
-    shown, agree, told = Table("", "paper", "ours", "paper, single", "ours, single", title="Who wins"), 0, 0
-    for one in points:
-        if one.figure not in (12, 13, 14):
+    """Print our best system and the paper's at each point of Figs. 12 to 14, and the number of equal ones."""
+    shown, agree, given = Table("", "paper", "ours", "paper, single", "ours, single", title="Best system"), 0, 0
+    for point in points:
+        if point.figure not in (12, 13, 14):
             continue
-        paper, ours = _STATIC_WINNERS.get((one.figure, one.name)), one.best_static
-        winner = "-" if one.ratio is None else "seesaw" if one.ratio > 1 else ours
-        shown.add_row(f"Fig. {one.figure}, {one.name}", "seesaw", winner, paper or "not told", ours)
+        paper, ours = _STATIC_WINNERS.get((point.figure, point.name)), point.best_static
+        winner = "-" if point.ratio is None else "seesaw" if point.ratio > 1 else ours
+        shown.add_row(f"Fig. {point.figure}, {point.name}", "seesaw", winner, paper or "not given", ours)
         agree += (winner == "seesaw") + (paper == ours)
-        told += (one.ratio is not None) + (paper is not None)
+        given += (point.ratio is not None) + (paper is not None)
     Console(width=120).print(shown)
-    print(f"{agree} of {told} agree\n")
+    print(f"{agree} of {given} agree\n")
 
 
 def _main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serving", action="store_true", help="simulate Figures 10 to 14")
     seesaw_serving.options(parser)
-    given = parser.parse_args()
-    if not given.serving:
-        return main(given.arxiv)
-    return report_claims("Seesaw, serving", claims(seesaw_serving.run(given)))
+    args = parser.parse_args()
+    if not args.serving:
+        return main(args.arxiv)
+    return report_claims("Seesaw, serving", claims(seesaw_serving.run(args)))
 
 
 if __name__ == "__main__":

@@ -2,21 +2,22 @@
 
     python benchmarks/papers/seesaw.py --serving [--figures 10 13] [--arxiv FILE] [--json FILE]
 
-`--json seesaw_serving.json` keeps the figures by which the claims page goes. Points that it has are not found anew.
+`--json seesaw_serving.json` stores the figures that the claims page uses. Points in the file are not simulated again.
 
-- 15B on four devices, 34B and 70B on eight (section 6.2); Fig. 12 has 34B on four A10, Fig. 11 has Llama 3 70B on eight
-  A100 of 40 GB. PCIe is 4.0 x8, with 80 GiB of the host's memory for each device. All requests come at once.
-- `arxiv`: the first 500 lengths of FILE, which is `shared/data/traces/arxiv_summarization_lengths.csv.gz` beside this
-  repository if not given. Without it they are drawn from quantiles of all its lengths, input and output apart.
-- `sharegpt`: 2,000 requests. The paper shows a distribution and gives no number. Ours are log-normal, cut off at 4 and
-  1,024 tokens, with a sixth of the range as the deviation of the logarithm, and means of 220 and 200 tokens, which are
-  about those that vLLM's benchmark has of ShareGPT.
-- Static specs, of any number of instances, serve by `chunked`, with the best of passes of 256 to 8,192 tokens, as the
-  paper tunes its chunk size; specs that are a quarter slower than the best with 1,024 tokens are not tuned. Specs to
-  which Eq. 1 gives less than 60 % of the throughput of the best, for requests of mean lengths, are not tried.
-- Both specs of a pair have as many instances, as in the paper. The two that Eq. 1 likes best are tried, and the better
-  is tuned. Requests at once are bounded by memory only.
-- Fig. 14 changes how long sums over ranks take, latency and all, as the paper does.
+- 15B runs on four devices, 34B and 70B on eight (section 6.2). Fig. 12 has 34B on four A10. Fig. 11 has Llama 3 70B on
+  eight A100 of 40 GB. PCIe is 4.0 x8, with 80 GiB of host memory for each device. All requests arrive together.
+- `arxiv`: the first 500 lengths of FILE. Its default, in the folder of this repository's parent, is
+  `shared/data/traces/arxiv_summarization_lengths.csv.gz`. Without it, lengths are drawn from quantiles of all its
+  lengths, input and output independently.
+- `sharegpt`: 2,000 requests. The paper shows a distribution without numbers. Ours are log-normal, cut off at 4 and
+  1,024 tokens. The deviation of the logarithm is a sixth of the range. The means of 220 and 200 tokens are close to
+  those of ShareGPT in vLLM's benchmark.
+- Static specs, of any number of instances, use `chunked`. Passes have the best size of 256 to 8,192 tokens, as the
+  paper tunes its chunk size. Specs that are a quarter slower than the best with 1,024 tokens are not tuned. Specs with
+  less than 60 % of the best throughput by Eq. 1, for requests of mean lengths, are not simulated.
+- Both specs of a pair have the same number of instances, as in the paper. The two pairs with the highest throughput by
+  Eq. 1 are simulated, and the better one is tuned. Memory alone bounds the number of concurrent requests.
+- Fig. 14 scales the time of sums over ranks, including latency, as in the paper.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from longspan.workload.spec import WorkloadSpec
 FIGURES = (10, 11, 12, 13, 14)
 OUTPUT_LENS = (1, 10, 30, 100, 300, 1000)
 SPEEDS = (0.1, 0.3, 1.0, 3.0, 10.0, 50.0)
-"""Times of PCIe's speed at which Fig. 14 is read."""
+"""Link speeds in Fig. 14, as multiples of PCIe's."""
 STORED = Path(__file__).with_name("seesaw_serving.json")
 _ARXIV_QUANTILES = Path(__file__).with_name("arxiv_summarization_quantiles.json")
 _SHAREGPT_QUANTILES = Path(__file__).with_name("sharegpt_quantiles.json")
@@ -60,7 +61,7 @@ ARXIV = Path(__file__).parents[3] / "shared" / "data" / "traces" / "arxiv_summar
 _NUM_ARXIV, _NUM_SHAREGPT, _NUM_CONSTANT = 500, 2000, 200
 INPUT_LEN = 3000
 _HOST_GIB_PER_DEVICE = 80
-_MOST_AT_ONCE = 4096
+_MAX_NUM_SEQS = 4096
 _PASS_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 _FIRST_TOKENS = 1024
 _WORTH_TRYING, _WORTH_TUNING = 0.6, 0.75
@@ -72,7 +73,7 @@ class Machine:
     """A model on the devices of one host.
 
     Attributes:
-        faster: by how much sums over ranks are quicker than over the devices' link.
+        faster: speed of sums over ranks, as a multiple of that over the devices' link.
     """
 
     model: str
@@ -82,7 +83,7 @@ class Machine:
     faster: float = 1.0
 
     def specs(self) -> list[str]:
-        """Lists the parallel specs that take all devices, with degrees that are powers of 2."""
+        """Return the parallel specs that use all devices, with degrees that are powers of 2."""
         powers = [2**power for power in range(self.gpus.bit_length())]
         every = [
             ParallelSpec(instances=self.gpus // (tp * pp), tp=tp, pp=pp)
@@ -92,21 +93,21 @@ class Machine:
         return [str(spec) for spec in every]
 
     def line(self, spec: str) -> Roofline:
-        """Makes the cost model of an instance."""
+        """Return the cost model of an instance."""
         devices = Devices(hardware=self.hardware, gpus_per_host=self.gpus, link=self.link)
         line = rooflines(read_architecture(self.model), devices, Cluster.of(spec))[0]
         return line if self.faster == 1 else _with_faster_sums(line, self.faster)
 
     def experiment(self, pass_tokens: int, spec: str, decode_spec: str | None = None) -> Experiment:
-        """Makes an experiment on these devices: by `chunked`, or by `seesaw` with the spec of decoding, too.
+        """Return an experiment on these devices: with `chunked`, or with `seesaw` if `decode_spec` is given.
 
         Raises:
-            ValueError: when the model does not fit.
+            ValueError: if the model does not fit.
         """
         scheduling = SchedulingArgs(
             policy="chunked" if decode_spec is None else "seesaw",
             max_num_batched_tokens=pass_tokens * ParallelSpec.parse(spec).pp,
-            max_num_seqs=_MOST_AT_ONCE,
+            max_num_seqs=_MAX_NUM_SEQS,
             block_size=16,
             host_kv_gib=0.0 if decode_spec is None else _HOST_GIB_PER_DEVICE * self.gpus,
         )
@@ -120,35 +121,29 @@ class Machine:
         )
         experiment = make_experiment(self.model, cluster, scheduling)
         if self.faster != 1:
-            for one in experiment.facts.phases or (experiment.cluster,):
-                cost = experiment.cost.resharded(one)
+            for phase in experiment.facts.phases or (experiment.cluster,):
+                cost = experiment.cost.resharded(phase)
                 assert isinstance(cost, RooflineCost)
                 cost.lines = tuple(_with_faster_sums(line, self.faster) for line in cost.lines)
         return experiment
 
 
 def _with_faster_sums(line: Roofline, times: float) -> Roofline:
-    """Divides how long sums over the ranks of an instance take."""
+    """Return the cost model with sums over ranks that are `times` as fast."""
     link = line.topology.inside
     link = replace(link, ring_bytes_per_s=times * link.ring_bytes_per_s, collective_s=link.collective_s / times)
     return replace(line, topology=replace(line.topology, inside=link), _known={})
 
 
-def throughput(machine: Machine, requests: Workload, pass_tokens: int, spec: str) -> float:
-    """Returns requests per second of one parallel spec, or 0 where the model or a request does not fit."""
-    try:
-        result = machine.experiment(pass_tokens, spec).run(requests)
-    except ValueError:
-        return 0.0
-    return 0.0 if result.refused else len(requests.arrivals) / result.makespan_s
-
-
-def pair_throughput(
-    machine: Machine, requests: Workload, pass_tokens: int, prefill_spec: str, decode_spec: str
+def throughput(
+    machine: Machine, requests: Workload, pass_tokens: int, spec: str, decode_spec: str | None = None
 ) -> float:
-    """Returns requests per second of Seesaw with one spec that prefills and one that decodes, or 0 as before."""
+    """Return requests per second of a parallel spec, or of Seesaw if `decode_spec` is given.
+
+    If the model or a request does not fit, the result is 0.
+    """
     try:
-        result = machine.experiment(pass_tokens, prefill_spec, decode_spec).run(requests)
+        result = machine.experiment(pass_tokens, spec, decode_spec).run(requests)
     except ValueError:
         return 0.0
     return 0.0 if result.refused else len(requests.arrivals) / result.makespan_s
@@ -171,7 +166,7 @@ class Point:
 
     Attributes:
         static: by parallel spec.
-        pairs: by the two specs of Seesaw, with an arrow between; empty until re-sharding is simulated.
+        pairs: by the two specs of Seesaw, with an arrow between. Empty if no policy reshards.
     """
 
     figure: int
@@ -198,7 +193,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A point that is to be found, and what it is measured on."""
+    """A point to simulate, with its machine and requests."""
 
     figure: int
     name: str
@@ -207,40 +202,40 @@ class Case:
 
 
 def cases(figures: Sequence[int], arxiv: Path) -> list[Case]:
-    """Lists the points of some figures, those that are quick to simulate first."""
-    found: list[Case] = []
+    """Return the points of these figures, in ascending order of simulation time."""
+    points: list[Case] = []
     workloads: dict[str, Callable[[], Workload]] = {"arxiv": partial(articles, arxiv), "sharegpt": _sharegpt}
     models = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
     for length in OUTPUT_LENS:
         machine = Machine(model="llama-2-70b", hardware="a10", gpus=8)
-        found.append(Case(figure=13, name=f"{length}", machine=machine, requests=partial(constant, length)))
+        points.append(Case(figure=13, name=f"{length}", machine=machine, requests=partial(constant, length)))
     machine = Machine(model="codellama-34b", hardware="a10", gpus=4)
-    found.append(Case(figure=12, name="34B, 4 a10", machine=machine, requests=workloads["arxiv"]))
+    points.append(Case(figure=12, name="34B, 4 a10", machine=machine, requests=workloads["arxiv"]))
     for speed in SPEEDS:
         machine = Machine(model="codellama-34b", hardware="a10", gpus=8, faster=speed)
-        found.append(Case(figure=14, name=f"{speed:g}", machine=machine, requests=workloads["arxiv"]))
+        points.append(Case(figure=14, name=f"{speed:g}", machine=machine, requests=workloads["arxiv"]))
     for name, hardware, (model, gpus) in product(workloads, ("a10", "l4"), models):
         machine = Machine(model=model, hardware=hardware, gpus=gpus)
         title = f"{hardware}, {model}, {name}"
-        found.append(Case(figure=10, name=title, machine=machine, requests=workloads[name]))
+        points.append(Case(figure=10, name=title, machine=machine, requests=workloads[name]))
     sxm, pcie = (
         Machine(model="llama-3-70b", hardware=hardware, gpus=8, link=link)
         for hardware, link in (("a100-sxm-40g", None), ("a100-pcie-40g", "pcie4-x8"))
     )
     for machine, name in product((sxm, pcie), workloads):
         title = f"{machine.hardware}, {name}"
-        found.append(Case(figure=11, name=title, machine=machine, requests=workloads[name]))
-    return [case for case in found if case.figure in figures]
+        points.append(Case(figure=11, name=title, machine=machine, requests=workloads[name]))
+    return [case for case in points if case.figure in figures]
 
 
 def constant(output_len: int, num: int = _NUM_CONSTANT) -> Workload:
-    """Makes requests alike, of 3,000 tokens and answers of `output_len`."""
+    """Return equal requests with prompts of 3,000 tokens and answers of `output_len` tokens."""
     arrivals = [Arrival(due_s=0.0, prompt=text(3 * i + 2, INPUT_LEN), output_len=output_len) for i in range(num)]
     return Workload(arrivals=arrivals, shares=False)
 
 
 def articles(file: Path) -> Workload:
-    """Makes the first requests of arxiv-summarization, or as many like them where the file is not there."""
+    """Return the first requests of arxiv-summarization, or drawn ones if the file does not exist."""
     path = file if file.is_file() else _ARXIV_QUANTILES
     return make_workload(WorkloadSpec(workload=str(path), num_requests=_NUM_ARXIV, rate=math.inf))
 
@@ -253,15 +248,13 @@ def _sharegpt() -> Workload:
 
 
 def point(case: Case, static: Mapping[str, Rate] | None = None) -> Point:
-    """Finds the best throughput of the pairs that the closed form likes best, and of every static spec if not known."""
+    """Return the best throughput of likely pairs, and of static specs unless `static` is given."""
     requests, machine = case.requests(), case.machine
     static = _static(machine, requests) if static is None else static
     pairs = {}
     if has_resharding():
         runs = {
-            f"{prefill} → {decode}": partial(
-                pair_throughput, machine, requests, prefill_spec=prefill, decode_spec=decode
-            )
+            f"{prefill} → {decode}": partial(throughput, machine, requests, spec=prefill, decode_spec=decode)
             for prefill, decode in _likely_pairs(machine, requests)
         }
         rates = {pair: run_pair(_FIRST_TOKENS) for pair, run_pair in runs.items()}
@@ -276,21 +269,21 @@ def _static(machine: Machine, requests: Workload) -> dict[str, Rate]:
     least = _WORTH_TRYING * max(expected.values())
     tried = [spec for spec, rate in expected.items() if rate >= least]
     rates = {spec: throughput(machine, requests, _FIRST_TOKENS, spec) for spec in tried}
-    best, found = max(rates.values()), {}
+    best, tuned = max(rates.values()), {}
     for spec, rate in rates.items():
         if rate:
             is_good = rate >= _WORTH_TUNING * best
-            found[spec] = _climb(partial(throughput, machine, requests, spec=spec), rate, tuned=is_good)
-    return found
+            tuned[spec] = _climb(partial(throughput, machine, requests, spec=spec), rate, tuned=is_good)
+    return tuned
 
 
 def has_resharding() -> bool:
-    """Tells whether there is a policy that changes the spec while it serves."""
+    """Return True if there is a policy that changes the parallel spec while it serves."""
     return "seesaw" in policy_names()
 
 
 def _climb(run: Callable[[int], float], first: float | None, *, tuned: bool) -> Rate:
-    """Tries shorter and longer passes as long as that is better, from `_FIRST_TOKENS` on, whose rate may be known."""
+    """Search the best pass size from `_FIRST_TOKENS` on, whose rate is `first`, in both directions if `tuned`."""
     start = _PASS_TOKENS.index(_FIRST_TOKENS)
     best = Rate(pass_tokens=_FIRST_TOKENS, requests_per_s=run(_FIRST_TOKENS) if first is None else first)
     for further in (_PASS_TOKENS[start + 1 :], _PASS_TOKENS[start - 1 :: -1]) if tuned else ():
@@ -303,7 +296,7 @@ def _climb(run: Callable[[int], float], first: float | None, *, tuned: bool) -> 
 
 
 def _likely_pairs(machine: Machine, requests: Workload) -> list[tuple[str, str]]:
-    """Returns the pairs with equal numbers of instances that are best for requests of mean lengths, by Eq. 1."""
+    """Return the pairs with equal numbers of instances that are best for requests of mean lengths, by Eq. 1."""
     work, rates = _mean_work(requests), {}
     for pair in product(machine.specs(), machine.specs()):
         if pair[0] != pair[1] and len({ParallelSpec.parse(spec).instances for spec in pair}) == 1:
@@ -312,16 +305,16 @@ def _likely_pairs(machine: Machine, requests: Workload) -> list[tuple[str, str]]
 
 
 def _mean_work(requests: Workload) -> OfflineWork:
-    """Makes as many requests, all of mean lengths."""
+    """Return the same number of requests, all with the mean lengths."""
     return OfflineWork(
         num_requests=len(requests.arrivals),
-        input_len=round(float(np.mean([len(one.prompt) for one in requests.arrivals]))),
-        output_len=round(float(np.mean([one.output_len for one in requests.arrivals]))),
+        input_len=round(float(np.mean([len(arrival.prompt) for arrival in requests.arrivals]))),
+        output_len=round(float(np.mean([arrival.output_len for arrival in requests.arrivals]))),
     )
 
 
 def _expected_throughput(machine: Machine, work: OfflineWork, spec: str) -> float:
-    """Returns what Eq. 1 says of a single spec, or 0 where no request fits."""
+    """Return the throughput of a single spec by Eq. 1, or 0 if no request fits."""
     try:
         line = machine.line(spec)
         tokens = _FIRST_TOKENS * len(line.stages)
@@ -333,7 +326,7 @@ def _expected_throughput(machine: Machine, work: OfflineWork, spec: str) -> floa
 def expected_pair_throughput(
     machine: Machine, work: OfflineWork, pass_tokens: int, prefill_spec: str, decode_spec: str
 ) -> float:
-    """Returns what Eq. 1 says of a pair, or 0 where no request fits."""
+    """Return the throughput of a pair by Eq. 1, or 0 if no request fits."""
     prefill, decode = (machine.line(spec) for spec in (prefill_spec, decode_spec))
     shape = prefill.layer.model.attention
     host_tokens = _HOST_GIB_PER_DEVICE * machine.gpus * 2**30 / (shape.kv_bytes * shape.num_layers)
@@ -345,39 +338,39 @@ def expected_pair_throughput(
         return 0.0
 
 
-def run(given: argparse.Namespace) -> list[Point]:
-    """Finds all points that are not kept yet, and prints every figure."""
-    if not given.arxiv.is_file():
-        print(f"{given.arxiv} is not there: lengths of articles are drawn from {_ARXIV_QUANTILES.name}")
-    known = {(one.figure, one.name): one for one in (stored(given.json) if given.json else [])}
-    wanted = cases(given.figures, given.arxiv)
-    for case in tqdm(wanted, desc="points", disable=None):
-        key, before = (case.figure, case.name), known.get((case.figure, case.name))
+def run(args: argparse.Namespace) -> list[Point]:
+    """Simulate all points that are not stored yet, and print every figure."""
+    if not args.arxiv.is_file():
+        print(f"{args.arxiv} does not exist: lengths of articles are drawn from {_ARXIV_QUANTILES.name}")
+    points = {(point.figure, point.name): point for point in (stored(args.json) if args.json else [])}
+    requested = cases(args.figures, args.arxiv)
+    for case in tqdm(requested, desc="points", disable=None):
+        key, before = (case.figure, case.name), points.get((case.figure, case.name))
         if before is not None and (before.pairs or not has_resharding()):
             continue
-        known[key] = point(case, None if before is None else before.static)
-        show(known[key])
-        if given.json:
-            kept = sorted(known.values(), key=lambda one: one.figure)
-            given.json.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
-    return [known[case.figure, case.name] for case in wanted]
+        points[key] = point(case, None if before is None else before.static)
+        show(points[key])
+        if args.json:
+            ordered = sorted(points.values(), key=lambda point: point.figure)
+            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
+    return [points[case.figure, case.name] for case in requested]
 
 
 def stored(path: Path | None = None) -> list[Point]:
-    """Reads the points that were kept."""
+    """Read the stored points."""
     path = STORED if path is None else path
     return msgspec.json.decode(path.read_bytes(), type=list[Point]) if path.is_file() else []
 
 
-def show(one: Point) -> None:
-    """Prints the throughput of every spec of a point."""
-    rates = sorted({**one.static, **one.pairs}.items(), key=lambda item: -item[1].requests_per_s)
+def show(point: Point) -> None:
+    """Print the throughput of every spec of a point."""
+    rates = sorted({**point.static, **point.pairs}.items(), key=lambda item: -item[1].requests_per_s)
     listed = ", ".join(f"{spec} {rate.requests_per_s:.3g} ({rate.pass_tokens})" for spec, rate in rates)
-    print(f"Fig. {one.figure}, {one.name}: {listed}", flush=True)
+    print(f"Fig. {point.figure}, {point.name}: {listed}", flush=True)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `--serving`."""
+    """Add the flags of `--serving`."""
     parser.add_argument("--figures", nargs="+", type=int, default=FIGURES, choices=FIGURES)
     parser.add_argument("--arxiv", type=Path, default=ARXIV, help="lengths of arxiv-summarization")
-    parser.add_argument("--json", type=Path, help="keep points in this file, and find only those that it lacks")
+    parser.add_argument("--json", type=Path, help="store points in this file, and simulate only missing ones")

@@ -1,11 +1,11 @@
-"""Tetris: Table 1 and two cells of section 2.4 (prefill of Llama 3 8B), Fig. 2 (decoding), beside the cost model.
+"""Tetris: Table 1, two cells of section 2.4 (prefill of Llama 3 8B), Fig. 2 (decoding), compared with the cost model.
 
     python benchmarks/papers/tetris.py              # and its claims
     python benchmarks/papers/tetris.py --serving    # Figures 8 to 13, see tetris_serving.py
 
-The paper's 4k is read as 4,000 tokens. It does not say at which lengths and batches Fig. 2's "up to" was measured. Here
-(a) is taken at the largest batch (of powers of two, of 16k tokens each) that still fits, where each ratio is largest;
-(b) at the largest that fits into one GPU, 32 requests. Other batches are printed, too.
+The paper's 4k is read as 4,000 tokens. It does not give the lengths and batches of Fig. 2's "up to". Here (a) has the
+largest batch that fits, where each ratio is largest. Batches are powers of two, of requests with 16k tokens each. (b)
+has the largest batch that fits into one GPU, 32 requests. The script also prints other batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TABLE_1 = {
     16: (0.39, 0.46, 0.96, 7.02),
 }
 _SECTION_2_4 = {8: 0.58, 16: 0.53}
-"""32k, of which the text gives the times with 1 s in the queue."""
+"""Seconds of 32k tokens. The text gives them with 1 s in the queue added."""
 _FIG_2A = {"tp1": 5.73, "tp2": 3.87, "tp4": 1.93}
 _FIG_2B = {"8": 1.83, "4xtp2": 1.41, "2xtp4": 1.15}
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -47,7 +47,7 @@ HOST = Setting(model="llama-3-8b", hardware="a100-sxm-80g")
 
 
 def table_1(constants: Efficiency | None = None) -> list[Cell]:
-    """Lists all cells but the one that does not fit."""
+    """Return all cells except for the cell that does not fit into memory."""
     hosts = replace(HOSTS, constants=constants)
     return [
         _prefill(hosts, size, thousands, paper)
@@ -58,7 +58,7 @@ def table_1(constants: Efficiency | None = None) -> list[Cell]:
 
 
 def section_2_4() -> list[Cell]:
-    """Lists what the text says besides."""
+    """Return the cells of section 2.4."""
     return [_prefill(HOSTS, size, 32, paper) for size, paper in _SECTION_2_4.items()]
 
 
@@ -68,7 +68,7 @@ def _prefill(on: Setting, size: int, thousands: int, paper: float) -> Cell:
 
 
 def fig_2() -> list[Cell]:
-    """Returns how much slower decoding is than on (SP 1, TP 8)."""
+    """Return the cells of Fig. 2: seconds of decoding as a multiple of (SP 1, TP 8)."""
     cells = []
     for parallel, paper in _FIG_2A.items():
         batch = max(_fitting(parallel))
@@ -96,7 +96,7 @@ def _print_batches() -> None:
 
 
 def claims() -> list[Claim]:
-    """Lists what the paper claims of prefill, of decoding, of moving KV, and, from stored runs, of serving."""
+    """Return the claims about prefill, decoding, KV transfers and, from stored runs, serving."""
     return [*_prefills(), *_decodes(), *_moves(), *tetris_serving_claims.claims(tetris_serving.stored())]
 
 
@@ -170,8 +170,8 @@ def _prefills() -> list[Claim]:
 
 
 def _decodes() -> list[Claim]:
-    found = {cell.name: cell for cell in fig_2()}
-    groups = {name.split(",")[0].split()[1]: (cell.paper, cell.ours) for name, cell in found.items()}
+    cells = {cell.name: cell for cell in fig_2()}
+    groups = {name.split(",")[0].split()[1]: (cell.paper, cell.ours) for name, cell in cells.items()}
     batches = "The figure does not state the batches. Our reading is the largest batch that fits."
     return [
         Claim(
@@ -251,7 +251,7 @@ def _grown_s(on: Setting, parallel: str, new: int, history: float, *, balanced: 
     group = tuple(range(len(cost.lines[0].topology.hosts)))
     half = len(group) // 2
     blocks = range(cached // on.block_size // len(group))
-    copies = tuple((BlockRef(one, block), BlockRef(one + half, block)) for one in range(half) for block in blocks)
+    copies = tuple((BlockRef(index, block), BlockRef(index + half, block)) for index in range(half) for block in blocks)
     part = Part(
         request_id=0,
         start=cached,
@@ -269,7 +269,7 @@ def _grown_s(on: Setting, parallel: str, new: int, history: float, *, balanced: 
 
 
 def _transfer(setup: tetris_serving.Setup, tokens: int) -> float:
-    """Simulates one prompt: how much later than others its second token comes, as a part of its TTFT."""
+    """Simulate one prompt. Return the extra delay of its second token, compared with its third, over its TTFT."""
     experiment = tetris_serving.Systems(setup, "short", 1).experiments[f"fixed-sp {max(setup.fixed)}"]
     arrivals = [Arrival(due_s=0.0, prompt=range(tokens), output_len=3)]
     [served] = experiment.run(Workload(arrivals=arrivals, shares=False)).served
@@ -277,7 +277,7 @@ def _transfer(setup: tetris_serving.Setup, tokens: int) -> float:
 
 
 def main() -> bool:
-    """Prints all; returns whether all is near enough."""
+    """Print all cells and claims. Return True if all cells are within tolerance and every required claim holds."""
     passed = report("Tetris, Table 1", table_1(), mean_tolerance=0.10)
     passed = report("Tetris, section 2.4", section_2_4()) and passed
     alone = HOSTS.prefill("1", "local", 256_000).memory
@@ -292,13 +292,13 @@ def _main() -> bool:
     parser.add_argument("--serving", action="store_true", help="simulate clusters that serve")
     parser.add_argument("--auto", action="store_true", help="the default policy's highest rates on these clusters")
     tetris_serving.options(parser)
-    given = parser.parse_args()
-    if given.auto:
-        return tetris_serving.run_auto(given)
-    if given.serving:
-        studies = tetris_serving.run(given)
+    args = parser.parse_args()
+    if args.auto:
+        return tetris_serving.run_auto(args)
+    if args.serving:
+        studies = tetris_serving.run(args)
         report_claims("Tetris, serving", tetris_serving_claims.claims(tetris_serving.figures(studies)))
-        return all(one.max_rates["tetris"] >= one.max_rates[one.best_baseline] for one in studies)
+        return all(study.max_rates["tetris"] >= study.max_rates[study.best_baseline] for study in studies)
     return main()
 
 

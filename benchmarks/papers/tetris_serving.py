@@ -3,22 +3,23 @@
     python benchmarks/papers/tetris.py --serving [--quick] [--num-requests N] [--jobs N] [--json FILE]
     python benchmarks/papers/tetris.py --auto [--num-requests N] [--jobs N]
 
-`--json tetris_serving.json` replaces the figures by which the claims page goes, which are of a run with the defaults.
+`--json tetris_serving.json` replaces the figures that the claims page uses. They are of a run with the defaults.
 
-Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and
-70B on 8 hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP
-4. All use ring attention. The paper leaves open, and here is chosen:
+The 8B model of Llama 3 runs on 4 hosts of 8 A100. It has 16 prefill instances of TP 1, 2 decode instances of TP 8, and
+groups of up to 16. The 70B model runs on 8 hosts. It has 8 prefill and 8 decode instances of TP 4, and groups of up to
+8. `loongserve` has all devices in one pool of TP 1, or TP 4. All use ring attention. The paper leaves these parameters
+open:
 
-- answers have 512 tokens. At that length `loongserve` takes about half of its instances for decode, which is what the
-  paper's P/D ratio of 1:1 gives, and its TBT stands to TP 8 as in the paper; so TBT is no independent check.
+- Answers have 512 tokens. At that length `loongserve` uses about half of its instances for decode, as the paper's P/D
+  ratio of 1:1 implies. The ratio of its TBT to TP 8 is the paper's, so TBT is no independent check.
 - "25x of the light-load latency" is 25 times the P99 of TTFT of `tetris` at light load, for all systems.
-- Improvement rates are profiled with another seed than the one they are measured with.
-- Steps have up to 32,768 tokens per instance, so that hardly any chunk is cut.
+- Improvement rates are profiled with a different seed than in the measurement.
+- Steps have up to 32,768 tokens per instance, so hardly any chunk is cut.
 
-`--auto` finds the highest rates of the default policy, with these roles, and on as many devices without any, where it
-has answers to decode, too. Exit code 1 if neither is within 2 % of that of `tetris` in some case.
+`--auto` finds the highest rates of the default policy with these roles, and on the same number of devices without
+roles. Without roles, answers are decoded, too. The exit code is 1 if neither is within 2 % of `tetris` in some case.
 
-Answers do not change TTFT where others decode, so that only what is printed of TBT is simulated with them.
+If separate instances decode, answers do not change TTFT. They are then simulated only for the printed TBT.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _OUTPUT_LEN = 512
 _SEED, _PROFILED_SEED = 0, 1
 FIXED_RATES = (0.1, 0.3, 0.5, 0.7)
 _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
-"""Parts of the highest rate of `tetris` at which its options are compared."""
+"""Loads at which the options of `tetris` are compared, as shares of its highest rate."""
 _PRECISION = 1.05
-_FEWEST = 200
+_MIN_REQUESTS = 200
 _AS_GOOD = 0.98
 _STORED = Path(__file__).with_name("tetris_serving.json")
 
@@ -72,7 +73,7 @@ class Setup:
 
     @property
     def sizes(self) -> str:
-        """Returns the improvement rate of groups."""
+        """The group sizes, powers of two up to `largest`, as the option `sp_sizes`."""
         return ",".join(str(2**power) for power in range(self.largest.bit_length()))
 
 
@@ -97,15 +98,15 @@ class Point:
 
 @dataclass(kw_only=True)
 class Study:
-    """An outcome is what became of one setup and workload.
+    """The results of one setup and workload.
 
     Attributes:
         num_requests: of each run.
         max_rates: by system.
         at_limit: by system, at the highest rate of the best baseline.
         fixed_rates: TTFT with an improvement rate over that with the table, by load, then rate: P50 and P99.
-        single_chunk: by load, TTFT without chunks over that with them: P50 and P99; and which part of the time prefill
-            instances compute then, without and with.
+        single_chunk: by load: TTFT without chunks over that with chunks (P50 and P99), and the share of time in which
+            prefill instances compute, without and with chunks.
     """
 
     model: str
@@ -120,7 +121,7 @@ class Study:
 
     @property
     def best_baseline(self) -> str:
-        """Returns the setup with the highest rate."""
+        """The system with the highest rate, except for `tetris`."""
         return max((name for name in self.max_rates if name != "tetris"), key=self.max_rates.__getitem__)
 
 
@@ -154,7 +155,7 @@ class Systems:
         return make_experiment(setup.model, cluster, scheduling)
 
     def profile(self) -> tuple[float, str]:
-        """Gives `tetris` its improvement rates, and returns its TTFT at light load with them."""
+        """Profile the improvement rates of `tetris`, and return its TTFT at light load and the table of rates."""
         tetris = self.experiments["tetris"]
         light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(self.requests(output_len=1))
         assert light_s is not None
@@ -165,7 +166,7 @@ class Systems:
         return light_s, str(table)
 
     def auto(self) -> dict[str, Experiment]:
-        """Lists the default policy beside `tetris`: on the same roles, and on as many devices without."""
+        """Return `tetris` and the default policy: with the same roles, and on the same devices without roles."""
         options = {"exchange": "ring_kv"}
         return {
             "tetris": self.experiments["tetris"],
@@ -174,7 +175,7 @@ class Systems:
         }
 
     def requests(self, *, seed: int = _SEED, output_len: int = _OUTPUT_LEN, num: int | None = None) -> Workload:
-        """Sends requests at one per second."""
+        """Return requests that arrive at one per second."""
         return make_workload(
             WorkloadSpec(
                 workload=self._workload,
@@ -186,69 +187,69 @@ class Systems:
         )
 
     def answers(self, system: str) -> Workload:
-        """Requests whose answers are as long as they must be for TTFT."""
+        """Return requests for measuring TTFT. Answers have one token if separate instances decode."""
         return self.requests(output_len=_OUTPUT_LEN if system in {"loongserve", "auto"} else 1)
 
 
 def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ...]) -> Study:
-    """Runs all of one setup and workload."""
+    """Run all simulations of one setup and workload."""
     systems = Systems(setup, workload, num_requests)
     light_s, table = systems.profile()
-    found = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=table)
+    results = Study(model=setup.model, workload=workload, num_requests=num_requests, light_s=light_s, table=table)
     for name, experiment in systems.experiments.items():
-        found.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
-    limit = found.max_rates[found.best_baseline]
+        results.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
+    limit = results.max_rates[results.best_baseline]
     for name, experiment in systems.experiments.items():
-        found.at_limit[name] = _point(experiment, systems.requests().at_rate(limit))
+        results.at_limit[name] = _point(experiment, systems.requests().at_rate(limit))
     for load in loads:
-        _ablations(found, systems.experiments["tetris"], systems.answers("tetris"), load)
-    return found
+        _ablations(results, systems.experiments["tetris"], systems.answers("tetris"), load)
+    return results
 
 
 def auto_rates(setup: Setup, workload: str, num_requests: int) -> dict[str, float]:
-    """Finds the highest rates of the default policy, and of `tetris`."""
+    """Return the highest rates of the default policy, and of `tetris`."""
     systems = Systems(setup, workload, num_requests)
     light_s, _ = systems.profile()
-    return {name: _max_rate(one, systems.answers(name), light_s) for name, one in systems.auto().items()}
+    return {name: _max_rate(experiment, systems.answers(name), light_s) for name, experiment in systems.auto().items()}
 
 
-def run_auto(given: argparse.Namespace) -> bool:
-    """Prints highest rates, each case when it is done; tells whether `auto` has the highest in all, but for 2 %."""
-    cases = list(product([setup for setup in SETUPS if setup.model in given.models], given.workloads))
+def run_auto(args: argparse.Namespace) -> bool:
+    """Print the highest rates. Return True if `auto` is within 2 % of `tetris` in all cases."""
+    cases = list(product([setup for setup in SETUPS if setup.model in args.models], args.workloads))
     names = ("tetris", "auto with roles", "auto")
     table, passed = Table("highest rate, requests/s", *names), True
-    with ProcessPoolExecutor(max_workers=given.jobs) as pool:
-        waiting = [pool.submit(auto_rates, *case, given.num_requests or 1000) for case in cases]
-        for (setup, workload), one in zip(cases, tqdm(waiting, desc="cases", disable=None), strict=True):
-            rates = one.result()
+    with ProcessPoolExecutor(max_workers=args.jobs) as pool:
+        futures = [pool.submit(auto_rates, *case, args.num_requests or 1000) for case in cases]
+        for (setup, workload), future in zip(cases, tqdm(futures, desc="cases", disable=None), strict=True):
+            rates = future.result()
             table.add_row(f"{setup.model}, {workload}", *(f"{rates[name]:.2f}" for name in names))
             passed &= max(rates["auto"], rates["auto with roles"]) >= _AS_GOOD * rates["tetris"]
     Console(width=120).print(table)
     return passed
 
 
-def _ablations(found: Study, experiment: Experiment, requests: Workload, load: float) -> None:
-    at_rate = requests.at_rate(load * found.max_rates["tetris"])
+def _ablations(results: Study, experiment: Experiment, requests: Workload, load: float) -> None:
+    at_rate = requests.at_rate(load * results.max_rates["tetris"])
     dynamic, single = _point(experiment, at_rate), _point(experiment.with_options({"chunking": "false"}), at_rate)
-    found.single_chunk[load] = (*_times(single, dynamic), single.computing, dynamic.computing)
+    results.single_chunk[load] = (*_times(single, dynamic), single.computing, dynamic.computing)
     named = experiment.scheduling.all_policy_options().items()
     options = {name: value for name, value in named if name != "improvement_rates"}
     fixed = replace(experiment, scheduling=replace(experiment.scheduling, policy_options=options))
-    found.fixed_rates[load] = {
+    results.fixed_rates[load] = {
         rate: _times(_point(fixed.with_options({"improvement_rate": str(rate)}), at_rate), dynamic)
         for rate in FIXED_RATES
     }
 
 
-def _times(one: Point, other: Point) -> tuple[float, float]:
-    return one.ttft_p50_s / other.ttft_p50_s, one.ttft_p99_s / other.ttft_p99_s
+def _times(point: Point, base: Point) -> tuple[float, float]:
+    return point.ttft_p50_s / base.ttft_p50_s, point.ttft_p99_s / base.ttft_p99_s
 
 
 def _point(experiment: Experiment, requests: Workload) -> Point:
     timeline = Timeline()
     result = experiment.run(requests, timeline.observers(experiment.cost))
     numbers = result.summary()
-    decodes = any(one.output_len > 1 for one in requests.arrivals)
+    decodes = any(arrival.output_len > 1 for arrival in requests.arrivals)
     return Point(
         ttft_p50_s=float(numbers["ttft_p50_s"] or 0),
         ttft_p99_s=float(numbers["ttft_p99_s"] or 0),
@@ -261,47 +262,47 @@ def _point(experiment: Experiment, requests: Workload) -> Point:
 
 
 def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> float:
-    """Returns which part of the time until the last first token instances compute prompts, of those that prefill."""
+    """Return the share of time in which prefill instances compute prompts, until the last request's first token."""
     busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.index is not None)
-    last_s = max(one.arrival_s + one.ttft_s for one in result.served)
+    last_s = max(request.arrival_s + request.ttft_s for request in result.served)
     return busy_s / (last_s * len(experiment.cluster.prefill))
 
 
 def _max_rate(experiment: Experiment, requests: Workload, light_s: float) -> float:
-    found = experiment.max_rate(requests, near_light_load(light_s), start=2.0, precision=_PRECISION)
-    if found is None:
+    rate = experiment.max_rate(requests, near_light_load(light_s), start=2.0, precision=_PRECISION)
+    if rate is None:
         raise SystemExit(f"{experiment.scheduling.policy} serves all requests at once: give a larger --num-requests")
-    return found
+    return rate
 
 
-def run(given: argparse.Namespace) -> list[Study]:
-    """Runs and prints everything, each case when it is done."""
-    setups = [setup for setup in SETUPS if setup.model in given.models]
+def run(args: argparse.Namespace) -> list[Study]:
+    """Run all cases, and print each when it is done."""
+    setups = [setup for setup in SETUPS if setup.model in args.models]
     loads: tuple[float, ...] = _LOADS
-    cases, number = list(product(setups, given.workloads)), 1000
-    if given.quick:
+    cases, number = list(product(setups, args.workloads)), 1000
+    if args.quick:
         cases, loads, number = cases[:1], (0.5, 0.9), 400
-    if given.num_requests is not None:
-        number = given.num_requests
-    json_path: Path | None = given.json
-    if number < _FEWEST:
-        raise SystemExit(f"--num-requests must be at least {_FEWEST}, or no rate is too high, but {number} given")
+    if args.num_requests is not None:
+        number = args.num_requests
+    json_path: Path | None = args.json
+    if number < _MIN_REQUESTS:
+        raise SystemExit(f"--num-requests must be at least {_MIN_REQUESTS}, or no rate is too high, but {number} given")
     studies = []
-    with ProcessPoolExecutor(max_workers=given.jobs) as pool:
-        waiting = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]
-        for one in tqdm(waiting, desc="cases", disable=None):
-            studies.append(one.result())
+    with ProcessPoolExecutor(max_workers=args.jobs) as pool:
+        futures = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]
+        for future in tqdm(futures, desc="cases", disable=None):
+            studies.append(future.result())
             _print(studies[-1])
             if json_path is not None:
                 json_path.write_bytes(msgspec.json.format(msgspec.json.encode(figures(studies)), indent=1) + b"\n")
     return studies
 
 
-def _print(one: Study) -> None:
-    title = f"{one.model}, {one.workload}: light-load P99 {one.light_s:.2f} s, improvement rates {one.table}"
+def _print(case: Study) -> None:
+    title = f"{case.model}, {case.workload}: light-load P99 {case.light_s:.2f} s, improvement rates {case.table}"
     rates = Table("", "max rate", "TTFT P50", "P99", "TBT P50", "P99", "tokens/s", title=title)
-    for name, highest in one.max_rates.items():
-        point = one.at_limit[name]
+    for name, highest in case.max_rates.items():
+        point = case.at_limit[name]
         rates.add_row(
             name,
             f"{highest:.2f}",
@@ -313,12 +314,11 @@ def _print(one: Study) -> None:
         )
     console = Console(width=120)
     console.print(rates)
-    print(
-        f"TTFT, TBT and throughput are at {one.max_rates[one.best_baseline]:.2f}/s, the limit of {one.best_baseline}."
-    )
+    baseline = case.best_baseline
+    print(f"TTFT, TBT and throughput are at {case.max_rates[baseline]:.2f}/s, the limit of {baseline}.")
     loads = Table("load", *(f"rate {rate}" for rate in FIXED_RATES), "single chunk", "computing", title="TTFT P50, P99")
-    for load, by_rate in one.fixed_rates.items():
-        p50, p99, single, chunked = one.single_chunk[load]
+    for load, by_rate in case.fixed_rates.items():
+        p50, p99, single, chunked = case.single_chunk[load]
         cells = [f"{mid:.2f}x {tail:.2f}x" for mid, tail in by_rate.values()]
         loads.add_row(f"{load:.0%}", *cells, f"{p50:.2f}x {p99:.2f}x", f"{single:.1%} {chunked:.1%}")
     console.print(loads)
@@ -331,7 +331,7 @@ def _print(one: Study) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The numbers of one model that claims need, most by workload; empty is what was not kept.
+    """The numbers of one model that claims need. Most are by workload. Numbers that were not stored are empty.
 
     Attributes:
         max_rates: by workload and system.
@@ -358,43 +358,43 @@ class Figures:
 
 
 def stored() -> dict[str, Figures]:
-    """Reads figures by model."""
+    """Read the stored figures by model."""
     return msgspec.json.decode(_STORED.read_bytes(), type=dict[str, Figures])
 
 
 def figures(studies: Sequence[Study]) -> dict[str, Figures]:
-    """Takes from studies, by model, what claims need."""
-    models = dict.fromkeys(one.model for one in studies)
-    return {model: _figures({one.workload: one for one in studies if one.model == model}) for model in models}
+    """Return the numbers of the studies that claims need, by model."""
+    models = dict.fromkeys(study.model for study in studies)
+    return {model: _figures({study.workload: study for study in studies if study.model == model}) for model in models}
 
 
 def _figures(studies: Mapping[str, Study]) -> Figures:
     def over(key: str, system: str | None = None) -> dict[str, float]:
         return {
-            name: getattr(one.at_limit[system or one.best_baseline], key) / getattr(one.at_limit["tetris"], key)
-            for name, one in studies.items()
+            name: getattr(study.at_limit[system or study.best_baseline], key) / getattr(study.at_limit["tetris"], key)
+            for name, study in studies.items()
         }
 
     def at_load(find: Callable[[Iterable[float]], float]) -> dict[str, dict[str, float]]:
         return {
-            name: {str(rate): pair[0] for rate, pair in one.fixed_rates[find(one.fixed_rates)].items()}
-            for name, one in studies.items()
+            name: {str(rate): pair[0] for rate, pair in study.fixed_rates[find(study.fixed_rates)].items()}
+            for name, study in studies.items()
         }
 
     def worst(place: int) -> dict[str, float]:
-        return {name: max(found[place] for found in one.single_chunk.values()) for name, one in studies.items()}
+        return {name: max(ratios[place] for ratios in study.single_chunk.values()) for name, study in studies.items()}
 
     return Figures(
-        num_requests=min(one.num_requests for one in studies.values()),
-        max_rates={name: one.max_rates for name, one in studies.items()},
+        num_requests=min(study.num_requests for study in studies.values()),
+        max_rates={name: study.max_rates for name, study in studies.items()},
         ttft_p50=over("ttft_p50_s"),
         ttft_p99=over("ttft_p99_s"),
         tbt_p50=over("tbt_p50_s", "loongserve"),
         tbt_p99=over("tbt_p99_s", "loongserve"),
         throughput={name: 1 / ratio for name, ratio in over("throughput_tokens_per_s").items()},
         fixed_rate={
-            name: min(ratio for by_rate in one.fixed_rates.values() for pair in by_rate.values() for ratio in pair)
-            for name, one in studies.items()
+            name: min(ratio for by_rate in study.fixed_rates.values() for pair in by_rate.values() for ratio in pair)
+            for name, study in studies.items()
         },
         low_load=at_load(min),
         high_load=at_load(max),
@@ -404,7 +404,7 @@ def _figures(studies: Mapping[str, Study]) -> Figures:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Prints the tables of `--serving`."""
+    """Add the flags of `--serving` and `--auto`."""
     models = [setup.model for setup in SETUPS]
     parser.add_argument("--models", nargs="+", default=models, choices=models)
     parser.add_argument("--workloads", nargs="+", default=_WORKLOADS, choices=_WORKLOADS)

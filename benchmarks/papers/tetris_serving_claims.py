@@ -1,4 +1,4 @@
-"""Tetris: its claims of clusters that serve (section 7), beside what `tetris_serving` found."""
+"""Tetris: its claims about clusters that serve (section 7), compared with the figures of `tetris_serving`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verdicts import Check, Claim, bound, choice, in_range, numbers, order
 
 @dataclass(frozen=True, kw_only=True)
 class _Claimed:
-    """The paper's ranges for one model, least and most, its best baseline, and systems by load, worst first."""
+    """The paper's ranges for one model (minimum, maximum), its best baseline, and systems by load, worst first."""
 
     name: str
     load: tuple[float, float]
@@ -59,19 +59,21 @@ _READING = "The paper's traces and lengths of answers are not public. Ours have 
 _NOT_KEPT = "The stored run did not keep these numbers. They need a run of an hour or more."
 
 
-def claims(found: Mapping[str, Figures]) -> list[Claim]:
-    """Lists what the paper claims of clusters that serve."""
+def claims(stored: Mapping[str, Figures]) -> list[Claim]:
+    """Return the claims about clusters that serve."""
     return [
         claim
-        for model, one in found.items()
-        for claim in (*_against_baselines(_CLAIMED[model], one), *_ablations_of(_CLAIMED[model], one))
+        for model, figures in stored.items()
+        for claim in (*_against_baselines(_CLAIMED[model], figures), *_ablations_of(_CLAIMED[model], figures))
     ]
 
 
 def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
     of, rates = paper.name, found.max_rates
-    baselines = {name: {one: rate for one, rate in every.items() if one != "tetris"} for name, every in rates.items()}
-    load = {name: rates[name]["tetris"] / max(one.values()) for name, one in baselines.items()}
+    baselines = {
+        name: {system: rate for system, rate in every.items() if system != "tetris"} for name, every in rates.items()
+    }
+    load = {name: rates[name]["tetris"] / max(others.values()) for name, others in baselines.items()}
     every = {system for systems in paper.order for system in systems}
     claims = [
         Claim(
@@ -83,17 +85,17 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
         Claim(
             "Fig. 8",
             f"{of}: which baseline serves most.",
-            choice({name: (paper.best, _most(of, one)) for name, one in baselines.items()}),
+            choice({name: (paper.best, _most(of, of_systems)) for name, of_systems in baselines.items()}),
             "Not known. Groups of 8 that never change are not always the best of ours.",
         ),
         _if_kept(
             "Fig. 8",
             f"{of}: the order of all systems by load.",
-            all(every <= set(one) for one in rates.values()),
+            all(every <= set(of_systems) for of_systems in rates.values()),
             lambda: order(
                 {
-                    f"{name}, {systems[1]}": {system: one[system] for system in systems}
-                    for name, one in rates.items()
+                    f"{name}, {systems[1]}": {system: of_systems[system] for system in systems}
+                    for name, of_systems in rates.items()
                     for systems in paper.order
                 }
             ),
@@ -133,43 +135,47 @@ def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
 
 
 def _most(model: str, rates: Mapping[str, float]) -> str:
-    """Names the systems that serve the highest rate, all of those that are level; either LoongServe of 70B is one."""
+    """Return the names of all systems with the highest rate. Both LoongServe systems of 70B count as one."""
     best = [system for system, rate in rates.items() if rate == max(rates.values())]
-    return " and ".join(dict.fromkeys(one.removesuffix("-disagg") if model == "70B" else one for one in best))
+    return " and ".join(dict.fromkeys(system.removesuffix("-disagg") if model == "70B" else system for system in best))
 
 
-def _ablations_of(paper: _Claimed, found: Figures) -> list[Claim]:
+def _ablations_of(paper: _Claimed, figures: Figures) -> list[Claim]:
     figure, of = ("Fig. 11" if paper.name == "8B" else "Fig. 12"), paper.name
     small, large = str(FIXED_RATES[0]), str(FIXED_RATES[-1])
     return [
         Claim(
             figure,
             f"{of}: no fixed improvement rate gives lower TTFT than the profiled table.",
-            bound(found.fixed_rate, least=0.9),
+            bound(figures.fixed_rate, least=0.9),
             "The table has the least mean TTFT of other requests: neither P50 nor P99 of these.",
         ),
         _if_kept(
             figure,
             f"{of}: at low load an improvement rate of {small} is better than {large} (P50).",
-            bool(found.low_load),
-            lambda: order({name: {small: one[small], large: one[large]} for name, one in found.low_load.items()}),
+            bool(figures.low_load),
+            lambda: order(
+                {name: {small: rates[small], large: rates[large]} for name, rates in figures.low_load.items()}
+            ),
         ),
         _if_kept(
             figure,
             f"{of}: near saturation {large} is better than {small} (P50).",
-            bool(found.high_load),
-            lambda: order({name: {large: one[large], small: one[small]} for name, one in found.high_load.items()}),
+            bool(figures.high_load),
+            lambda: order(
+                {name: {large: rates[large], small: rates[small]} for name, rates in figures.high_load.items()}
+            ),
         ),
         Claim(
             "Fig. 13",
             f"{of}: the largest factor of P50 of TTFT without chunks.",
-            in_range(*paper.single_p50, found.single_p50),
+            in_range(*paper.single_p50, figures.single_p50),
             _BUSY,
         ),
         Claim(
             "Fig. 13",
             f"{of}: the largest factor of P99 of TTFT without chunks.",
-            in_range(*paper.single_p99, found.single_p99),
+            in_range(*paper.single_p99, figures.single_p99),
             _BUSY,
         ),
     ]

@@ -1,4 +1,4 @@
-"""Claims of papers, and whether they hold: the rules that decide, and how claims are printed."""
+"""Claims of papers, the rules that decide if they hold, and the printed tables of claims."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = {
 
 
 class Check(NamedTuple):
-    """An outcome of a rule: numbers of the paper and ours, for people, and whether they agree."""
+    """The outcome of a rule: the paper's numbers and ours as text, and True if they agree."""
 
     rule: str
     paper: str
@@ -47,9 +47,9 @@ class Claim:
     Attributes:
         where: section, figure or table.
         says: the claim in a sentence.
-        check: numbers and the outcome; when it is not modelled, what the paper gives.
-        why: why it fails, or what is missing, as far as known.
-        required: a script that finds it failing exits with 1.
+        check: numbers and the outcome. If the claim is not modelled, the paper's number as text.
+        why: the known reason of a failure, or the missing model.
+        required: if True, scripts exit with 1 if the claim fails.
     """
 
     where: str
@@ -60,13 +60,13 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Names the outcome, one of `VERDICTS`."""
+        """The outcome, one of `VERDICTS`."""
         if isinstance(self.check, str):
             return "not modelled"
         return "holds" if self.check.holds else "fails"
 
     def row(self) -> dict[str, str | bool]:
-        """Returns its texts for a table or a file; a claim that holds needs no `why`."""
+        """Return the claim's texts for a table or a file. For a claim that holds, `why` is empty."""
         rule, paper, ours, _ = Check("", self.check, "", False) if isinstance(self.check, str) else self.check
         why = "" if self.verdict == "holds" else self.why
         return {
@@ -85,7 +85,7 @@ VERDICTS = ("holds", "fails", "not modelled")
 
 
 def numbers(pairs: Mapping[str, tuple[float, float]]) -> Check:
-    """Compares numbers by name, each the paper's and ours."""
+    """Compare pairs of the paper's number and ours, by name."""
     return Check(
         "numbers",
         _listed({name: paper for name, (paper, _) in pairs.items()}),
@@ -95,7 +95,7 @@ def numbers(pairs: Mapping[str, tuple[float, float]]) -> Check:
 
 
 def table(cells: Sequence[Cell]) -> Check:
-    """Compares all cells of a table."""
+    """Compare all cells of a table."""
     mean, worst = mean_error(cells), max(cells, key=lambda cell: abs(cell.error))
     given = [cell.paper for cell in cells]
     return Check(
@@ -107,34 +107,34 @@ def table(cells: Sequence[Cell]) -> Check:
 
 
 def in_range(low: float, high: float, ours: Mapping[str, float]) -> Check:
-    """Compares numbers with the ends of a range."""
-    inside = all(low * (1 - _TOLERANCE) <= one <= high * (1 + _TOLERANCE) for one in ours.values())
+    """Compare numbers with the ends of a range."""
+    inside = all(low * (1 - _TOLERANCE) <= value <= high * (1 + _TOLERANCE) for value in ours.values())
     return Check("range", f"{_shown(low)} to {_shown(high)}", _listed(ours), inside)
 
 
 def order(rising: Mapping[str, Mapping[str, float]]) -> Check:
-    """Checks in each case that numbers rise as the paper has them."""
+    """Check for each case that numbers rise in the paper's order."""
     return Check(
         "order",
         "; ".join(dict.fromkeys(" < ".join(series) for series in rising.values())),
         "; ".join(f"{case}: {_listed(series)}" if case else _listed(series) for case, series in rising.items()),
-        all(one < other for series in rising.values() for one, other in pairwise(series.values())),
+        all(low < high for series in rising.values() for low, high in pairwise(series.values())),
     )
 
 
 def bound(ours: Mapping[str, float], *, least: float | None = None, most: float | None = None, unit: str = "") -> Check:
-    """Checks that numbers are at least and at most something."""
+    """Check that numbers are at least `least` and at most `most`, if these are given."""
     limits = [("at least", least), ("at most", most)]
     return Check(
         "bound",
         " and ".join(f"{word} {_shown(limit)}{unit}" for word, limit in limits if limit is not None),
         _listed(ours),
-        all((least is None or least <= one) and (most is None or one <= most) for one in ours.values()),
+        all((least is None or least <= value) and (most is None or value <= most) for value in ours.values()),
     )
 
 
 def choice(pairs: Mapping[str, tuple[object, object]]) -> Check:
-    """Compares what the paper and ours choose or find, by case."""
+    """Compare the paper's choice or result with ours, by case."""
     return Check(
         "choice",
         ", ".join(f"{name}: {paper}" for name, (paper, _) in pairs.items()),
@@ -144,12 +144,12 @@ def choice(pairs: Mapping[str, tuple[object, object]]) -> Check:
 
 
 def counts(verdicts: Sequence[str]) -> dict[str, int]:
-    """Counts each of `VERDICTS`."""
+    """Return the number of each of `VERDICTS`."""
     return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
 
 def report_claims(paper: str, claims: Sequence[Claim]) -> bool:
-    """Prints a row per claim and the counts; returns whether all that are required hold."""
+    """Print a row per claim and the counts. Return True if all required claims hold."""
     shown = Table("where", "claim", "paper", "ours", "", title=f"{paper}: its claims", show_lines=True)
     for claim in claims:
         row = claim.row()
@@ -159,8 +159,8 @@ def report_claims(paper: str, claims: Sequence[Claim]) -> bool:
         texts = claim.where, claim.says + why, str(row["paper"]), str(row["ours"])
         shown.add_row(*texts, f"[{colour}]{claim.verdict}{required}")
     Console(width=160).print(shown)
-    found = counts([claim.verdict for claim in claims])
-    print(f"{paper}: " + ", ".join(f"{number} {verdict}" for verdict, number in found.items()))
+    numbers_of = counts([claim.verdict for claim in claims])
+    print(f"{paper}: " + ", ".join(f"{number} {verdict}" for verdict, number in numbers_of.items()))
     failing = [claim for claim in claims if claim.required and claim.verdict != "holds"]
     for claim in failing:
         print(f"FAIL, and is required: {claim.where}: {claim.says}")

@@ -116,7 +116,7 @@ def test_claims_on_serving_go_by_all_figures_of_a_study() -> None:
     rows = {claim.says: claim.row() for claim in found}
     assert rows["8B: the order of all systems by load."]["verdict"] == "holds"
     assert rows["8B: near saturation 0.7 is better than 0.1 (P50)."]["verdict"] == "fails"
-    assert rows["8B: without chunks P50 of TTFT is up to so many times higher."]["ours"] == "short 3"
+    assert rows["8B: the largest factor of P50 of TTFT without chunks."]["ours"] == "short 3"
     kept = tetris_serving_claims.claims(tetris_serving.stored())
     assert "not modelled" not in {claim.verdict for claim in kept}
 
@@ -206,7 +206,7 @@ def test_a_row_of_csps_that_does_not_say_its_gpus_makes_the_script_fail(capsys: 
     assert csps.rows_are_complete(csps.rows(good))
     assert {(row.gpus, row.baseline_gpus) for row in csps.rows(good)} == {(2.5, 8.0), (8, 8)}
     assert not csps.rows_are_complete(csps.rows(replace(bad, alone=bad.alone | {csps_serving.TP: good.alone["tp"]})))
-    assert "does not say how many GPUs a request has: alone: ntp / sarathi 256" in capsys.readouterr().out
+    assert "lacks the number of GPUs per request: alone: ntp / sarathi 256" in capsys.readouterr().out
     assert csps.rows_are_complete([row for case in csps_serving.stored() for row in csps.rows(case)])
 
 
