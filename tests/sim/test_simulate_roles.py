@@ -67,7 +67,7 @@ def test_decodes_of_csps_do_not_wait_for_prompts_that_others_compute() -> None:
             ("--policy", "context", "--profile-improvement-rates"),
             "--policy must be tetris, which has improvement rates, but context given",
         ),
-        ((*ROLES, "-o", "improvement_rate=0.2", "--profile-improvement-rates"), "leave that out"),
+        ((*ROLES, "-o", "improvement_rate=0.2", "--profile-improvement-rates"), "leave it out"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
