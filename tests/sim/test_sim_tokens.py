@@ -92,5 +92,5 @@ def test_the_highest_rate_is_found_from_anywhere(limit: float, start: float) -> 
 
 def test_rates_without_a_limit_or_beyond_reach() -> None:
     assert find_max_rate(lambda _: True, start=1.0) is None
-    with pytest.raises(ValueError, match="even .* are too many"):
+    with pytest.raises(ValueError, match=r"even .* are too many"):
         find_max_rate(lambda _: False, start=1.0)
