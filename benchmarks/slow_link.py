@@ -233,7 +233,7 @@ def _seconds(llm: LLM, category: str) -> list[float]:
 def _group(
     shape: ModelShape, block_size: int, args: argparse.Namespace, ttft_s: float, attention_s: Sequence[float]
 ) -> Group:
-    """Return the simulator's settings. Pairs per second come from the exact runs' attention, `rest_s` from the rest."""
+    """Return the simulator's settings. Attention's seconds give pairs per second, and all other seconds `rest_s`."""
     hosts, partition = (0, 1), -(-args.prompt // (2 * block_size)) * block_size
     works = member_works(None, args.prompt, partition, hosts, shape)
     pairs = sum(sum(work.by_piece.values()) for work in works) * shape.num_layers

@@ -6,9 +6,9 @@
 
 - 15B runs on four devices, 34B and 70B on eight (section 6.2). Fig. 12 has 34B on four A10. Fig. 11 has Llama 3 70B on
   eight A100 of 40 GB. PCIe is 4.0 x8, with 80 GiB of host memory for each device. All requests arrive together.
-- `arxiv`: the first 500 lengths of FILE. Its default, in the folder of this repository's parent, is
-  `shared/data/traces/arxiv_summarization_lengths.csv.gz`. Without it, lengths are drawn from quantiles of all its
-  lengths, input and output independently.
+- `arxiv`: the first 500 lengths of FILE. Its default is `shared/data/traces/arxiv_summarization_lengths.csv.gz` in the
+  folder that contains this repository. Without it, lengths are drawn from quantiles of all its lengths, input and
+  output independently.
 - `sharegpt`: 2,000 requests. The paper shows a distribution without numbers. Ours are log-normal, cut off at 4 and
   1,024 tokens. The deviation of the logarithm is a sixth of the range. The means of 220 and 200 tokens are close to
   those of ShareGPT in vLLM's benchmark.
