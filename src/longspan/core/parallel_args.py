@@ -32,7 +32,7 @@ class ParallelArgs:
     decode_parallel: Annotated[
         str | None,
         instance_option(
-            "With it: instances that only decode, and receive KV from these; with seesaw, from hosts.",
+            "With it: instances that only decode, and receive KV from these, or with seesaw from hosts.",
             metavar="SPEC",
         ),
     ] = None
