@@ -159,7 +159,7 @@ class ProcessServer:
     def _num_losses(self) -> int:
         return len(
             re.findall(
-                "new workers are being started|the other instances go on|starting another engine core",
+                "new workers are being started|the other instances continue|starting another engine core",
                 self._server.text(),
             )
         )

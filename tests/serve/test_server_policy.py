@@ -181,7 +181,7 @@ def num_losses(server: ServerProcess) -> int:
     """What the API server has noticed; nobody is served until what was lost is replaced."""
     return len(
         re.findall(
-            "new workers are being started|the other instances go on|starting another engine core", server.text()
+            "new workers are being started|the other instances continue|starting another engine core", server.text()
         )
     )
 

@@ -1,7 +1,7 @@
-"""Algorithms 1 to 3 of Tetris as in the paper: the slow reference of `policy.cdsp`.
+"""Algorithms 1 to 3 of Tetris as in the paper: the slow reference of `policy.tetris.planner`.
 
-Open points follow `policy.cdsp`. Ties go to the instance that was free first, then to the lower number. A chunk is too
-short below `min_chunk`, or when the next smaller size is as quick.
+Open points follow `policy.tetris.planner`. Ties go to the instance that was free first, then to the lower number. A
+chunk is too short below `min_chunk`, or when the next smaller size is as quick.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Fractions = tuple[float, ...] | Literal["search"] | None
 _cluster = partial(Option, group="Cluster")
-_work = partial(Option, group="What is computed")
+_work = partial(Option, group="Work")
 _LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?")
 _MAX_TOKENS = 2**40
 _NEGLIGIBLE = 1e-6

@@ -42,7 +42,7 @@ class FormOptions:
         str | None, _form("The output is JSON that follows this schema.", metavar="FILE_OR_TEXT")
     ] = None
     regex: Annotated[str | None, _form("The whole output matches this regular expression.")] = None
-    choice: Annotated[list[str] | None, _form("A text that the output may be; repeatable.")] = None
+    choice: Annotated[list[str] | None, _form("An allowed output; repeatable.")] = None
     grammar: Annotated[
         str | None, _form("The output follows this grammar, in Lark's notation.", metavar="FILE_OR_TEXT")
     ] = None

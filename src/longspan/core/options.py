@@ -144,7 +144,7 @@ class SchedulingArgs:
         _scheduling(
             "Part of a contiguous layout for each instance.",
             metavar="F,F,...",
-            default="as the policy has it",
+            default="set by the policy",
         ),
     ] = None
     csa: Annotated[
@@ -170,7 +170,7 @@ class SchedulingArgs:
     target_tbt: Annotated[
         float | None,
         _scheduling(
-            "Seconds between tokens that steps with prompts should keep to, for policy auto.",
+            "Wanted bound for the seconds of steps that prefill and decode, for policy auto.",
             default="a step that is 90 % prefill",
             minimum=0.001,
         ),
@@ -193,11 +193,11 @@ class SchedulingArgs:
     max_num_batched_tokens: Annotated[
         int | None,
         _scheduling(
-            "Most tokens of one step on one instance.",
+            "Maximum tokens of one step on one instance.",
             default="2048, or the limit by memory where chains have been searched",
         ),
     ] = None
-    max_num_seqs: Annotated[int, _scheduling("Most requests that run at once on one instance.")] = 128
+    max_num_seqs: Annotated[int, _scheduling("Maximum running requests of one instance.")] = 128
     num_gpu_blocks_override: Annotated[
         int | None, _scheduling("KV blocks of each instance, for any size of memory.", default="limit by memory")
     ] = None

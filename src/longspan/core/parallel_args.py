@@ -25,14 +25,14 @@ class ParallelArgs:
     prefill_parallel: Annotated[
         str | None,
         instance_option(
-            "Instead: instances that only prefill, on the first devices; with policy seesaw, on all by turns.",
+            "Instead: instances that only prefill, on the first devices; with seesaw, on all in a phase.",
             metavar="SPEC",
         ),
     ] = None
     decode_parallel: Annotated[
         str | None,
         instance_option(
-            "With it: instances that only decode, with the KV that is sent to them, or comes from hosts by turns.",
+            "With it: instances that only decode, and receive KV from these, or with seesaw from hosts.",
             metavar="SPEC",
         ),
     ] = None

@@ -110,10 +110,10 @@ class SamplingParams:
     temperature: Annotated[float, _choice("0 is greedy.")] = 1.0
     top_k: Annotated[int, _choice("Keep the k most likely tokens; -1 or 0 keeps all.")] = -1
     top_p: Annotated[float, _choice("Keep the most likely tokens that reach this probability together.")] = 1.0
-    min_p: Annotated[float, _choice("Least probability, as a share of the most likely token's.")] = 0.0
+    min_p: Annotated[float, _choice("Minimum probability, relative to the likeliest token.")] = 0.0
     repetition_penalty: Annotated[float, _choice("Above 1: tokens of prompt and output become less likely.")] = 1.0
     presence_penalty: Annotated[float, _choice("Subtracted from the logits of tokens in the output.")] = 0.0
-    frequency_penalty: Annotated[float, _choice("As before, for each time that they are in it.")] = 0.0
+    frequency_penalty: Annotated[float, _choice("Likewise, once per occurrence.")] = 0.0
     logit_bias: Annotated[
         LogitBias | None,
         _choice(
@@ -122,21 +122,19 @@ class SamplingParams:
     ] = None
     seed: Annotated[int | None, _choice("Seed of all random numbers, those of dummy weights too.")] = None
     n: Annotated[int, _choice("Outputs per prompt.")] = 1
-    logprobs: Annotated[int | None, _choice("Report the logprobs of output tokens and so many most likely ones.")] = (
-        None
-    )
+    logprobs: Annotated[int | None, _choice("Report logprobs of output tokens and of this many likeliest.")] = None
     prompt_logprobs: Annotated[int | None, _choice("The same for the tokens of the prompt.")] = None
     max_tokens: Annotated[
-        int | None, _end("Most output tokens; if there is no default, what the context has left.")
+        int | None, _end("Maximum output tokens; if there is no default, the rest of the context.")
     ] = 16
-    min_tokens: Annotated[int, _end("The output does not end before so many.")] = 0
+    min_tokens: Annotated[int, _end("Minimum output tokens.")] = 0
     stop: Annotated[
         Sequence[str] | str | None, _end("A string that ends the output; repeatable.", repeatable=True, read=tuple)
     ] = ()
     stop_token_ids: Annotated[
         Sequence[int] | None, _end("Token ids that end the output.", metavar="1,2,3", read=id_list)
     ] = ()
-    ignore_eos: Annotated[bool, _end("Go on past end-of-sequence tokens.")] = False
+    ignore_eos: Annotated[bool, _end("Continue after end-of-sequence tokens.")] = False
     structured_outputs: StructuredOutputsParams | None = None
     output_logits: bool = False
 

@@ -261,7 +261,7 @@ class EngineClient:
                 self._end_reason = f": {reason}"
             case messages.Restarting(reason, is_replaced):
                 _log.error(
-                    "%s; %s", reason, "new workers are being started" if is_replaced else "the other instances go on"
+                    "%s; %s", reason, "new workers are being started" if is_replaced else "the other instances continue"
                 )
                 self.state = "restarting"
             case messages.Restarted():

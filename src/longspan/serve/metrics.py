@@ -143,7 +143,7 @@ class Metrics(Collector):
         """Yield the metric families of the latest stats."""
         stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", {(): stats.num_running})
-        yield self._gauge("num_requests_waiting", "Requests that wait for KV.", {(): stats.num_waiting})
+        yield self._gauge("num_requests_waiting", "Requests that wait for admission.", {(): stats.num_waiting})
         used_share = sum(stats.used_blocks) / stats.num_kv_blocks
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", {(): used_share})
         for field, name, words in _COUNTERS:

@@ -35,7 +35,7 @@ class ComparedScheduling(SchedulingArgs):
     max_num_batched_tokens: Annotated[
         int | None,
         Option(
-            "Most tokens of one step on one instance.",
+            "Maximum tokens of one step on one instance.",
             group="Scheduling and memory",
             default="8192, or the limit by memory where chains have been searched",
         ),
@@ -46,7 +46,7 @@ _GPUS_PER_HOST = 8
 _RESTART_S = 10.0
 _cluster = partial(Option, group="Cluster")
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-_faults = partial(Option, group="What goes wrong")
+_faults = partial(Option, group="Faults")
 _level = partial(Option, group="Results", metavar="S")
 
 
@@ -63,7 +63,7 @@ class HardwareSpec:
         _cluster(
             "Link between hosts, or between the devices of a single host.",
             metavar="NAME",
-            default="what such devices come with",
+            default="the device's own",
         ),
     ] = None
     link_gbytes_per_s: Annotated[
@@ -201,7 +201,7 @@ class Faults:
     slow: Annotated[
         Mapping[int, float],
         _faults(
-            "This instance, from 0, takes so many times as long; repeatable.",
+            "Multiply the step times of an instance, numbered from 0; repeatable.",
             metavar="INSTANCE=FACTOR",
             repeatable=True,
             read=_factors,
@@ -210,7 +210,7 @@ class Faults:
     lost_at_s: Annotated[
         tuple[float, ...],
         _faults(
-            "After so many seconds a worker is lost; all start anew, as a real engine's do; repeatable.",
+            "Seconds until a worker is lost; all workers restart, as in an engine; repeatable.",
             name="lose-worker-at",
             metavar="S",
             repeatable=True,
@@ -219,7 +219,7 @@ class Faults:
     ] = ()
     restart_s: Annotated[
         float | None,
-        _faults("Seconds that workers take to start anew.", name="restart-time", metavar="S", default="10"),
+        _faults("Seconds that a restart of workers takes.", name="restart-time", metavar="S", default="10"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -261,12 +261,8 @@ class ServiceLevel:
         ParameterError: for a bound that is not positive and finite.
     """
 
-    slo_ttft: Annotated[float | None, _level("Count the requests whose first token comes within so many seconds.")] = (
-        None
-    )
-    slo_tbt: Annotated[
-        float | None, _level("Count the requests with at most so many seconds between tokens, on average of each.")
-    ] = None
+    slo_ttft: Annotated[float | None, _level("Count the requests whose TTFT is at most this many seconds.")] = None
+    slo_tbt: Annotated[float | None, _level("Count the requests whose mean TBT is at most this many seconds.")] = None
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft", "slo_tbt"):

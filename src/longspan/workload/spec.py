@@ -39,20 +39,18 @@ class WorkloadSpec:
             may_be_infinite=True,
         ),
     ] = None
-    offline: Annotated[bool, _workload("All requests are there at the start, as with --rate inf.")] = False
+    offline: Annotated[bool, _workload("All requests arrive at the start, as with --rate inf.")] = False
     burstiness: Annotated[
         float | None,
         _workload("Shape of the gamma distribution of gaps: below 1 in bursts, above steadier.", default="1"),
     ] = None
     num_requests: Annotated[
-        int | None, _workload("Requests in all, each turn counted.", default="1000, or all of a trace")
+        int | None, _workload("Total requests; each turn counts.", default="1000, or all of a trace")
     ] = None
-    output_len: Annotated[
-        int | None, _workload("Output tokens of every request.", default="as the workload has them")
-    ] = None
-    prefix_len: Annotated[int, _workload("Tokens, in addition, at the start that prompts share.")] = 0
-    num_prefixes: Annotated[int | None, _workload("How many different such starts there are.", default="1")] = None
-    turns: Annotated[int, _workload("Requests of a conversation, which come one after the other.")] = 1
+    output_len: Annotated[int | None, _workload("Output tokens of every request.", default="from the workload")] = None
+    prefix_len: Annotated[int, _workload("Tokens of a shared prefix, added to prompts.")] = 0
+    num_prefixes: Annotated[int | None, _workload("Number of different shared prefixes.", default="1")] = None
+    turns: Annotated[int, _workload("Requests of each conversation; each follows the answer before.")] = 1
     think_time: Annotated[
         float | None, _workload("Seconds from an answer to the next turn.", metavar="S", default="10")
     ] = None

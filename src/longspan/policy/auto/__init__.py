@@ -5,9 +5,9 @@ relative to their length. A larger group computes the first token sooner, but us
 which other prompts wait. Prefills also delay the decodes on their instances. `Costs` sums these penalties, and
 `GroupAssignment` takes the group with the smallest sum.
 
-KV is sent, layer by layer while it is computed, to the instance that decodes the request. In `DecodePlacement` a
-token adds the fewest seconds there. Prefills avoid instances that decode, and
-decodes avoid instances that prefill. So instances lean to one of the two by load, and back. A request that fits on no
+KV is sent, layer by layer while it is computed, to the instance that decodes the request. `DecodePlacement` chooses
+the instance where its tokens add the fewest seconds. Prefills avoid instances that decode, and decodes avoid instances
+that prefill. So the load decides which instances mostly prefill and which mostly decode. A request that fits on no
 instance is decoded by the fewest instances with enough blocks.
 """
 
@@ -45,8 +45,8 @@ class AutoOptions(GroupOptions):
         ttft_slowdown: wanted bound for a first token, relative to the fastest group of its prompt. A higher one
             protects answers from prefills.
         tbt_slowdown: wanted bound for the mean time between tokens, relative to a request that decodes alone.
-        overtaking: a prompt comes before all later ones once it has waited for this many times as long as first come,
-            first served would take. 1 keeps the longest waits short, infinity the median.
+        overtaking: a prompt is overdue, and precedes all prompts that are not, once it has waited for this many times
+            the wait of first come, first served. 1 keeps the longest waits short, infinity the median.
     """
 
     target_tbt: float | Literal["auto"] = "auto"

@@ -45,7 +45,7 @@ class GroupAssignment:
         """When groups are chosen again, or sooner if more prefills have ended than these."""
 
     def assign(self, view: ClusterView) -> Observation | None:
-        """Assign groups in the order of the queue until no instance is free.
+        """Assign groups in the order of the queue until no instance is free, or a request fits on no group.
 
         A request may wait for a group that is busy rather than take a worse one. To the requests behind it that group
         is taken. A choice is due when a request is new, when a prefill has ended, after a few decode steps, and when

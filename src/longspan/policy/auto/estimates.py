@@ -19,7 +19,7 @@ NumberT = TypeVar("NumberT", float, Numbers)
 
 _EFFICIENCY, _MIN_EFFICIENCY = 0.9, 2 / 3
 """Wanted fraction of a step that prefills and decodes for the tokens of the prefill, and the lower bound of it for a
-given `target_tbt`. The rest is the start of the step and the decodes. Longer steps delay answers as long in all.
+given `target_tbt`. The rest is the start of the step and the decodes. Longer steps delay answers as much in total.
 """
 _MIN_TOKEN_S = 1e-5
 """Lower bound for the seconds of a decode step, for a fit that rounds to zero. No device is as quick."""

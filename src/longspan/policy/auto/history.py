@@ -57,7 +57,7 @@ class History:
     def rates(self, now_s: float) -> tuple[float, float]:
         """Return prompts per second, and the seconds of one instance that they take per second.
 
-        The last prompt is the one to place, so it is no evidence of a load: the first prompt of all finds a rate of 0.
+        The last prompt is left out. It is usually the one to place, and at the first prompt the rate is 0.
         The span of the mean is at least a usual prefill on its fastest group.
         """
         if len(self._prompts) < 2:

@@ -18,7 +18,7 @@ class Waiting:
 
     Attributes:
         fastest_s: seconds on its fastest group, by the prefix that was cached at its arrival.
-        overdue_s: from here on it comes before all prompts that arrived later, see `WaitingQueue`.
+        overdue_s: the time from which it precedes all prompts that are not overdue, see `WaitingQueue`.
         group: the assigned group, or empty.
         seconds, num_blocks: the prefill on the assigned group, and the blocks that it needs there.
     """
