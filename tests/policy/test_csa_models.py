@@ -134,7 +134,9 @@ def test_a_fitted_loss_keeps_nearly_to_the_constraint(table, model) -> None:
     over = []
     for num_tokens, there, by_loss, most in held_out(50):
         if by_loss:
-            chosen = least_ttft(table.choices(num_tokens, there.bytes_per_s, model.of_mode("qkv")), most)
+            chosen = least_ttft(
+                table.choices(num_tokens, there.bytes_per_s, lambda n, drop: model.predict(n, drop, "qkv")), most
+            )
             assert chosen.loss <= most
             over.append(invented(num_tokens, there.mean_drop(chosen.configuration)) - most)
     assert max(over) < 0.5

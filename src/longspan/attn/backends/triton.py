@@ -76,6 +76,7 @@ class TritonCuda(TorchCuda):
         return out, lse
 
     def merge_into(self, out: Tensor, partials: Sequence[Partial], order: Tensor | None = None) -> Tensor:
+        """Merge one after the other, in float32."""
         (first, first_lse), *further = partials
         merged = first.new_empty(out.shape, dtype=torch.float32).copy_(first)
         lse = first_lse.clone(memory_format=torch.contiguous_format)

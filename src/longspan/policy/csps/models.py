@@ -90,9 +90,6 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 return fit.predict(num_tokens, mean_drop)
         raise ValueError(f"no loss was measured with {len(mean_drop) + 1} levels and drops of {mode}: measure some")
 
-    def of_mode(self, mode: DropMode) -> Loss:
-        return lambda num_tokens, mean_drop: self.predict(num_tokens, mean_drop, mode)
-
 
 def _best_fit(samples: Sequence[LossSample], max_lengths: int) -> _LossFit:
     """Fit samples of one number of levels and mode, with as many weights as the number of samples allows.

@@ -102,6 +102,7 @@ class WorkerThread:
         return self._code
 
     def kill(self) -> None:
+        """End the links of the rank, so that no peer waits for it, and it waits for no peer."""
         self._launcher.disconnect(self._rank)
 
     def destroy(self) -> None:
