@@ -22,11 +22,8 @@ prompts, the switch to the thread of about 0.1 ms takes longer than the processi
 class AsyncLLM(LocalEngine):
     """Generates for the tasks of any event loop, with vLLM's names. The arguments are the fields of `EngineArgs`.
 
-    Loading the model and every method other than `generate` and `abort` blocks: call them by `asyncio.to_thread`.
-
-    Raises:
-        ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
-        WorkerLostError: a worker does not start.
+    Loading the model and every method other than `generate` and `abort` blocks: call them by `asyncio.to_thread`. For
+    errors see `LLM`.
     """
 
     @unpacked(EngineArgs)

@@ -12,7 +12,7 @@ class ModelShape:
     """The sizes of a decoder-only model that determine the operations and messages of its attention.
 
     Attributes:
-        bytes_per_element: bytes of an element of queries, keys, values, hidden states and attention weights: 2 for bfloat16.
+        bytes_per_element: of queries, keys, values, hidden states and attention weights. 2 for bfloat16.
     """
 
     num_layers: int
