@@ -50,8 +50,8 @@ class AutoOptions(GroupOptions):
     """
 
     target_tbt: float | Literal["auto"] = "auto"
-    ttft_slowdown: float = 5.0
-    tbt_slowdown: float = 3.0
+    ttft_slowdown: float = 4.0
+    tbt_slowdown: float = 2.0
     overtaking: float = 1.25
 
     def __post_init__(self) -> None:
