@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import io
 import re
 import sys
@@ -148,10 +149,13 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.AST, int, str]]:
     """Yield string statements: docstrings, and descriptions below assignments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            text = re.sub(
+                r"(?m)^ {4}\w+(, \w+)*: ", "    X: ", inspect.cleandoc(node.value.value)
+            )  # names of arguments
             yield (
                 node.value,
                 node.lineno,
-                re.sub(r"(?m)^ {4,}\S.*::?$|^ {8,}.*$|(?<=\n) {4}(python|longspan) .*", "", node.value.value),
+                re.sub(r"(?m)^ +(python|longspan|torchrun|make|pytest|scripts/) ?.*$", "", text),
             )
 
 

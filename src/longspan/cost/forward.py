@@ -246,7 +246,7 @@ def rooflines(
         constants: efficiency constants that replace efficiency.toml.
 
     Raises:
-        ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
+        ValueError: for unknown names, more ranks than devices, or heads that these ranks cannot share.
     """
     specs = [cluster.spec] if cluster.decode_spec is None else [cluster.spec, cluster.decode_spec]
     if cluster.num_ranks > devices.num_gpus:

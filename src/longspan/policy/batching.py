@@ -49,7 +49,7 @@ class Batch:
     with a new `budget` and the `instances` without steps in flight. Read both again for every request.
 
     Args:
-        everyone: the instances to plan for. A request is scheduled if they include its whole group.
+        instances: the instances to plan for. A request is scheduled if they include its whole group.
         coupled_sets: instances that step together. By default these share a request.
 
     Attributes:
@@ -59,19 +59,19 @@ class Batch:
     def __init__(
         self,
         view: ClusterView,
-        everyone: frozenset[int],
+        instances: frozenset[int],
         *,
         coupled_sets: Sequence[frozenset[int]] | None = None,
         growing: Growing = _NO_GROWTH,
     ) -> None:
-        self._view, self._everyone, self._growing = view, everyone, growing
+        self._view, self._given, self._growing = view, instances, growing
         self._coupled_sets = view.running.coupled_sets if coupled_sets is None else coupled_sets
         self._restart_without(view.full)
 
     def _restart_without(self, excluded: frozenset[int]) -> None:
         """Start a plan for all instances except these and the instances coupled with them."""
         coupled = [coupled for coupled in self._coupled_sets if not coupled.isdisjoint(excluded)]
-        self.instances = self._everyone.difference(excluded, *coupled)
+        self.instances = self._given.difference(excluded, *coupled)
         self.budget = Budget(self._view, self.instances, self._growing)
         self.parts: list[ScheduledPart] = []
         self.loads: list[ScheduledPart] = []

@@ -32,7 +32,7 @@ def blocks_now(
     Blocks reserved for other requests are left out, except when a running request would get none at all.
 
     Args:
-        free: free blocks of each member, without those that the prefix hit of a new request takes.
+        free: free blocks of each member, without the blocks that the prefix hit of a new request takes.
     """
     missing = 0 if is_new else request.blocks_for(request.num_tokens) - len(request.table)
     own = -(-missing // len(request.kv_owners)) if missing else 0

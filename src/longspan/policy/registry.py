@@ -94,7 +94,7 @@ def make_policy(
             share are then valid on one instance, too.
 
     Raises:
-        ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
+        ValueError: for an unknown name or option, a bad value, or a policy that cannot run on this number of instances.
     """
     from longspan.policy.facts import Facts  # noqa: PLC0415 - importing the registry loads no cost model
 

@@ -18,7 +18,7 @@ def split_decodes(
     because the step would wait for the last stage. If there are no other tokens, they are scheduled nevertheless.
 
     Returns:
-        Scheduled requests, postponed requests, and the postponed ones that may be scheduled instead of another.
+        Scheduled requests, postponed requests, and the postponed requests that may be scheduled instead of another.
     """
     decoding, steps = Counter[tuple[int, ...]](), defaultdict[tuple[int, ...], set[int]](set)
     for request in view.running.within(instances):

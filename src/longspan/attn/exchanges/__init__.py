@@ -58,13 +58,13 @@ class Call:
 
     Attributes:
         parts: the same on every member. Members without queries call, too.
-        q: this member's queries `[heads, tokens, head_dim]`. `rows` of a part says which of them belong to it.
+        q: this member's queries `[heads, tokens, head_dim]`. `rows` of a part selects its own queries.
         k, v: the new keys and values `[kv_heads, tokens, head_dim]`, packed like `q`.
         kv: this layer of the pool. It contains the new keys and values unless the exchange stores them afterwards.
         out: the results, with q's shape. The rows of the parts are written.
         started: the result of `start` for this layer. None if `start` was not called.
         layer, num_layers: the index of the layer in the model, and the number of layers.
-        layers: the layers that this member computes in turn.
+        layers: the layers that this member computes, in order.
         first_kv_head: the index, in the whole layer, of the first KV head of this member's rank.
         host: keys and values in the host pools of the members. None if there are none.
     """
@@ -167,7 +167,7 @@ class Call:
         """Attend queries to this member's keys on its device.
 
         Single queries read their keys in place, in one kernel call. More queries of a part read a contiguous copy,
-        which is cheap compared to their attention, or in `local` the new keys if the part has no others.
+        which is cheap compared to their attention, or in `local` the new keys if the part has no cached keys.
         """
         (q_rank, indices, q), parts, rank = batch, self.parts, self.group.rank
         counts = parts.num_queries(q_rank, indices)

@@ -84,7 +84,7 @@ class Costs:
 
     Args:
         ttft_slowdown: bound for a first token, relative to the fastest group of the prompt.
-        tbt_slowdown: bound for the mean time between tokens of a request, relative to one that decodes alone.
+        tbt_slowdown: bound for the mean time between tokens of a request, relative to a request that decodes alone.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ class DecodePlacement:
     ) -> tuple[Target, ...]:
         """Return the instance that decodes a request, or the fewest with enough blocks, or none to stay on its group.
 
-        The cost is the seconds of its own tokens plus those it adds to the tokens of other requests there. An instance
-        that prefills for a fraction of its time decodes in the rest of it.
+        The cost is the seconds of its own tokens plus the added seconds of other requests'
+        tokens there. An instance that prefills for a fraction of its time decodes in the rest of it.
         """
         if not goes_on(request):
             return ()

@@ -74,7 +74,7 @@ class WaitingQueue:
     def ordered(self, now_s: float) -> list[Waiting]:
         """Return the requests that can start and have no group.
 
-        Overdue requests come first. The others are ordered by their wait over the square root of their seconds, between
+        Overdue requests are first. The rest is ordered by wait over the square root of seconds, between
         first come, first served and the highest response ratio.
         """
         able = [
