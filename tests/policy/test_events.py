@@ -248,3 +248,11 @@ def test_arrivals_are_requests_whatever_hosts_do(policy: str, host_kv_gib: float
     assert len(events.of) == 150 - len(result.refused)
     assert all(Counter(names)["arrived"] == Counter(names)["ended"] == 1 for names in events.of.values())
     assert (result.num_host_hits > 0) == (host_kv_gib > 0)
+
+
+def test_the_first_prompt_of_an_idle_fleet_is_shared() -> None:
+    """The prompt itself is no evidence of a load."""
+    cluster = Cluster(Setup(num_instances=4, num_blocks=48, block_size=4, policy="auto"))
+    request = cluster.add([number % 7 for number in range(160)], max_tokens=2)
+    cluster.run()
+    assert max(len(part.group) for part in cluster.parts_of(request)) > 1
