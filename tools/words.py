@@ -64,7 +64,8 @@ PHRASES = {
 """Patterns to avoid, each with its replacement. See section 1 of the style guide."""
 _BANNED = re.compile("|".join(f"(?:{pattern})" for pattern in PHRASES), re.IGNORECASE)
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
-_CALLS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "echo", "print", "fail", "ValueError"}
+_CALLS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "echo", "print", "fail", "Option", "Group"}
+_CALLS |= {"ValueError", "ParameterError", "ModelError", "WireError"}
 
 
 class Finding(NamedTuple):
@@ -160,8 +161,14 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.AST, int, str]]:
 
 
 def _messages(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
-    """Yield the texts of a raised error, a log call, an assertion, or a help text."""
+    """Yield the texts of a raised error, a log call, an assertion, an option, or a help text."""
     match node:
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[_, *notes])):
+            for note in notes:
+                if isinstance(note, ast.Call):  # an option, whose first argument is its help text
+                    yield from _literals([*note.args, *(word.value for word in note.keywords if word.arg == "default")])
+        case ast.Assign(targets=[ast.Name(id="problem" | "remedy" | "words")], value=value):
+            yield from _literals([value])
         case ast.Raise(exc=ast.Call(args=args)):
             yield from _literals(args)
         case ast.Assert(msg=ast.expr() as message):
@@ -169,7 +176,7 @@ def _messages(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=args, keywords=keywords):
             if name in _CALLS:
                 yield from _literals(args)
-            texts = {"help", "description", "remedy", "message"}
+            texts = {"help", "group", "description", "remedy", "message"}
             yield from _literals([keyword.value for keyword in keywords if keyword.arg in texts])
 
 

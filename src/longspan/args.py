@@ -7,15 +7,16 @@ import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial, wraps
-from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
+from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
 
 from longspan import limits
-from longspan.core.checks import check_text
+from longspan.core.checks import check_choice, check_types
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location, locations_of_ranks
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.core.parallel_args import ParallelArgs, instance_option, parse_parallel
 from longspan.errors import ParameterError
+from longspan.names import remedy
 from longspan.policy.registry import check_sparse, phases_of
 
 AUTO = "auto"
@@ -92,19 +93,20 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
     seed: int = 0
     record_times: bool = False
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.model:
+            raise ParameterError("model", "must not be empty: give an alias, a folder or a hub id", self.model)
+        super().__post_init__()
+
     def resolve(self) -> ResolvedArgs:
         """Resolve the options without the model. Raise ValueError for invalid options."""
-        at_least_one(threads_per_rank=self.threads_per_rank)
+        at_least_one(threads_per_rank=self.threads_per_rank, kv_cache_memory_bytes=self.kv_cache_memory_bytes)
         for name, (_, kind) in options_of(DeviceArgs).items():
-            value, choices = getattr(self, name), get_args(kind)
-            if get_origin(kind) is Literal and value not in choices:
-                one_of = f"{', '.join(choices[:-1])} or {choices[-1]}"
-                raise ParameterError(name, f"must be {one_of}, but {value!r} given", value)
+            check_choice(name, getattr(self, name), kind)
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)
-        for name in ("parallel", "prefill_parallel", "decode_parallel"):
-            check_text(name, getattr(self, name))
         cluster = parse_parallel(
             self.parallel,
             self.prefill_parallel,
@@ -183,7 +185,9 @@ def unpacked(
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{type(self).__name__}() {error}") from None  # the user has not called `kind`
+                problem = f"{type(self).__name__}() {error}"  # the user has not called `kind`
+                known = signature.parameters
+                raise TypeError(problem if kwargs.keys() <= known.keys() else problem + remedy(kwargs, known)) from None
             method(self, kind(*args, **kwargs))
 
         first = next(iter(inspect.signature(method).parameters.values()))

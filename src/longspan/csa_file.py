@@ -61,6 +61,6 @@ def _tuned_for(model: str) -> str:
     file = files("longspan.policy.csps") / "data" / f"{name}.json"
     if not file.is_file():
         command = f"longspan tune csa {model} --max-minutes 30 --out {name}.json"
-        problem = f"auto has no tuned file for {model}: make one with {command}, and give it by csa"
+        problem = f"auto has no tuned file for {model}: make one with {command}, and give it by `csa`"
         raise ParameterError("csa", problem, AUTO)
     return file.read_text(encoding="utf-8")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+_MENTION = re.compile(r"`(\w+)`")
+
 
 class ParameterError(ValueError):
     """A parameter has an invalid value. The message is the parameter's name and the problem.
 
-    The command line and the server replace the name by their own name of the parameter.
+    The command line and the server replace the name by their own name of the parameter. They also replace names of
+    other parameters, which the message has in backticks.
 
     Attributes:
         parameter: its name in Python, such as `max_num_seqs`.
@@ -25,6 +31,11 @@ class ParameterError(ValueError):
 def named(name: str, problem: str) -> str:
     """Return the message about a parameter that readers know as `name`."""
     return f"{name}{problem}" if problem[:1] in (":", "(") else f"{name} {problem}"
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """Return a message with other names of the parameters in backticks. Unknown names only lose the backticks."""
+    return _MENTION.sub(lambda match: names.get(match[1], match[1]), message)
 
 
 class PluginError(ValueError):

@@ -76,14 +76,14 @@ def with_pools(
 
 def memory_remedy(given: EngineArgs) -> str:
     """Return the remedy for too little memory. A container may have less memory than its host."""
-    remedy = "use a larger tp or pp, or fewer max_num_batched_tokens"
+    remedy = "use a larger `tp` or `pp`, or fewer `max_num_batched_tokens`"
     if given.device != "cpu":
         return remedy
     if given.kv_cache_memory_bytes is None:
-        remedy += ", give kv_cache_memory_bytes"
+        remedy += ", give `kv_cache_memory_bytes`"
     memory = limits.memory()
     available, total = memory.available / 2**30, memory.total / 2**30
-    less = ", allow less host_kv_gib" if given.host_kv_gib else ""
+    less = ", allow less `host_kv_gib`" if given.host_kv_gib else ""
     limit = f"{available:.1f} of the {total:.1f} GiB of memory that this process may use are available"
     more = "raise the memory limit of its container" if memory.is_limited else "free memory"
     return f"{remedy}{less}, or {more}: {limit}"

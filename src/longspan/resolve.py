@@ -68,7 +68,9 @@ class EngineModel:
         dtype = given.required_dtype
         kernels = None if dtype == "auto" else kernels_of(given.attention_backend, given.device, dtype)
         if given.quantization is not None and kernels is None:
-            need = "needs longspan's own kernels: choose dtype bfloat16 on a CPU with them, and attention_backend auto"
+            need = (
+                "needs longspan's own kernels: choose `dtype` bfloat16 on a CPU with them, and `attention_backend` auto"
+            )
             raise ParameterError("quantization", f"{given.quantization} {need}", given.quantization)
         files = prepare(
             given.model,
@@ -196,7 +198,7 @@ class ResolvedEngine:
         cluster = self.config.cluster
         chosen = make_policy(policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
         if self.config.phases and not chosen.takes_phases:
-            problem = f"{policy} supports one cluster, but this engine has two phases: start a new one with parallel"
+            problem = f"{policy} supports one cluster, but this engine has two phases: start a new one with `parallel`"
             raise ParameterError("policy", problem, policy)
         check_split(self.model.info, self.model.files, cluster, chosen)
         return replace(self, policy=chosen, choice=PolicyChoice(name=policy, given=chosen.given))

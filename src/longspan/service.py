@@ -117,7 +117,7 @@ class Service:
         if given.max_model_len is None and max_len < self.info.context_length:
             where = "on devices"
             if cluster.host_blocks and (config.phases or policy.reads_hosts):
-                where += f", {'or' if config.phases else 'and'} on the host (host_kv_gib),"
+                where += f", {'or' if config.phases else 'and'} on the host (`host_kv_gib`),"
             words = "the KV pools %s hold %d tokens, less than the model's context of %d"
             _log.info(words, where, max_len, self.info.context_length)
         vocab_size = self.info.vocab_size
@@ -265,8 +265,8 @@ class Service:
         setup = self._on(chosen, chosen.fleet_of(spec, self.engine.config.cluster))
         reason = self._why_not_smaller(setup) if self._max_worker_restarts == 0 else None
         if reason is not None:
-            problem = f"{spec} cannot serve without a lost worker, and max_worker_restarts is 0 ({reason})"
-            remedy = "choose more instances, or start a new engine with max_worker_restarts of 1 or more"
+            problem = f"{spec} cannot serve without a lost worker, and `max_worker_restarts` is 0 ({reason})"
+            remedy = "choose more instances, or start a new engine with `max_worker_restarts` of 1 or more"
             raise ParameterError("parallel", f"{problem}: {remedy}", spec)
         self.engine.reshard(Change.to(setup.config, setup.policy))
         self._set(setup)

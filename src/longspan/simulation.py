@@ -23,6 +23,7 @@ from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
 from longspan.csa_file import csa_settings
 from longspan.errors import ParameterError
+from longspan.limits import unread
 from longspan.model.files import config_dtype
 from longspan.policy.registry import check_sparse, policy_class
 from longspan.sim.experiment import Experiment
@@ -110,7 +111,8 @@ def each_policy(scheduling: SchedulingArgs) -> list[SchedulingArgs]:
     for key in options:
         if not any(key in names_of_policy for names_of_policy in option_names.values()):
             every = ", ".join(sorted(set().union(*option_names.values())))
-            raise ValueError(f"none of {', '.join(names)} has option {key!r}: their options are {every}")
+            problem = f"{key}: none of {', '.join(names)} has it: their options are {every}"
+            raise ParameterError("policy_options", problem, key)
     common = replace(scheduling, exchange="auto", layout="auto", fractions=None)
     given = {name: {key: options[key] for key in options if key in option_names[name]} for name in names}
     return [replace(common, policy=name, policy_options=given[name]) for name in names]
@@ -145,16 +147,20 @@ def _read_config(model: str) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as a config.json: {error}") from None
+        raise ParameterError("model", unread(file, error), model) from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} must be a JSON object, as a model's config.json is")
+        raise ParameterError("model", f"{str(file)!r} must be a JSON object, as a model's config.json is", model)
     return config
 
 
 def _fetched(model: str) -> Path:
     known = f"known are {', '.join(catalog.names('models'))}, folders with a config.json, and Hugging Face hub ids"
     if model.count("/") != 1 or model.startswith(("/", ".", "~")):
-        raise ValueError(f"unknown model {model!r}: {known}")
+        from longspan.names import closest  # noqa: PLC0415 - an error
+
+        similar = closest(model, catalog.names("models"))
+        meant = "" if similar is None else f", is {similar} meant?"
+        raise ParameterError("model", f"{model!r} is unknown{meant} ({known})", model)
     from huggingface_hub import hf_hub_download  # noqa: PLC0415 - only for models without local files
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
@@ -162,16 +168,15 @@ def _fetched(model: str) -> Path:
         return Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"model {model!r} could not be fetched from the Hugging Face hub ({reason}): {known}"
-        ) from error
+        problem = f"{model!r} could not be fetched from the Hugging Face hub ({reason}): check the name ({known})"
+        raise ParameterError("model", problem, model) from error
 
 
 def _read_profile(path: Path) -> Profile:
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ParameterError("profile", f"{str(path)!r} cannot be read: {error}", path) from None
+        raise ParameterError("profile", unread(path, error), path) from None
 
 
 def _last_name(model: str) -> str:

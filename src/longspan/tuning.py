@@ -27,7 +27,7 @@ from longspan.core.sparse_plan import segments_of
 from longspan.cost.csa_pipeline import LinkSpeed, Rates
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
-from longspan.limits import read_text
+from longspan.limits import read_text, unread
 from longspan.policy.csps.search import STEP, Configuration, Group
 from longspan.policy.csps.tuned import Point
 from longspan.profiling.links import time_links
@@ -76,7 +76,7 @@ class Journal:
     def __init__(self, path: Path, header: Header) -> None:
         self._path = path
         self.points: list[Point] = []
-        remedy = "remove it, or give another --out"
+        remedy = "remove it, or give another `out`"
         try:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         except (OSError, UnicodeDecodeError) as error:
@@ -109,7 +109,7 @@ def text_of(llm: LLM, data: Path | None) -> evals.Text:
     try:
         return evals.Text(token_ids=tokenize(read_text(data)), begin=begin)
     except OSError as error:
-        raise ValueError(f"--data {str(data)!r} cannot be read: {error.strerror}") from None
+        raise ParameterError("data", unread(data, error), data) from None
 
 
 def header_of(llm: LLM, model: str, text: evals.Text) -> Header:

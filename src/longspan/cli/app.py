@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, NoReturn, TextIO
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 import longspan
 from longspan.cli import signals
@@ -23,6 +23,9 @@ from longspan.cli.options import read_config
 from longspan.errors import WorkerLostError
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_SHORT = {"-tp": "tp", "-pp": "pp", "-dp": "instances", "-n": "n"}
+"""Short flags of vLLM, by their parameter here."""
+_MODEL = ("--model", "--model-path", "--model-name-or-path", "-m")
 app = App(
     name="longspan",
     help="Serves one long prompt over several devices, exactly.",
@@ -114,9 +117,32 @@ def _run(arguments: Sequence[str]) -> object:
         app.resolved_commands()  # the list of verbs shows their docstrings, so they must be loaded
     try:
         return app(arguments)
+    except UnknownOptionError as error:
+        flags = [flag for argument in error.argument_collection for flag in argument.names]
+        raise ValueError(_unknown_option(error.token.keyword or error.token.value, flags)) from error
+    except UnusedCliTokensError as error:
+        unused = " ".join(error.unused_tokens or ())
+        raise ValueError(f"{unused!r:.60} is not expected: remove it, or give it as the value of a flag") from error
+    except MissingArgumentError as error:
+        flag = "an argument" if error.argument is None else error.argument.name
+        raise ValueError(f"{flag} must be given, with a value") from error
     except CycloptsError as error:
         flag = "" if error.argument is None else error.argument.name
         raise ValueError(str(error) if flag in str(error) else f"{flag}: {error}") from error
+
+
+def _unknown_option(given: str, flags: Sequence[str]) -> str:
+    """Return the error about an unknown flag, with a flag for the same purpose or a similar one."""
+    from longspan.names import closest  # noqa: PLC0415 - an error
+
+    name = given.partition("=")[0]
+    fields = {flag.lstrip("-").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
+    field = closest(_SHORT.get(name, name), fields)
+    if field is not None:
+        return f"there is no option {name}: use {fields[field]}"
+    if name in _MODEL:
+        return f"there is no option {name}: give the model as the first argument, without a flag"
+    return f"there is no option {name}: the option --help lists all"
 
 
 def _open_standard_files() -> None:

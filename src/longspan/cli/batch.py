@@ -24,6 +24,8 @@ from longspan.cli.options import ModelArgument, start, verb
 from longspan.cli.outputs import check_writable, note, write_result
 from longspan.core.options import Option
 from longspan.core.transitions import phase_seconds
+from longspan.errors import ParameterError
+from longspan.limits import unread, unwritten
 
 if TYPE_CHECKING:
     from longspan.core.config import EngineConfig
@@ -98,7 +100,8 @@ def batch(
     that longspan profile measured. An output has max_tokens tokens, or 256 if the request has no max_tokens.
     """
     if input_file.exists() and output_file.exists() and input_file.samefile(output_file):
-        raise ValueError(f"--output-file {str(output_file)!r} is the input file: give another one")
+        problem = f"{str(output_file)!r} is the input file: give another one"
+        raise ParameterError("output_file", problem, output_file)
     if json_stats is not None:
         check_writable("--json-stats", json_stats)
     keys = keys_in(input_file)
@@ -106,7 +109,7 @@ def batch(
         answered = answered_in(output_file)
         num_new = len(keys - answered)
         if not num_new:
-            note("every request has an answer already")
+            note("every request has an answer already" if keys else f"--input-file {str(input_file)!r} has no requests")
             return 0
         if engine.parallel == AUTO:
             unanswered = (line for line in read_batch(input_file) if line.key not in answered)
@@ -287,7 +290,7 @@ def read_batch(path: Path) -> Iterator[BatchLine]:
                 elif text.strip():
                     yield parse_batch_line(text, number)
     except OSError as error:
-        raise ValueError(f"input file {str(path)!r} cannot be read: {error.strerror}") from None
+        raise ParameterError("input_file", unread(path, error), path) from None
 
 
 def parse_batch_line(text: bytes, number: int) -> BatchLine:
@@ -307,13 +310,13 @@ def parse_batch_line(text: bytes, number: int) -> BatchLine:
 def keys_in(path: Path) -> set[str]:
     """Return the keys of the requests in a file. Raise ValueError if two are equal."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"input file {str(path)!r} must be an ordinary file: it is read twice")
+        problem = f"{str(path)!r} must be an ordinary file, which can be read twice"
+        raise ParameterError("input_file", problem, path)
     numbers: dict[str, int] = {}
     for line in read_batch(path):
         if (first := numbers.setdefault(line.key, line.number)) != line.number:
-            raise ValueError(
-                f"lines {first} and {line.number} of {str(path)!r} have the same custom_id {line.key!r}: change one"
-            )
+            problem = f"{str(path)!r} has the same custom_id {line.key!r} in lines {first} and {line.number}"
+            raise ParameterError("input_file", f"{problem}: change one", path)
     return set(numbers)
 
 
@@ -328,10 +331,8 @@ def answered_in(path: Path) -> set[str]:
                     file.truncate(end)
                     break
                 if (names := _named(text)).id is None:
-                    raise ValueError(
-                        f"line {number} of output file {str(path)!r} is no answer of a batch: "
-                        "give another file, or move this file"
-                    )
+                    problem = f"{str(path)!r} has no answer of a batch in line {number}"
+                    raise ParameterError("output_file", f"{problem}: give another file, or move this one", path)
                 answered.add(names.id if names.custom_id is None else names.custom_id)
                 end += len(text)
     except FileNotFoundError:
@@ -349,7 +350,8 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
     """
     is_new = not path.exists()
     if not (is_new or path.is_file() or path.samefile(os.devnull)):
-        raise ValueError(f"output file {str(path)!r} must be an ordinary file: its answers are read before a run")
+        problem = f"{str(path)!r} must be an ordinary file, whose answers are read before a run"
+        raise ParameterError("output_file", problem, path)
     try:
         file = path.open("ab", buffering=0)
     except OSError as error:
@@ -358,7 +360,8 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process writes to output file {str(path)!r}: wait until it ends") from None
+            problem = f"{str(path)!r} is written by another process: wait until it ends"
+            raise ParameterError("output_file", problem, path) from None
         try:
             yield file
         except ValueError:
@@ -386,4 +389,4 @@ def _named(text: bytes) -> _Named:
 
 
 def _not_written(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"output file {str(path)!r} cannot be written: {error.strerror}")
+    return ParameterError("output_file", unwritten(path, error), path)

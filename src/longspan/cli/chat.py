@@ -57,7 +57,7 @@ def chat(
     params = replace(sampling, structured_outputs=form.params())
     if (params.n, params.logprobs, params.prompt_logprobs) != (1, None, None):
         raise ValueError("a chat shows one answer and no logprobs: leave out --n, --logprobs and --prompt-logprobs")
-    template = None if chat_template is None else read_text(chat_template, "chat template")
+    template = None if chat_template is None else read_text(chat_template, "chat_template")
     with start(model, engine, seed=sampling.seed) as llm:
         _converse(llm, params, Conversation(llm, system=system, chat_template=template))
 

@@ -19,10 +19,10 @@ from longspan import evals
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.cli.outputs import check_writable, number_table, write_result
-from longspan.core.options import Option, id_list
+from longspan.core.options import Option, length_list
 from longspan.errors import ParameterError
 from longspan.evals import Recording, Subject
-from longspan.limits import read_bytes
+from longspan.limits import read_bytes, unread
 
 if TYPE_CHECKING:
     from longspan.core.sampling import SamplingParams
@@ -57,7 +57,9 @@ def eval(  # noqa: A001 - the verb's name
     ] = "needle",
     lengths: Annotated[
         tuple[int, ...],
-        Option("Tokens of prompt and answer together.", metavar="N,N,...", default="1024,2048,4096,8192", read=id_list),
+        Option(
+            "Tokens of prompt and answer together.", metavar="N,N,...", default="1024,2048,4096,8192", read=length_list
+        ),
     ] = _LENGTHS,
     depths: Annotated[
         tuple[float, ...] | None,
@@ -204,6 +206,7 @@ def _read(path: Path) -> Recording:
     try:
         return msgspec.json.decode(read_bytes(path, _MAX_SAVED_BYTES), type=Recording)
     except OSError as error:
-        raise ValueError(f"--against {str(path)!r} cannot be read: {error.strerror}") from None
+        raise ParameterError("against", unread(path, error), path) from None
     except msgspec.DecodeError as error:
-        raise ValueError(f"--against {str(path)!r} is no file that --save writes: {error}") from None
+        problem = f"{str(path)!r} must be a file that --save wrote, but {error}"
+        raise ParameterError("against", problem, path) from None

@@ -18,10 +18,12 @@ from rich.table import Table
 from longspan.args import EngineArgs
 from longspan.cli.inputs import STDIN, read_text
 from longspan.cli.options import ModelArgument, start, verb
+from longspan.cli.outputs import note
 from longspan.core.options import Option, id_list
 from longspan.core.quantities import seconds
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError
+from longspan.limits import unread
 
 if TYPE_CHECKING:
     from longspan.core.request import RequestMetrics
@@ -51,6 +53,9 @@ class FormOptions:
         """Return the parameter `structured_outputs` of a request."""
         if self == FormOptions():
             return None
+        given = [name for name, value in vars(self).items() if value is not None]
+        if len(given) > 1:
+            raise ParameterError(given[0], f"and `{given[1]}` exclude each other: give one of them")
         return StructuredOutputsParams(
             json=None if self.json_schema is None else _schema(self.json_schema),
             regex=self.regex,
@@ -82,11 +87,14 @@ def generate(
     given = _prompt(prompt, prompt_file, token_ids)
     params = replace(sampling, structured_outputs=form.params())
     if not as_json and (params.logprobs, params.prompt_logprobs) != (None, None):
-        raise ValueError("logprobs are part of the JSON output only: add --json")
+        raise ValueError("--logprobs and --prompt-logprobs are part of the JSON output only: add --json")
     with start(model, engine, seed=sampling.seed) as llm:
         output = stream_to_stdout(llm, given, params, as_ids=engine.skip_tokenizer_init, quiet=as_json)
         moved = (llm.bytes_exchanged, llm.bytes_between_hosts)
         csa = llm.sparse_savings(output)
+    max_output = llm.max_model_len - len(output.prompt_token_ids)
+    if params.max_tokens is not None and params.max_tokens > max_output:
+        note(f"--max-tokens {params.max_tokens}: only {max_output} tokens fit after the prompt (--max-model-len)")
     if as_json:
         print(json.dumps(_json_result(output, *moved, csa)))
     elif sys.stderr.isatty():
@@ -102,10 +110,12 @@ def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: tuple[int, 
     if given > 1 or (given == 0 and sys.stdin.isatty()):
         raise ValueError(f"exactly one of --prompt, --prompt-file and --token-ids is needed, but {given} given")
     if token_ids is not None:
+        if not token_ids:
+            raise ParameterError("token_ids", "must not be empty, but '' given: give at least 1 token id", token_ids)
         return list(token_ids)
     if prompt is not None and prompt != STDIN:
         return prompt
-    return read_text(prompt_file or Path(STDIN), "prompt file")
+    return read_text(prompt_file or Path(STDIN), "prompt_file")
 
 
 # ---------------------------------------------------------------- output
@@ -218,9 +228,7 @@ def _file_or_text(name: str, value: str) -> str:
     """Return the text of this file if it exists, or else the value itself."""
     try:
         return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
-    except UnicodeDecodeError as error:
-        raise ParameterError(name, f": file {value!r} is not UTF-8: {error}", value) from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # the value is a text
+    except (OSError, UnicodeDecodeError) as error:
+        if getattr(error, "errno", None) == errno.ENAMETOOLONG:  # the value is a text
             return value
-        raise ParameterError(name, f": file {value!r} cannot be read: {error.strerror}", value) from None
+        raise ParameterError(name, unread(value, error), value) from None

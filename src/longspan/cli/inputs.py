@@ -7,26 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from longspan.limits import MAX_TEXT_BYTES, read_all, read_bytes
+from longspan.errors import ParameterError
+from longspan.limits import MAX_TEXT_BYTES, read_all, read_bytes, unread
 
 STDIN = "-"
 TOO_LONG = f"is longer than {MAX_TEXT_BYTES >> 20} MiB"
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, parameter: str) -> str:
     """Return the text of a file or, for the path `-`, of stdin without its last line end.
 
     Raises:
-        ValueError: the text cannot be read, is too long or is not UTF-8. The message begins with `what`.
+        ParameterError: the text cannot be read, is too long or is not UTF-8.
     """
     try:
         is_stdin = str(path) == STDIN
         data = read_all(sys.stdin.buffer).removesuffix(b"\n") if is_stdin else read_bytes(path)
         return data.decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(parameter, unread(path, error), path) from None
 
 
 def read_lines(file: IO[bytes]) -> Iterator[bytes | None]:

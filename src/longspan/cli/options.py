@@ -27,8 +27,8 @@ from longspan.cli.signals import finishing, unwinding
 from longspan.core.checks import check_number
 from longspan.core.exchange_plugins import exchange_names
 from longspan.core.options import Option, options_of
-from longspan.errors import ParameterError, named
-from longspan.limits import read_bytes
+from longspan.errors import ParameterError, named, renamed
+from longspan.limits import read_bytes, unread
 from longspan.policy.registry import policy_names
 from longspan.runtime.executor.forkserver import start_server
 
@@ -134,6 +134,12 @@ _CONFIG = _Flag(
 )
 
 
+_FORM = "structured_outputs"
+"""The parameter whose fields are flags of their own. The message has the flag of its field."""
+_JSON = "json_schema"
+"""The field that is `json` in `StructuredOutputsParams`."""
+
+
 class _Verb(Generic[ReturnT]):
     """A verb with one parameter per flag for Cyclopts. A longer registry of choices updates the signature."""
 
@@ -155,10 +161,25 @@ class _Verb(Generic[ReturnT]):
         try:
             values = {field: flags[field].read(value) for field, value in given.items()}
             return self._function(**_arguments(self._function, values))
-        except ParameterError as error:
-            if error.parameter not in flags:
-                raise
-            raise ValueError(named(flags[error.parameter].name, error.problem)) from error
+        except ValueError as error:
+            raise ValueError(self._with_flags(error, given)) from error
+
+    def _with_flags(self, error: ValueError, given: Mapping[str, object]) -> str:
+        """Return the message of an error with flags as the names of parameters.
+
+        A parameter may also be an option of the policy, given by `-o`, or a field of `StructuredOutputsParams`.
+        """
+        names = {field: flag.name for field, flag in self._flags.items()}
+        names |= {"json": names[_JSON]} if _JSON in names else {}
+        options = given.get("policy_options")
+        texts = options if isinstance(options, list) else []
+        names |= {key: f"-o {key}" for key, equals, _ in (text.partition("=") for text in texts) if equals}
+        if isinstance(error, ParameterError):
+            parameter = error.parameter
+            if parameter == _FORM:
+                return renamed(error.problem.removeprefix(": "), names)
+            return renamed(named(names.get(parameter, parameter), error.problem), names)
+        return renamed(str(error), names)
 
 
 def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
@@ -286,7 +307,7 @@ def _mapping_in(path: str) -> dict[Any, object]:
     try:
         values = yaml.safe_load(read_bytes(Path(path)).decode("utf-8")) or {}
     except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"--config: {path} cannot be read: {error}") from None
+        raise ValueError(f"--config {unread(path, error)}") from None
     except yaml.YAMLError as error:
         where = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         raise ValueError(f"--config: {path}{where} is not YAML: {getattr(error, 'problem', None)}") from None

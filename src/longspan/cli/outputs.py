@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from longspan.limits import unwritten
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,11 +31,15 @@ def number_table(title: str, *columns: str) -> Table:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raise ValueError, before a run, for a file that cannot be written after it."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{flag}: the folder {str(path.parent)!r} does not exist")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        reason = "Is a directory" if path.is_dir() else "Permission denied"
-        raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
+    folder, number = path.absolute().parent, 0
+    if not folder.is_dir():
+        number = errno.ENOENT
+    elif path.is_dir():
+        number = errno.EISDIR
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        number = errno.EACCES
+    if number:
+        raise ValueError(f"{flag} {unwritten(path, OSError(number, os.strerror(number)))}")
 
 
 def write_result(flag: str, path: Path, content: str) -> None:
@@ -40,4 +47,4 @@ def write_result(flag: str, path: Path, content: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{flag} {unwritten(path, error)}") from None

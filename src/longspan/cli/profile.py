@@ -13,7 +13,7 @@ from rich.table import Table
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.cli.outputs import number_table
-from longspan.core.options import Option, id_list
+from longspan.core.options import Option, length_list
 from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def profile(
     *,
     lengths: Annotated[
         tuple[int, ...] | None,
-        Option("Prompt lengths; by default 512, 1024 and so on up to the longest.", metavar="N,N,...", read=id_list),
+        Option(
+            "Prompt lengths; by default 512, 1024 and so on up to the longest.", metavar="N,N,...", read=length_list
+        ),
     ] = None,
     repeats: Annotated[
         int,

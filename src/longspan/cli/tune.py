@@ -12,6 +12,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.args import EngineArgs
+from longspan.cli.inputs import read_text
 from longspan.cli.options import start, verb
 from longspan.cli.outputs import check_writable, write_result
 from longspan.core.options import Option
@@ -48,6 +49,8 @@ def tune(
     del what
     given = _checked(engine)
     check_writable("--out", out)
+    if data is not None:
+        read_text(data, "data")  # raises before the engine starts
     path = out.with_name(f"{out.name}.journal")
     with start(model, given, seed=0) as llm:
         text = tuning.text_of(llm, data)
@@ -74,6 +77,8 @@ def _checked(engine: EngineArgs) -> EngineArgs:
     """Return the options with the values that tuning sets. Raise ParameterError if one of them is given."""
     for name, value in engine.sharing.items():
         raise ParameterError(name, "is set by tuning itself: leave it out", value)
+    if engine.policy not in {"auto", "csps"}:
+        raise ParameterError("policy", f"{engine.policy} has no sparse attention to tune: leave it out", engine.policy)
     options = {"threshold": _MIN_SHARED, **(engine.policy_options or {})}
     return replace(engine, policy="csps", policy_options=options, enable_prefix_caching=False, record_times=True)
 

@@ -67,8 +67,8 @@ class Cluster:
             at_least_one(transfer_backends=self.transfer_backends)
             if self.decode_spec is None:
                 problem = (
-                    f"{self.transfer_backends} is for instances that decode only: give prefill_parallel and "
-                    "decode_parallel, too"
+                    f"{self.transfer_backends} is for instances that decode only: give `prefill_parallel` and "
+                    "`decode_parallel`, too"
                 )
                 raise ParameterError("transfer_backends", problem, self.transfer_backends)
         assert len(self.locations) in (0, self.num_ranks), f"{self} has one location per rank"
@@ -85,8 +85,8 @@ class Cluster:
     ) -> Cluster:
         """Return a cluster from parallel specs as users write them."""
         return cls(
-            spec=ParallelSpec.parse(spec),
-            decode_spec=None if decode_spec is None else ParallelSpec.parse(decode_spec),
+            spec=ParallelSpec.parse(spec, "parallel" if decode_spec is None else "prefill_parallel"),
+            decode_spec=None if decode_spec is None else ParallelSpec.parse(decode_spec, "decode_parallel"),
             transfer_backends=transfer_backends,
             num_blocks=tuple(num_blocks),
         )
@@ -103,7 +103,7 @@ class Cluster:
         """Return the cluster with a model. Raise ParameterError for more stages than layers."""
         max_stages = max(map(self.pp, self.instances))
         if max_stages > num_layers:
-            problem = f"({max_stages}) stages cannot share {num_layers} layers: use a smaller pp"
+            problem = f"({max_stages}) stages cannot share {num_layers} layers: use a smaller `pp`"
             raise ParameterError("pp", problem, max_stages)
         return replace(self, num_layers=num_layers, head_layers=head_layers)
 

@@ -77,7 +77,7 @@ class EngineConfig:
         capacity = capacity_tokens(policy, phases or (cluster,), scheduling.block_size)
         max_len = scheduling.max_model_len
         if max_len is not None and context_length is not None and max_len > context_length:
-            problem = f"{max_len} exceeds the model's context of {context_length} tokens"
+            problem = f"{max_len} exceeds the model's context of {context_length} tokens: give at most that"
             raise ParameterError("max_model_len", problem, max_len)
         if max_len is not None and max_len > capacity:
             problem = f"{max_len} does not fit: the KV pools hold {capacity} tokens; allow more memory"

@@ -42,10 +42,10 @@ def in_phases(cluster: Cluster) -> tuple[Cluster, Cluster]:
         ParameterError: the instances have no roles, or both specs are equal.
     """
     if cluster.decode_spec is None:
-        problem = "needs decode_parallel, too: they alternate on the same devices"
+        problem = "needs `decode_parallel`, too: they alternate on the same devices"
         raise ParameterError("prefill_parallel", problem)
     if cluster.decode_spec == cluster.spec:
-        problem = f"{cluster.spec} equals prefill_parallel: give another spec, or parallel and another policy"
+        problem = f"{cluster.spec} equals `prefill_parallel`: give another spec, or `parallel` and another `policy`"
         raise ParameterError("decode_parallel", problem, str(cluster.spec))
     specs = cluster.spec, cluster.decode_spec
     num_ranks, num_pools = max(spec.num_ranks for spec in specs), max(spec.instances for spec in specs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -10,6 +10,7 @@ import msgspec
 
 from longspan.core.checks import check_numbers
 from longspan.errors import ParameterError, PluginError
+from longspan.names import closest
 
 OptionsT = TypeVar("OptionsT")
 
@@ -23,8 +24,7 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every options class is a dataclass
     for key in options:
         if key not in known:
-            valid = f"its options are {', '.join(known)}" if known else "it has none, but context and others do"
-            raise ValueError(f"policy {policy} has no option {key!r}: {valid}")
+            raise unknown_option(policy, key, known)
     try:
         parsed = msgspec.convert(dict(options), kind, strict=False)
         check_numbers(parsed)
@@ -33,16 +33,28 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
             raise ParameterError(cause.parameter, f"{cause.problem} (policy {policy})", cause.value) from cause
         if isinstance(cause, PluginError):
             raise cause from None
-        raise ValueError(f"policy {policy}: {_explained(error, kind, options)}") from error
+        raise _wrong_value(policy, error, kind, options) from error
     return parsed
 
 
-def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> str:
+def unknown_option(policy: str, key: str, known: Collection[str], where: str = "") -> ParameterError:
+    """Return the error about an option that a policy lacks, with a similar option if there is one."""
+    if not known:
+        remedy = "it has none, but context and others do: leave it out"
+    else:
+        similar = closest(key, known)
+        remedy = f"its options are {', '.join(known)}" + ("" if similar is None else f" ({similar} is similar)")
+    return ParameterError("policy_options", f"{key}: policy {policy} has no such option{where}: {remedy}", key)
+
+
+def _wrong_value(policy: str, error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> ValueError:
     key = str(error).rpartition("$.")[2].rstrip("`")
     if key not in options:
-        return str(error)
+        return ValueError(f"policy {policy}: {error}")
     values = list(_valid_values(get_type_hints(kind)[key]))
-    return f"option {key} is {'one of ' if len(values) > 1 else ''}{', '.join(values)}, but {options[key]!r} given"
+    one_of = "one of " if len(values) > 1 else ""
+    problem = f"must be {one_of}{', '.join(values)}, but {options[key]!r:.60} given (policy {policy})"
+    return ParameterError(key, problem, options[key])
 
 
 def _valid_values(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a literal or its items

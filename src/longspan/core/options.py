@@ -63,15 +63,25 @@ def id_list(text: str) -> tuple[int, ...]:
         raise ValueError(f"must be whole numbers with commas between, but {text!r} given") from None
 
 
+def length_list(text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens, separated by commas. Raise ValueError for anything else, and for an empty list."""
+    lengths = id_list(text)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(
+            f"must be numbers of at least 1 with commas between, such as 1024,4096, but {text!r:.60} given"
+        )
+    return lengths
+
+
 def key_values(pairs: Sequence[str]) -> dict[str, str]:
     """Parse texts of the form key=value. Raise ValueError for a text without key or `=`, or a repeated key."""
     options: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise ValueError(f"{pair} is not of the form key=value")
+            raise ValueError(f"must be of the form key=value, but {pair!r:.60} given")
         if key in options:
-            raise ValueError(f"{key} is given twice: {options[key]!r} and {value!r}")
+            raise ValueError(f"{key} is given twice, as {options[key]!r} and {value!r}: leave one of them out")
         options[key] = value
     return options
 
@@ -218,7 +228,7 @@ class SchedulingArgs:
             num_gpu_blocks_override=self.num_gpu_blocks_override,
         )
         if self.target_ttft is not None and self.max_accuracy_loss is not None:
-            problem = f"and max_accuracy_loss {self.max_accuracy_loss:g} exclude each other: give one of them"
+            problem = f"and `max_accuracy_loss` {self.max_accuracy_loss:g} exclude each other: give one of them"
             raise ParameterError("target_ttft", problem, self.target_ttft)
 
     def all_policy_options(self) -> dict[str, str]:

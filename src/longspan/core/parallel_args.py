@@ -70,12 +70,12 @@ def parse_parallel(
     )
     given = [[name for name, value in form.items() if value is not None] for form in forms]
     if len(first := [names[0] for names in given if names]) > 1:
-        raise ParameterError(first[0], f"and {first[1]} exclude each other: give one of them")
+        raise ParameterError(first[0], f"and `{first[1]}` exclude each other: give one of them")
     if (prefill_parallel is None) != (decode_parallel is None):
         name, other, spec = "prefill_parallel", "decode_parallel", prefill_parallel
         if prefill_parallel is None:
             name, other, spec = other, name, decode_parallel
-        raise ParameterError(name, f"{spec!r} needs {other}, too: prefill instances do not decode", spec)
+        raise ParameterError(name, f"{spec!r} needs `{other}`, too: prefill instances do not decode", spec)
     if (text := prefill_parallel if parallel is None else parallel) is not None:
         return Cluster.of(text, decode_parallel, transfer_backends=transfer_backends)
     spec_of_degrees = ParallelSpec(**{name: degree for name, degree in degrees.items() if degree is not None})

@@ -17,6 +17,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.sparse import SparseSetting
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, Scored, TokenLogprobs
 from longspan.core.view import ScheduledPart
+from longspan.errors import ParameterError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -377,14 +378,16 @@ def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len
     """Raise ValueError if prompt and output exceed the model length. `name` is the field with `max_tokens`."""
     max_output = max_model_len - num_prompt_tokens
     if max_tokens > max_output:
-        raise ValueError(
-            f"{name} is {max_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {max_output} output tokens "
-            f"(max_model_len is {max_model_len}, of prompt and output together): ask for at most {max_output}"
+        problem = (
+            f"is {max_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {max_output} output tokens "
+            f"(`max_model_len` is {max_model_len}, of prompt and output together): give at most {max_output}"
         )
+        raise ParameterError(name, problem, max_tokens)
 
 
 def too_long(length: str, max_model_len: int) -> ContextLengthError:
     return ContextLengthError(
         f"This model's maximum context length is {max_model_len} tokens, of prompt and output together, but the prompt "
-        f"has {length} (max_model_len: the model's context, or less where KV memory is short): shorten the prompt"
+        f"has {length} (`max_model_len`: the model's context, or less where KV memory is short): shorten the prompt, "
+        "or serve a model whose config.json has a larger max_position_embeddings"
     )

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from longspan.core.options import Option, id_list, key_values
 from longspan.errors import ParameterError
+from longspan.names import suggesting
 
 LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
 """Token id to bias, stored as sorted pairs. JSON has no integer keys, so ids may be strings of digits.
@@ -46,13 +47,14 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
-            raise _form_error(f"json_object must be true or false, but {self.json_object!r} given", self.json_object)
+            raise _form_error(f"`json_object` must be true or false, but {self.json_object!r} given", self.json_object)
         all_names = [field.name for field in fields(self)]
         given = [name for name in all_names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            names = ", ".join(all_names)
-            present = " and ".join(given) or "none"
-            raise ParameterError("structured_outputs", f"must have exactly one of {names}, but {present} given", given)
+            names = ", ".join(f"`{name}`" for name in all_names)
+            present = " and ".join(f"`{name}`" for name in given) or "none"
+            problem = f"must have exactly one of {names}, but {present} given"
+            raise ParameterError("structured_outputs", problem, given)
         if isinstance(self.json, dict):
             object.__setattr__(self, "json", _json_text(self.json))
         if self.choice is not None:
@@ -60,19 +62,25 @@ class StructuredOutputsParams:
         for name in ("json", "regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise _form_error(f"{name} must be a text that is not empty, but {value!r:.60} given", value)
+                raise _form_error(f"`{name}` must be a text that is not empty, but {value!r:.60} given", value)
 
 
 def _read_biases(pairs: Sequence[str]) -> dict[int, float]:
-    try:
-        return {int(token): float(bias) for token, bias in key_values(pairs).items()}
-    except ValueError as error:
-        raise ValueError(f"must be a token id, = and a number: {error}") from None
+    biases = {}
+    texts = key_values(pairs)
+    for token, bias in texts.items():
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            problem = f"must be a token id, = and a number such as 5=-1.5, but '{token}={bias}' given"
+            raise ValueError(problem) from None
+    return biases
 
 
 _choice, _end = partial(Option, group="Sampling"), partial(Option, group="Length and end")
 
 
+@suggesting
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The choice of the next tokens of a request, and its end. Names, defaults and ranges are vLLM's. Hashable.
@@ -147,8 +155,11 @@ class SamplingParams:
             if not in_range(value):
                 raise ParameterError(name, f"must be {valid}, but {value} given", value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            problem = f"({self.min_tokens}) must not exceed max_tokens({self.max_tokens})"
+            problem = f"must be at most `max_tokens` {self.max_tokens}, but {self.min_tokens} given"
             raise ParameterError("min_tokens", problem, self.min_tokens)
+        for name in ("ignore_eos", "output_logits"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ParameterError(name, f"must be True or False, but {value!r:.60} given", value)
         self._set("stop", _strings(self.stop))
         self._set("stop_token_ids", _token_ids(self.stop_token_ids))
         self._set("logit_bias", None if self.logit_bias is None else _biases(self.logit_bias))
@@ -224,11 +235,12 @@ _NUMBERS: dict[str, tuple[Callable[[str, object], float], Callable[[Any], bool],
 _MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
 
 
-def _strings(stop: Sequence[str] | str | None) -> tuple[str, ...]:
-    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+def _strings(stop: object) -> tuple[str, ...]:
+    several = stop or () if stop is None or isinstance(stop, Iterable) else (stop,)
+    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(several)
     for string in strings:
         if not isinstance(string, str):
-            problem = f"must be a string or several, but {string!r} given: token ids go to stop_token_ids"
+            problem = f"must be a string or several, but {string!r} given: token ids go to `stop_token_ids`"
             raise ParameterError("stop", problem, string)
     if not all(strings):
         raise ParameterError("stop", "must not be empty: leave it out", stop)
@@ -274,15 +286,15 @@ def _json_text(schema: dict[str, Any]) -> str:
     try:
         return jsonlib.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise _form_error(f"the schema in json cannot be written as JSON: {error}", schema) from None
+        raise _form_error(f"the schema in `json` cannot be written as JSON: {error}", schema) from None
 
 
 def _choices(choices: object) -> tuple[str, ...]:
     if isinstance(choices, str) or not isinstance(choices, Iterable):
-        raise _form_error(f"choice must be a list of texts, but {choices!r:.60} given", choices)
+        raise _form_error(f"`choice` must be a list of texts, but {choices!r:.60} given", choices)
     if not (texts := tuple(choices)):
-        raise _form_error("choice must have at least one text, but none given", choices)
+        raise _form_error("`choice` must have at least one text, but none given", choices)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise _form_error(f"choice must be texts that are not empty, but {text!r:.60} given", text)
+            raise _form_error(f"`choice` must be texts that are not empty, but {text!r:.60} given", text)
     return texts

@@ -8,8 +8,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 from longspan.core.options import at_least_one
+from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
+_MAX_DIGITS = 100
+"""Digits of a degree that are read. Any number with more digits is too large, too."""
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
 _HEAD_SHARE = 1 / 16
 """Share of the tokens that also need the output head: output tokens, and one token of each prompt."""
@@ -26,23 +29,31 @@ class ParallelSpec:
     def __post_init__(self) -> None:
         at_least_one(instances=self.instances, tp=self.tp, pp=self.pp)
         if self.num_ranks > _MAX_RANKS:
-            raise ValueError(
-                f"instances({self.instances}) * tp({self.tp}) * pp({self.pp}) = {self.num_ranks:,} ranks, but at most "
-                f"{_MAX_RANKS:,} can be planned: use fewer"
+            largest = max(("instances", "tp", "pp"), key=lambda name: int(getattr(self, name)))
+            problem = (
+                f"{getattr(self, largest)} makes {self.instances} * {self.tp} * {self.pp} = {self.num_ranks:,} ranks, "
+                f"but at most {_MAX_RANKS:,} can be planned: use fewer"
             )
+            raise ParameterError(largest, problem, getattr(self, largest))
 
     @classmethod
-    def parse(cls, spec: str) -> ParallelSpec:
+    def parse(cls, spec: str, parameter: str = "parallel") -> ParallelSpec:
         """Parse `N` or `[Nx][tpT][ppP]`: `4`, `tp2pp2`, `2xtp2`.
 
         Raises:
-            ValueError: `spec` does not have that form.
+            ParameterError: `spec`, the value of `parameter`, does not have that form, or a degree is 0 or too large.
         """
         match = _SPEC.fullmatch(spec.strip())
         if match is None or not spec.strip():
-            raise ValueError(f"parallel spec {spec!r} is neither N nor [Nx][tpT][ppP], such as 4, tp2pp2 or 2xtp2")
-        degrees = {name: int(match[name] or 1) for name in ("n", "tp", "pp")}
-        return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"])
+            problem = f"{spec!r:.60} is neither N nor [Nx][tpT][ppP], such as 4, tp2pp2 or 2xtp2"
+            if spec.strip() == "auto":
+                problem = "auto is for longspan batch: give N or [Nx][tpT][ppP], such as 4, tp2pp2 or 2xtp2"
+            raise ParameterError(parameter, problem, spec)
+        degrees = {name: int((match[name] or "1")[:_MAX_DIGITS]) for name in ("n", "tp", "pp")}
+        try:
+            return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"])
+        except ParameterError as error:
+            raise ParameterError(parameter, f"{spec!r:.60}: {error}", spec) from error
 
     @property
     def num_ranks(self) -> int:

@@ -8,6 +8,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+from longspan.errors import ParameterError
+from longspan.names import choices
+
 Kernels = Literal["flash", "eager"]
 """Attention is fused, or made of separate operators over a matrix of scores."""
 
@@ -263,10 +266,10 @@ def efficiency() -> Efficiency:
     )
 
 
-def _entry(file: str, what: str, name: str) -> dict[str, Any]:
+def _entry(file: str, parameter: str, name: str) -> dict[str, Any]:
     table = _table(file)
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r}: known are {', '.join(table)}")
+        raise ParameterError(parameter, f"{name!r} is unknown: {choices(name, table)}", name)
     entry: dict[str, Any] = table[name]
     return entry
 

@@ -147,7 +147,8 @@ class PromptShape:
             raise ParameterError("batch", f"must be at least 1, but {self.batch} given", self.batch)
         if self.new < 1 or self.cached < 0:
             total = self.new + self.cached
-            raise ValueError(f"a prompt has at least 1 new token, but {total} tokens with {self.cached} cached given")
+            problem = f"must be more than the cached tokens, but {total} given with {self.cached} cached"
+            raise ParameterError("context", problem, total)
         if len(self.group) > 1 and self.exchange == LOCAL:
             raise ValueError(f"{len(self.group)} instances share a prompt by an exchange: choose one, such as ring_kv")
 

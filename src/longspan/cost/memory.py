@@ -55,7 +55,8 @@ def with_pools(
         block_bytes, rank_bytes = rank_block_bytes(record, cluster, instance), max(0, int(memory(cluster, instance)))
         if rank_bytes < block_bytes:
             problem = f"{rank_bytes} bytes of KV memory per rank hold no block of {block_bytes} bytes"
-            raise ValueError(f"{problem}: {advice}")
+            remedy = f"{advice}, or use a smaller `block_size`" if advice else "use a smaller `block_size`"
+            raise ValueError(f"{problem}: {remedy}")
         num_blocks.append(rank_bytes // block_bytes)
     return cluster.with_blocks(num_blocks)
 
@@ -74,7 +75,7 @@ def with_tiers(cluster: Cluster, block_bytes: float, *, host_kv_gib: float, disk
             raise ParameterError(name, f"{gib:g} holds no block of {block_bytes:,.0f} bytes: allow more", gib)
         blocks.append((int(gib * 2**30 // block_bytes),) * (max(cluster.hosts) + 1) if gib else ())
     if disk_kv_gib and not host_kv_gib:
-        problem = f"{disk_kv_gib:g} needs host_kv_gib, too, since disk blocks are loaded through host memory"
+        problem = f"{disk_kv_gib:g} needs `host_kv_gib`, too, since disk blocks are loaded through host memory"
         raise ParameterError("disk_kv_gib", problem, disk_kv_gib)
     # Host pools keep their numbers when the number of instances changes.
     num_device_pools = max(cluster.num_device_pools, cluster.num_ranks, MAX_GROWN_RANKS) if host_kv_gib else 0

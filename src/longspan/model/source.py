@@ -13,7 +13,7 @@ from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[a
 
 from longspan.model.contents import content_hash
 from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
-from longspan.model.folder import stated_dtype, tokenizer_files
+from longspan.model.folder import CONFIG, stated_dtype, tokenizer_files
 from longspan.model.quantization import Quantization
 from longspan.model.store import DTYPES, WeightForm, build_once, ensure_weights
 
@@ -95,10 +95,15 @@ def _folder(model: str, *, with_weights: bool) -> Path:
 
 
 def _local(model: str, path: Path) -> Path:
+    if path.is_file():
+        problem = f"model {model!r} is a file, but a model is a folder with a config.json and weights"
+        raise ModelError(
+            f"{problem}: give {str(path.parent)!r}" if (path.parent / CONFIG).is_file() else f"{problem}: give one"
+        )
     if not model or not path.is_dir():
-        raise ModelError(f"model folder {model!r} does not exist; give a folder with a config.json, or a hub id")
-    if not (path / "config.json").is_file():
-        raise ModelError(f"model folder {model!r} has no config.json; give a folder in Hugging Face's format")
+        raise ModelError(f"model folder {model!r} does not exist: give a folder with a config.json, or a hub id")
+    if not (path / CONFIG).is_file():
+        raise ModelError(f"model folder {model!r} has no config.json: give a folder in Hugging Face's format")
     return path.resolve()
 
 
@@ -112,7 +117,7 @@ def _download(model: str, *, with_weights: bool) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError, OSError) as error:
         raise ModelError(
             f"model {model!r} is neither a local folder nor the alias {ALIAS}, and could not be fetched from the "
-            f"Hugging Face hub ({one_line(error)}); check the name or give a folder"
+            f"Hugging Face hub ({one_line(error)}): check the name or give a folder"
         ) from error
     return _local(str(folder), folder)
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from longspan.core.exchange import BUILT_IN, Exchange, of_any_layout
 from longspan.core.extensions import POLICIES, extensions
-from longspan.core.option_values import parse_options
+from longspan.core.option_values import parse_options, unknown_option
 from longspan.core.policy import Policy
 from longspan.errors import ParameterError, PluginError
+from longspan.names import choices
 
 if TYPE_CHECKING:
     from longspan.core.cluster import Cluster
@@ -103,15 +104,15 @@ def make_policy(
         name = _resolved(num_instances, options, has_roles=facts.has_roles)
         shared = next((option for option in options if option not in _ALONE), None)
         if num_instances == 1 and shared is not None and not is_resized:
-            raise ValueError(
-                f"option {shared!r} is for prompts that instances share, but there is 1 instance: set parallel to 2 or "
-                "more, or policy to one with this option"
-            )
+            problem = "is for prompts that instances share, but there is 1 instance: set `parallel` to 2 or more, or"
+            raise ParameterError(shared, f"{problem} `policy` to one with this option", str(options[shared])[:60])
     kind = policy_class(name)
     if facts.has_roles and not kind.knows_roles:
         able = " or ".join(other for other in _REGISTRY if policy_class(other).knows_roles)
         problem = f"{name} prefills and decodes on the same instances, but they have roles here: choose {able}, or give"
-        raise ParameterError("policy", f"{problem} parallel instead of prefill_parallel and decode_parallel", name)
+        raise ParameterError(
+            "policy", f"{problem} `parallel` instead of `prefill_parallel` and `decode_parallel`", name
+        )
     check_sparse(name, options)
     instances = tuple(sorted(facts.prefill(num_instances), key=facts.location))
     policy = kind(instances, parse_options(name, kind.Options, options), facts)
@@ -137,9 +138,9 @@ def _resolved(num_instances: int, options: Mapping[str, str], *, has_roles: bool
     for key in sorted(options.keys() - _option_names(resolved).keys(), key=lambda option: (option in known, option)):
         if key not in known:
             where = " where instances have roles" if has_roles else ""
-            raise ValueError(f"policy auto has no option {key!r}{where}: its options are {', '.join(names)}")
+            raise unknown_option("auto", key, names, where)
         problem = f"and {needs[0]} exclude each other: {needs[0]} needs policy {resolved}, which has no {key}"
-        raise ParameterError(key, f"{problem}; leave one of them out", options[key][:60])
+        raise ParameterError(key, f"{problem}; leave one of them out", str(options[key])[:60])
     return resolved
 
 
@@ -150,8 +151,8 @@ def _option_names(name: str) -> dict[str, None]:
 def check_sparse(name: str, options: Mapping[str, str]) -> None:
     """Raise ParameterError if options of sparse attention are given to a policy that lacks them."""
     if name not in {"auto", "csps"} and (given := sorted(_SPARSE & options.keys() - _option_names(name).keys())):
-        problem = f"is for policy csps, but policy {name} given: leave policy out, or choose csps"
-        raise ParameterError(given[0], problem, options[given[0]][:60])
+        problem = f"is for policy csps, but policy {name} given: leave `policy` out, or choose csps"
+        raise ParameterError(given[0], problem, str(options[given[0]])[:60])
 
 
 def phases_of(policy: str, cluster: Cluster) -> tuple[Cluster, ...]:
@@ -171,7 +172,7 @@ def policy_class(name: str) -> type[Policy]:
     if name not in _REGISTRY:
         added = extensions(POLICIES, _BUILT_IN)
         if name not in added:
-            raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
+            raise ParameterError("policy", f"{name!r} is unknown: {choices(name, policy_names())}", name)
         _REGISTRY[name] = _added(name, added[name])
     policy = _REGISTRY[name]
     if isinstance(policy, str):

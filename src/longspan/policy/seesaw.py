@@ -72,8 +72,10 @@ class Seesaw(Policy, name="seesaw"):
     def __init__(self, instances: tuple[int, ...], options: SeesawOptions, facts: Facts) -> None:
         super().__init__(instances, options, facts)
         if not facts.phases:
-            problem = "seesaw prefills and decodes on the same devices, one after the other: give prefill_parallel and"
-            raise ParameterError("policy", f"{problem} decode_parallel", "seesaw")
+            problem = (
+                "seesaw prefills and decodes on the same devices, one after the other: give `prefill_parallel` and"
+            )
+            raise ParameterError("policy", f"{problem} `decode_parallel`", "seesaw")
         self._prefill, self._decode = facts.phases
         self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.phases}
         self._cost = None if options.strict else facts.phase_cost

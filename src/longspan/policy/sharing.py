@@ -86,7 +86,7 @@ class SharingOptions:
         if self.weights != "auto" and tp == 1:
             problem = (
                 f"({self.weights}) are for instances split by tensor parallelism, but tp is 1: leave them out, or "
-                "split instances with parallel, such as 2xtp2"
+                "split instances with `parallel`, such as 2xtp2"
             )
             raise ParameterError("weights", problem, self.weights)
 

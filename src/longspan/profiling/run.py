@@ -137,7 +137,7 @@ def _prompts(lengths: Sequence[int] | None, capacity: KvCapacity) -> list[tuple[
     if not capacity.fits(1, max(lengths) + 1):
         problem = (
             f"{max(lengths)} is more than the {capacity.num_blocks} blocks of {capacity.block_size} tokens that one "
-            "instance has for KV: give shorter lengths, or more kv_cache_memory_bytes"
+            "instance has for KV: give shorter lengths, or more `kv_cache_memory_bytes`"
         )
         raise ParameterError("lengths", problem)
     return profiled_prompts(lengths, capacity.max_model_len)

@@ -10,11 +10,13 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
+from longspan.names import closest
 from longspan.serve import chat_requests, requests, schemas
 from longspan.serve.convert import detokenized, tokenized
 from longspan.serve.errors import (
@@ -24,12 +26,13 @@ from longspan.serve.errors import (
     ServeError,
     WireError,
     error_response,
+    shortened,
 )
 from longspan.serve.middleware import OPEN_PATHS, BodyLimit, Gate, RequestContext, path_of
 from longspan.serve.server import Server
 
 _log = logging.getLogger("longspan")
-_NOT_ALLOWED = 405
+_NOT_FOUND, _NOT_ALLOWED = 404, 405
 _ADMIN = "/admin/"
 
 
@@ -155,7 +158,15 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        words, code = str(error.detail), None
+        path, code = shortened(path_of(request.scope)), None
+        words = str(error.detail)
+        if error.status_code == _NOT_FOUND:
+            similar = closest(path, app.openapi()["paths"])
+            words = f"there is no {path}: " + ("/openapi.json lists all paths" if similar is None else f"use {similar}")
+        elif error.status_code == _NOT_ALLOWED:
+            words = (
+                f"{path} does not allow {request.method}: use {Headers(error.headers).get('allow', 'another method')}"
+            )
         wants_admin = request.method == "POST" and path_of(request.scope).startswith(_ADMIN)
         if error.status_code == _NOT_ALLOWED and wants_admin and not server.settings.api_keys:
             words = "clients cannot change a server without keys: start it with --api-key, and send the key"

@@ -90,7 +90,7 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise WireError(f"the body is not JSON: {shortened(str(error), 100)}") from error
+        raise WireError(f"the body must be a JSON object, but is not JSON: {shortened(str(error), 100)}") from error
     if not isinstance(value, dict):
         raise WireError("the body must be a JSON object")
     with as_wire_errors(None):
@@ -232,7 +232,7 @@ def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, An
     with as_wire_errors("tokens"):
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
     if served.input_processor.tokenizer is None:
-        raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
+        raise WireError("this server has no tokenizer (--skip-tokenizer-init): start it without that flag", "tokens")
     unknown = next((token for token in request.tokens if token >= vocab_size), None)
     if unknown is not None:
         raise WireError(f"token id {unknown} is not in the vocabulary: ids go from 0 to {vocab_size - 1}", "tokens")
@@ -324,8 +324,9 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
 def _params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
+    names = {"max_tokens": "max_completion_tokens"} if getattr(request, "max_completion_tokens", None) else {}
     given: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
-    with as_wire_errors(None):
+    with as_wire_errors(None, names):
         return SamplingParams(
             **given,
             seed=None if request.seed == -1 else request.seed,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +14,8 @@ from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
 from longspan.core.request import ContextLengthError
-from longspan.errors import ParameterError
+from longspan.errors import ParameterError, named, renamed
+from longspan.names import closest
 
 _TYPES = {
     400: "invalid_request_error",
@@ -41,6 +44,8 @@ def error_response(
 
 _MAX_ECHO = 60
 _MAX_PARAM = 100
+_MAX_FIELDS = 100
+"""Fields of a body that are compared with a missing one."""
 _MAX_INT = 10**15
 
 
@@ -111,16 +116,18 @@ def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) ->
 
     `names` maps parameters to fields of other names.
     """
+    names = names or {}
     try:
         yield
     except WireError:
         raise
     except ParameterError as error:
-        raise WireError(str(error), (names or {}).get(error.parameter, error.parameter)) from error
+        field = names.get(error.parameter, error.parameter)
+        raise WireError(renamed(named(field, error.problem), names), field) from error
     except ContextLengthError as error:
-        raise WireError(str(error), param, code=error.code) from error
+        raise WireError(renamed(str(error), names), param, code=error.code) from error
     except ValueError as error:
-        raise WireError(str(error), param) from error
+        raise WireError(renamed(str(error), names), param) from error
 
 
 def wire_error(invalid: ValidationError, body: object) -> WireError:
@@ -134,9 +141,11 @@ def wire_error(invalid: ValidationError, body: object) -> WireError:
         if isinstance(cause := error.get("ctx", {}).get("error"), WireError):
             return _at(path, cause)
     worst = max(params, key=len)
-    closest = [error for error, path in zip(errors, params, strict=True) if path == worst]
-    messages = dict.fromkeys(_message(error) for error in closest)
-    return _at(worst, WireError(", or: ".join(messages) + _given(closest[0])))
+    alternatives = [error for error, path in zip(errors, params, strict=True) if path == worst]
+    first = alternatives[0]
+    messages = dict.fromkeys(_message(error) for error in alternatives)
+    remedy = _similar_field(first, body) if first["type"] == "missing" else _given(first)
+    return _at(worst, WireError(" or ".join(messages).replace(" or must be ", " or ") + remedy))
 
 
 def shortened(text: str, max_chars: int = _MAX_ECHO) -> str:
@@ -152,18 +161,75 @@ def _at(path: Sequence[str | int], error: WireError) -> WireError:
     return WireError(str(error) if param is None else f"{param}: {error}", param, error.status, error.code)
 
 
+_OBJECT = "must be an object"
+_PROBLEMS: Mapping[str, str] = {
+    "missing": "must be given",
+    "string_type": "must be a text",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "list_type": "must be a list",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "dict_type": _OBJECT,
+    "model_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "literal_error": "must be {expected}",
+    "union_tag_not_found": "must be an object with the field {discriminator}",
+    "union_tag_invalid": "must have one of {expected_tags} as the field {discriminator}, but has {tag}",
+}
+"""Texts of pydantic's types of errors, with the keys of their contexts. Other types have pydantic's own text."""
+
+
 def _message(error: ErrorDetails) -> str:
-    message, tag = str(error["msg"]), error.get("ctx", {}).get("tag")
-    return message if tag is None else message.replace(str(tag), shortened(str(tag)))
+    text = _PROBLEMS.get(error["type"])
+    if error["type"] in {"too_short", "string_too_short"} and 1 in error.get("ctx", {}).values():
+        return "must not be empty"
+    context = {key: _bound(value) for key, value in error.get("ctx", {}).items()}
+    return str(error["msg"]) if text is None else text.format_map(context)
+
+
+def _bound(value: object) -> str:
+    """Return a value of an error's context: a bound, choices, or a tag of the request."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return shortened(str(value), _MAX_PARAM)
+
+
+_OTHER_PATHS = {("prompt", "messages"): "/v1/chat/completions", ("messages", "prompt"): "/v1/completions"}
+"""The path that takes the second field, by the missing and the given field."""
+
+
+def _similar_field(error: ErrorDetails, body: object) -> str:
+    """Return the remedy for a missing field: the unknown field that is similar, or the path for a field of the body."""
+    given, [*_, name] = error.get("input"), error["loc"]
+    if not isinstance(given, dict):
+        return ""
+    for (missing, other), path in _OTHER_PATHS.items():
+        if missing == name and other in given and given is body:
+            return f": send {other} to {path}"
+    similar = closest(str(name), [key for key in islice(given, _MAX_FIELDS) if len(key) <= _MAX_ECHO])
+    return "" if similar is None else f", but {shortened(repr(similar))} given: change its name"
 
 
 def _given(error: ErrorDetails) -> str:
-    """Return `, but VALUE given`, or an empty text if the value is long or missing."""
+    """Return `, but VALUE given`, or an empty text if the value is long or part of the message."""
     value = error.get("input")
     small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
-    if error["type"] in {"missing", "union_tag_invalid"} or not (small or value is None):
+    if error["type"] == "union_tag_invalid" or not (small or value is None):
         return ""
-    return f", but {shortened(repr(value[:_MAX_ECHO] if isinstance(value, str) else value))} given"
+    if isinstance(value, str):
+        return f", but {shortened(repr(value[:_MAX_ECHO]))} given"
+    return f", but {json.dumps(value)} given"
 
 
 def _param(error: ErrorDetails, body: object) -> list[str | int]:

@@ -29,14 +29,14 @@ Choices = TypeAliasType("Choices", Annotated[list[SomeText], Field(min_length=1)
 StopStrings = TypeAliasType("StopStrings", Annotated[list[SomeText], FailFast()])
 
 
-def _kind_of_prompt(value: object) -> str:
-    """Return the tag of a prompt's type by its first item, so that only this type is validated."""
-    first = value[0] if isinstance(value, list) and value else value
+def _kind_of_prompt(value: object) -> str | None:
+    """Return the tag of a prompt's type by its first item, so that only this type is validated. None for no type."""
+    if not isinstance(value, list):
+        return "text" if isinstance(value, str) else None
+    first = value[0] if value else None
     if isinstance(first, list):
         return "token_lists"
-    if isinstance(first, int):
-        return "token_ids"
-    return "texts" if isinstance(value, list) else "text"
+    return "token_ids" if isinstance(first, int) else "texts"
 
 
 Prompts = Annotated[
@@ -44,7 +44,11 @@ Prompts = Annotated[
     | Annotated[Texts, Tag("texts")]
     | Annotated[TokenIds, Tag("token_ids")]
     | Annotated[TokenLists, Tag("token_lists")],
-    Discriminator(_kind_of_prompt),
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="must be a text, a list of texts, a list of token ids or a list of such lists",
+    ),
 ]
 """One prompt or several, each a text or its token ids."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import signal
@@ -18,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longspan.args import EngineArgs
+from longspan.errors import ParameterError
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient, abandon
 from longspan.serve.errors import error_response
@@ -239,7 +241,9 @@ def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.so
             )
         return listening
     except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another host or port") from None
+        is_host = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        problem = f"cannot be {host if is_host else port}, since the server cannot listen on {host}:{port} ({error})"
+        raise ParameterError("host" if is_host else "port", f"{problem}: choose another one") from None
 
 
 class StartingApp:

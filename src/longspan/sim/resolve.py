@@ -55,7 +55,7 @@ def computed_experiment(
 ) -> Experiment:
     """Build an experiment whose costs are computed from data sheets."""
     if spec.hardware is None:
-        raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
+        raise ParameterError("hardware", "must be a name that longspan estimate knows, if no `profile` is given")
     clusters = _clusters(spec, model, scheduling)
     cluster, hardware = clusters[0], spec.hardware
     speed, per_host = spec.link_gbytes_per_s, spec.devices_per_host(cluster)
@@ -210,7 +210,7 @@ def _with_pools(cluster: Cluster, lines: Sequence[Roofline], record: KvRecord, s
     full = [full_step(*both) for both in zip(lines, tokens, strict=True)]
     tightest = min(range(len(full)), key=lambda role: full[role].kv_room)
     text = f"with a step of {tokens[tightest]} tokens, {USED_MEMORY:.0%} of a device hold {full[tightest].arithmetic}"
-    advice = f"{text}: use a larger tp, or fewer max_num_batched_tokens"
+    advice = f"{text}: use a larger tp, or fewer `max_num_batched_tokens`"
     return with_pools(cluster, record, scheduling, lambda c, i: full[-1 if i in c.decode else 0].kv_room, advice)
 
 

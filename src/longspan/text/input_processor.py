@@ -142,7 +142,7 @@ class InputProcessor:
         if wrong is not None:
             raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}")
         if self.tokenizer is None and params.stop_strings:
-            raise ParameterError("stop", "strings need a tokenizer, but there is none (skip_tokenizer_init)")
+            raise ParameterError("stop", "strings need a tokenizer, but there is none (`skip_tokenizer_init`)")
         params.check_vocab(self.vocab_size)
         if grammar is None:
             grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
@@ -236,7 +236,7 @@ class InputProcessor:
             ValueError: the grammar cannot be followed, or there is no tokenizer.
         """
         if self.tokenizer is None:
-            raise ParameterError("structured_outputs", "need a tokenizer, but there is none (skip_tokenizer_init)")
+            raise ParameterError("structured_outputs", "need a tokenizer, but there is none (`skip_tokenizer_init`)")
         from longspan.text.structured import compile_grammar  # noqa: PLC0415 - structured outputs alone
 
         return compile_grammar(form, self._vocabulary)
@@ -254,7 +254,7 @@ class InputProcessor:
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise ValueError("there is no tokenizer (skip_tokenizer_init): give prompts as lists of token ids")
+            raise ValueError("there is no tokenizer (`skip_tokenizer_init`): give prompts as lists of token ids")
         return self.tokenizer
 
 

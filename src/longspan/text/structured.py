@@ -39,7 +39,7 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) ->
         return grammar
     except ValueError as error:
         name = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name))
-        raise ParameterError("structured_outputs", f": {name} cannot be used: {error}") from None
+        raise ParameterError("structured_outputs", f": `{name}` cannot be used: {error}") from None
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a prepared model. Raise ModelError if its files are missing or have changed."""
     if files.tokenizer_dir is None:
         raise ModelError(
-            f"model {files.name!r} has no tokenizer files: add them, or use skip_tokenizer_init and token ids"
+            f"model {files.name!r} has no tokenizer files: add them, or use `skip_tokenizer_init` and token ids"
         )
     if files.tokenizer_hash not in {None, content_hash(tokenizer_files(files.tokenizer_dir))}:
         raise ModelError(f"the tokenizer files of {files.name!r} changed after the model was loaded: start again")

@@ -12,6 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from longspan.errors import ParameterError
+from longspan.limits import unread
 from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
 from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import BLOCK_LEN, MAX_SPAN_S, RequestSpec, read_trace
@@ -59,10 +60,15 @@ def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
         return _drawn(named_lengths(spec.workload), _bounded(4, 256, 32), spec)
     path = Path(spec.workload)
     if not path.is_file():
-        raise ParameterError("workload", f"{spec.workload!r} is none of {', '.join(_NAMED)}, nor a file", spec.workload)
+        raise ParameterError(
+            "workload", f"{spec.workload!r} is none of {', '.join(_NAMED)}, nor a file: check the path", spec.workload
+        )
     if path.suffix == ".json":
         return _drawn(*_quantiles(path), spec)
-    requests = read_trace(path, num=spec.num_requests)
+    try:
+        requests = read_trace(path, num=spec.num_requests)
+    except ValueError as error:
+        raise ParameterError("workload", f": {error}", spec.workload) from error
     return [replace(request, output_len=spec.output_len or request.output_len) for request in requests]
 
 
@@ -70,7 +76,7 @@ def _quantiles(path: Path) -> tuple[Lengths, Lengths]:
     try:
         points = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ParameterError("workload", f"{str(path)!r} cannot be read: {error}") from None
+        raise ParameterError("workload", unread(path, error)) from None
     if not isinstance(points, dict) or set(points) != {"input_len", "output_len"}:
         problem = (
             f"{str(path)!r} must be an object with input_len and output_len, each an object of quantiles such as "
@@ -100,13 +106,13 @@ def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]
     due = [request.due_s for request in requests if request.due_s is not None]
     if not due:
         if rate is None:
-            raise ParameterError("workload", f"{spec.workload} has no arrival times: give rate")
+            raise ParameterError("workload", f"{spec.workload} has no arrival times: give `rate`")
         burstiness = 1.0 if spec.burstiness is None else spec.burstiness
         rng = np.random.default_rng([spec.seed, _TIMES])
         times = arrival_times(len(requests), rate=rate, burstiness=burstiness, rng=rng)
         return [replace(request, due_s=time) for request, time in zip(requests, times, strict=True)]
     if spec.burstiness is not None:
-        raise ParameterError("burstiness", f"{spec.burstiness} contradicts a trace with arrival times")
+        raise ParameterError("burstiness", f"{spec.burstiness} contradicts a trace with arrival times: leave it out")
     if rate is None or not due[-1]:
         return requests
     factor = 0.0 if math.isinf(rate) else len(requests) / rate / due[-1]

@@ -74,7 +74,7 @@ class WorkloadSpec:
             problem = f"must be from 0 to {_LONGEST_S:g} seconds, but {self.think_time} given"
             raise ParameterError("think_time", problem, self.think_time)
         if self.offline and self.rate is not None:
-            problem = f"{self.rate:g} excludes offline, where all requests arrive at the start: leave one of them out"
+            problem = f"{self.rate:g} excludes `offline`, where all requests arrive at the start: leave one of them out"
             raise ParameterError("rate", problem, self.rate)
         for name in ("rate", "burstiness"):
             if (value := getattr(self, name)) is not None and not value > 0:

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from longspan.limits import unread
+
 _log = logging.getLogger("longspan")
 MAX_SPAN_S = 1e8
 """Maximum seconds between arrivals, about three years. Float times lose the precision for steps much later."""
@@ -100,11 +102,10 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             requests = list(itertools.islice(_requests(path, file), num))
     except (OSError, UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"trace {str(path)!r} cannot be read: {reason}") from None
+        raise ValueError(unread(path, error)) from None
     if not requests or len(requests) < (num or 0):
-        needed = "at least 1" if num is None else str(num)
-        raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {needed} needed")
+        needed = "at least 1 is needed: give another file" if num is None else f"`num_requests` is {num}: lower it"
+        raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {needed}")
     times = [request.due_s for request in requests if request.due_s is not None]
     if not times:
         return requests
@@ -125,7 +126,7 @@ def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"line {number} of trace {str(path)!r} is not of the format {form.name!r}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}; correct the line"
             ) from None
         if request.input_len < 1 or request.output_len < 1:
             num_empty += 1
@@ -150,9 +151,9 @@ def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} of trace {str(path)!r} is no JSON: {error}") from None
+            raise ValueError(f"line {number} of trace {str(path)!r} is not JSON ({error}): correct the line") from None
         if not isinstance(row, dict):
-            raise ValueError(f"line {number} of trace {str(path)!r} is no JSON object: {line.strip():.60}")
+            raise ValueError(f"line {number} of trace {str(path)!r} must be a JSON object, but is {line.strip():.60}")
         yield number, row
 
 

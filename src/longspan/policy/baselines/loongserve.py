@@ -178,6 +178,6 @@ class LoongServeDisagg(Cdsp, name="loongserve-disagg"):
     def __init__(self, instances: tuple[int, ...], options: LoongServeOptions, facts: Facts) -> None:
         if not facts.has_roles:
             problem = f"loongserve-disagg needs instances that only decode: {facts.cluster or 'it'} has none, give"
-            raise ParameterError("policy", f"{problem} prefill_parallel and decode_parallel, or choose loongserve")
+            raise ParameterError("policy", f"{problem} `prefill_parallel` and `decode_parallel`, or choose loongserve")
         parts, planner = options.group.group_parts(instances, facts), options.planner(instances, facts)
         super().__init__(instances, options, planner, parts, chunking=False, decode=facts.decode)

@@ -213,7 +213,9 @@ def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_inst
         if sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(f"sp_sizes ascend from at least 1, such as 1,2,4, but {given} given")
         if sizes[-1] > num_instances:
-            raise ValueError(f"sp size {sizes[-1]} is more than the {num_instances} instances: give a larger parallel")
+            raise ValueError(
+                f"sp size {sizes[-1]} is more than the {num_instances} instances: give a larger `parallel`"
+            )
         if measured and (missing := [size for size in sizes if size not in measured]):
             raise ValueError(
                 f"the profile of this machine has no times for sp size {missing[0]}, only for "
