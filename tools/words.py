@@ -64,8 +64,9 @@ PHRASES = {
 """Patterns to avoid, each with its replacement. See section 1 of the style guide."""
 _BANNED = re.compile("|".join(f"(?:{pattern})" for pattern in PHRASES), re.IGNORECASE)
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
-_CALLS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "echo", "print", "fail", "Option", "Group"}
-_CALLS |= {"ValueError", "ParameterError", "ModelError", "WireError"}
+_CALLS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "echo", "print", "fail", "ValueError"}
+_CALLS |= {"ParameterError", "ModelError", "WireError"}
+_OPTION_WORDS = {"help", "group", "default"}
 
 
 class Finding(NamedTuple):
@@ -90,6 +91,8 @@ def findings(path: Path) -> Iterator[Finding]:
     yield from _prose(path, strings.values())
     messages = [message for node in ast.walk(tree) for message in _messages(node) if id(message) not in strings]
     yield from _prose(path, [(message.lineno, _text(message)) for message in messages], sentences=False)
+    options = {id(text): text for node in ast.walk(tree) for text in _option_texts(node)}
+    yield from _prose(path, [(text.lineno, _text(text)) for text in options.values()])
     names = [(n.lineno, n.name.replace("_", " ")) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     yield from _prose(path, [(line, name) for line, name in names if name.startswith("test ")], sentences=False)
     if not path.is_relative_to(ROOT / "tests"):
@@ -161,12 +164,8 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.AST, int, str]]:
 
 
 def _messages(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
-    """Yield the texts of a raised error, a log call, an assertion, an option, or a help text."""
+    """Yield the texts of a raised error, a log call, an assertion, or a help text."""
     match node:
-        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[_, *notes])):
-            for note in notes:
-                if isinstance(note, ast.Call):  # an option, whose first argument is its help text
-                    yield from _literals([*note.args, *(word.value for word in note.keywords if word.arg == "default")])
         case ast.Assign(targets=[ast.Name(id="problem" | "remedy" | "words")], value=value):
             yield from _literals([value])
         case ast.Raise(exc=ast.Call(args=args)):
@@ -176,8 +175,21 @@ def _messages(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=args, keywords=keywords):
             if name in _CALLS:
                 yield from _literals(args)
-            texts = {"help", "group", "description", "remedy", "message"}
+            texts = {"help", "description", "remedy", "message"}
             yield from _literals([keyword.value for keyword in keywords if keyword.arg in texts])
+
+
+def _option_texts(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
+    """Yield the help, the group and the default in words of an option, which annotates a field or a parameter."""
+    match node:
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[_, *notes])):
+            calls = [note for note in notes if isinstance(note, ast.Call)]
+        case ast.Call(func=ast.Name(id="Option" | "Group" | "partial")):
+            calls = [node]
+        case _:
+            calls = []
+    for call in calls:
+        yield from _literals([*call.args, *(word.value for word in call.keywords if word.arg in _OPTION_WORDS)])
 
 
 def _literals(values: Iterable[ast.expr]) -> Iterator[ast.Constant | ast.JoinedStr]:

@@ -37,21 +37,21 @@ ValueT = TypeVar("ValueT")
 class DeviceArgs(ParallelArgs):
     """The devices that a model runs on, and its precision and kernels there."""
 
-    instances: Annotated[int | None, instance_option("Copies of the model; 1 if not given.")] = None
+    instances: Annotated[int | None, instance_option("Copies of the model. 1 if not given.")] = None
     tp: Annotated[int | None, instance_option("Tensor-parallel ranks per instance.")] = None
     pp: Annotated[int | None, instance_option("Pipeline stages per instance.")] = None
-    threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank; by default an equal share.")] = None
+    threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank. By default an equal share.")] = None
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        _devices("Precision of weights and KV; auto: the precision of the checkpoint."),
+        _devices("Precision of weights and KV. auto is the precision of the checkpoint."),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "native", "torch"],
         _devices("native: longspan's own kernels, for bfloat16 on CPUs with AVX512_BF16."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4"] | None, _devices("Quantize weights, for longspan's own kernels; none if not given.")
+        Literal["int8", "int4"] | None, _devices("Quantize weights, for longspan's own kernels. None if not given.")
     ] = None
     enforce_eager: Annotated[
         bool, _devices("Compute decode steps layer by layer, without CUDA graphs or whole-step calls on CPUs.")

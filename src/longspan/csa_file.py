@@ -10,7 +10,7 @@ import yaml
 
 from longspan.core.sparse import is_tuned
 from longspan.errors import ParameterError
-from longspan.limits import read_text
+from longspan.limits import read_text, unread
 
 AUTO = "auto"
 """The setting that selects the tuned file of the model in this package."""
@@ -52,7 +52,7 @@ def _content(name: str) -> str:
     try:
         return read_text(Path(name))
     except OSError as error:
-        raise ParameterError("csa", f"{_FORMS}, but {name} cannot be read: {error.strerror}", name) from None
+        raise ParameterError("csa", f"{_FORMS}, but {unread(name, error)}", name) from None
 
 
 def _tuned_for(model: str) -> str:

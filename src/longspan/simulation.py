@@ -160,7 +160,7 @@ def _fetched(model: str) -> Path:
 
         similar = closest(model, catalog.names("models"))
         meant = "" if similar is None else f", is {similar} meant?"
-        raise ParameterError("model", f"{model!r} is unknown{meant} ({known})", model)
+        raise ParameterError("model", f"{model!r} is unknown{meant}: choose another ({known})", model)
     from huggingface_hub import hf_hub_download  # noqa: PLC0415 - only for models without local files
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 

@@ -214,5 +214,5 @@ def test_other_policies_and_other_verbs_refuse_it(
     assert batch("--policy", "context") == 2
     assert "--policy context is not simulated for parallel auto: choose auto, chunked" in capsys.readouterr().err
     assert run("generate", str(tiny), "--prompt", "x", "--parallel", "auto") == 2
-    assert "'auto' is neither N nor [Nx][tpT][ppP]" in capsys.readouterr().err
+    assert "--parallel auto is for longspan batch" in capsys.readouterr().err
     assert not started

@@ -125,7 +125,7 @@ def test_an_answer_has_the_form_that_was_asked_for(llm: LLM) -> None:
         (COMPLETIONS, {"prompt": "x", "stream": True}, 400, "stream", "leave it out"),
         (COMPLETIONS, {"prompt": "x", "temperature": -1}, 400, "temperature", "-1"),
         (COMPLETIONS, {"prompt": [10**6]}, 400, "prompt", "not in the vocabulary"),
-        (COMPLETIONS, {}, 400, "prompt", "required"),
+        (COMPLETIONS, {}, 400, "prompt", "must be given"),
         (CHAT, {"messages": []}, 400, "messages", "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "messages", "tokens"),
     ],

@@ -194,7 +194,7 @@ def test_few_lines_are_read_ahead(tmp_path: Path) -> None:
 
 def test_mistakes_are_reported_before_the_engine_starts(batch: Batch, tmp_path: Path, capsys: Capture) -> None:
     assert batch(LINES[0], "", LINES[1], LINES[0])[0] == 2
-    assert "lines 1 and 4 of" in (err := capsys.readouterr().err)
+    assert "lines 1 and 4" in (err := capsys.readouterr().err)
     assert "have the same custom_id 'a': change one" in err
     (tmp_path / "out.jsonl").write_text('{"some": "file"}\n')
     assert batch(*LINES)[0] == 2
@@ -206,7 +206,7 @@ def test_mistakes_are_reported_before_the_engine_starts(batch: Batch, tmp_path: 
 def test_files_that_are_not_there_or_the_same(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "in.jsonl"
     assert run("batch", "-i", str(path), "-o", str(tmp_path / "out.jsonl")) == 2
-    assert "cannot be read: No such file" in capsys.readouterr().err
+    assert "cannot be read (No such file" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
     path.write_text(LINES[0])
     assert run("batch", "-i", str(path), "-o", str(path)) == 2
@@ -230,7 +230,7 @@ def test_a_mistake_leaves_no_empty_file(tmp_path: Path, before: str | None) -> N
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with appended(path), pytest.raises(ValueError, match="another process writes"), appended(path):
+    with appended(path), pytest.raises(ValueError, match="written by another process"), appended(path):
         pass
     with appended(path):
         pass
@@ -248,7 +248,7 @@ def test_an_unwritable_stats_file_is_reported_before_the_run(tmp_path: Path, cap
     (tmp_path / "in.jsonl").write_text(LINES[0])
     command = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--json-stats"]
     assert run(*command, str(tmp_path / "no" / "s.json")) == 2
-    assert "--json-stats: the folder" in capsys.readouterr().err
+    assert "--json-stats" in capsys.readouterr().err
     assert run(*command, str(tmp_path)) == 2
     assert "cannot be written: Is a directory" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()

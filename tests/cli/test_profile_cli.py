@@ -274,7 +274,7 @@ def test_pieces_that_are_larger_than_a_step_are_not_timed(monkeypatch: pytest.Mo
         (["--no-enable-prefix-caching"], "leave out"),
         (["--prefill-parallel", "2", "--decode-parallel", "1"], "give --parallel, and no roles"),
         (["--lengths", "8,1000"], "from 1 to 999 tokens with this model, but 8,1000 given"),
-        (["--lengths", "0"], "from 1 to 999"),
+        (["--lengths", "0"], "at least 1"),
         (["--lengths", "x"], "whole numbers"),
         (["--repeats", "0"], "repeats"),
         (["--partitions"], "--partitions needs several instances, but there is 1"),

@@ -138,7 +138,7 @@ def test_a_line_of_a_batch_that_is_too_long_is_answered_with_an_error(tmp_path: 
 def test_answers_go_to_ordinary_files_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text("{}")
     assert run("batch", "-i", str(tmp_path / "in.jsonl"), "-o", "/dev/full") == 2
-    assert "output file '/dev/full' must be an ordinary file" in capsys.readouterr().err
+    assert "--output-file '/dev/full' must be an ordinary file" in capsys.readouterr().err
 
 
 def test_an_answer_that_does_not_fit_on_the_disk_is_named_and_cut(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_answer_that_does_not_fit_on_the_disk_is_named_and_cut(tmp_path: Path
         append(file, b"an answer\n")
         resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))
         try:
-            with pytest.raises(ValueError, match=r"output file '.*out.jsonl' cannot be written: File too large"):
+            with pytest.raises(ValueError, match=r"output_file '.*out.jsonl' cannot be written .File too large"):
                 append(file, b"another answer\n")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -155,7 +155,7 @@ def test_no_minutes_take_the_points_that_there_are(
     [
         (["--csa", "off", "--exchange", "ring_kv"], "--exchange is set by tuning itself"),
         (["--csa", "auto"], "--csa is set by tuning itself"),
-        (["--out", "gone/t.json"], "the folder 'gone' does not exist"),
+        (["--out", "gone/t.json"], "make its folder"),
         (["--max-minutes", "-1"], "--max-minutes"),
         (["--max-minutes", "soon"], "--max-minutes"),
         (["--target-ttft", "3"], "--target-ttft is set by tuning itself"),
@@ -229,7 +229,7 @@ def test_a_tuned_file_is_known_by_its_content(tmp_path: Path) -> None:
     [
         (
             ["--max-accuracy-loss", "1", "--target-ttft", "2"],
-            "--target-ttft and max_accuracy_loss 1 exclude each other",
+            "--target-ttft and --max-accuracy-loss 1 exclude each other",
         ),
         (["--max-accuracy-loss", "-1"], "--max-accuracy-loss"),
         (["--target-ttft", "0"], "--target-ttft"),

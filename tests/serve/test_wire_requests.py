@@ -285,22 +285,22 @@ def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({}, "prompt", "required"),
-        ({"prompt": ["a", 3]}, "prompt[1]", "valid string, but 3 given"),
-        ({"prompt": [[1], [2, None]]}, "prompt[1][1]", "valid integer, but None given"),
-        ({"prompt": "a", "n": "1"}, "n", "valid integer, but '1' given"),
+        ({}, "prompt", "must be given"),
+        ({"prompt": ["a", 3]}, "prompt[1]", "must be a text, but 3 given"),
+        ({"prompt": [[1], [2, None]]}, "prompt[1][1]", "must be a whole number, but null given"),
+        ({"prompt": "a", "n": "1"}, "n", "must be a whole number, but '1' given"),
         ({"prompt": "a", "best_of": 3}, "best_of", "use n"),
-        ({"prompt": "a", "stop": 5}, "stop", "valid string, or: Input should be a valid list, but 5 given"),
-        ({"prompt": "a", "stop": ["a", 5]}, "stop[1]", "valid string, but 5 given"),
-        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "at least 1 character"),
-        ({"prompt": "a", "cache_salt": 7}, "cache_salt", "valid string, but 7 given"),
-        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
-        ({"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias.7", "less than or equal to 100, but 101 given"),
-        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "'xml'"),
+        ({"prompt": "a", "stop": 5}, "stop", "must be a text or a list, but 5 given"),
+        ({"prompt": "a", "stop": ["a", 5]}, "stop[1]", "must be a text, but 5 given"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "must not be empty"),
+        ({"prompt": "a", "cache_salt": 7}, "cache_salt", "must be a text, but 7 given"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
+        ({"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias.7", "at most 100, but 101 given"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "has xml"),
         (
             {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
-            "required",
+            "must be given",
         ),
         (
             {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}},
@@ -336,9 +336,9 @@ def test_likely_tokens_of_a_chat_need_logprobs() -> None:
 @pytest.mark.parametrize(
     ("message", "param", "words"),
     [
-        ({"role": "user"}, "messages[1].content", "required"),
-        ({"content": "a"}, "messages[1].role", "required"),
-        ({"role": "", "content": "a"}, "messages[1].role", "at least 1 character"),
+        ({"role": "user"}, "messages[1].content", "must be given"),
+        ({"content": "a"}, "messages[1].role", "must be given"),
+        ({"role": "", "content": "a"}, "messages[1].role", "must not be empty"),
         (
             {"role": "user", "content": [{"type": "image_url"}]},
             "messages[1].content[0].type",

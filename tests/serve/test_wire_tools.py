@@ -238,7 +238,7 @@ def test_the_grammar_allows_exactly_the_callable_tools() -> None:
             "this schema cannot be used: Invalid type: strin",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-        ({"tools": [tool("")]}, "tools[0].function.name", "at least 1 character"),
+        ({"tools": [tool("")]}, "tools[0].function.name", "must not be empty"),
     ],
 )
 def test_bad_tools_are_named(fields: dict[str, Any], param: str, words: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 REMEDY = re.compile(
     r"\b(must|can be|is (one of|none of|an?|for|off)|is neither|options are|that may change|known are|look like|such as"
-    r"|cannot be (used|read)|is needed|exceeds|contradicts|ascend|there (is|are)|are|needs?|use|choose|give|allow|leave"
+    r"|cannot be used|is needed|exceeds|contradicts|ascend|there (is|are)|are|needs?|use|choose|give|allow|leave"
     r"|instead of|make|run|measure|remove|shorten|set|put|start|ask|add|wait|keep|train|install|join|call|do|flatten"
-    r"|change|describe)\b"
+    r"|change|describe|check|convert|correct|lower|free|send|see|restart)\b"
 )
 
 

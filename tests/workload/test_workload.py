@@ -142,14 +142,14 @@ def test_lines_of_failed_requests_are_left_out_and_counted(trace: Write, caplog:
     [
         ("a.txt", "x", "must end in .csv, .csv.gz, .jsonl or .jsonl.gz"),
         ("a.csv", "a,b\n1,2\n", "has the columns a, b, which is no known format"),
-        ("a.csv", "", "holds 0 requests, but at least 1 needed"),
+        ("a.csv", "", "holds 0 requests, but at least 1 is needed"),
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n1,2\n3\n", "line 3 of trace .* TypeError"),
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n1,2\n3,x\n", "line 3 of trace .* could not convert"),
         ("a.csv", "num_prefill_tokens,num_decode_tokens\n1.5,2\n", "a whole number is needed, but '1.5' given"),
-        ("a.jsonl", MOONCAKE + "{", "line 3 of trace .* is no JSON"),
-        ("a.jsonl", "[1]", r"line 1 of trace .* is no JSON object: \[1\]"),
+        ("a.jsonl", MOONCAKE + "{", "line 3 of trace .* is not JSON"),
+        ("a.jsonl", "[1]", r"line 1 of trace .* must be a JSON object, but is \[1\]"),
         ("a.jsonl", MOONCAKE + '{"timestamp": 1}', "line 3 of trace .* is not of the format 'Mooncake': KeyError"),
-        ("a.jsonl.gz", MOONCAKE, "cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", MOONCAKE, "cannot be read .Not a gzipped file"),
     ],
 )
 def test_bad_traces(name: str, text: str, words: str, trace: Write) -> None:
@@ -158,7 +158,7 @@ def test_bad_traces(name: str, text: str, words: str, trace: Write) -> None:
 
 
 def test_more_bad_traces(tmp_path: Path, trace: Write) -> None:
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
         read_trace(tmp_path / "none.csv")
     with pytest.raises(ValueError, match="holds 2 requests, but 3 needed"):
         read_trace(trace("m.jsonl", MOONCAKE), num=3)
@@ -171,7 +171,7 @@ def test_more_bad_traces(tmp_path: Path, trace: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "cannot be read: Expecting property name"),
+        ("{", "cannot be read .Expecting property name"),
         ("[1]", "must be an object with input_len and output_len, each an object of quantiles"),
         ('{"input_len": {"0": 1, "1": 2}}', "must be an object with input_len and output_len"),
     ],

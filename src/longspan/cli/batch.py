@@ -82,8 +82,8 @@ def batch(
     model: ModelArgument = "smollm2-135m",
     *,
     input_file: Annotated[Path, Option("Requests, with custom_id, method, url and body in each line.", short="i")],
-    output_file: Annotated[Path, Option("File to which answers are appended; its answers are kept.", short="o")],
-    served_model_name: Annotated[list[str] | None, Option("Further name of the model in requests; repeatable.")] = None,
+    output_file: Annotated[Path, Option("File to which answers are appended. Its answers are kept.", short="o")],
+    served_model_name: Annotated[list[str] | None, Option("Further name of the model in requests. Repeatable.")] = None,
     json_stats: Annotated[
         Path | None, Option("File for throughput and transitions between clusters.", metavar="FILE.json")
     ] = None,

@@ -58,12 +58,12 @@ def _fractions(text: str) -> Fractions:
 def estimate(
     model: NameArgument,
     *,
-    hardware: Annotated[str, _cluster("A device such as h100-sxm-80g; an unknown name lists all.")],
+    hardware: Annotated[str, _cluster("A device such as h100-sxm-80g. An unknown name lists all.")],
     gpus_per_host: Annotated[int, _cluster("Devices of each host.")] = 8,
     hosts: Annotated[int, _cluster("Number of hosts.")] = 1,
     parallel: Annotated[str, _work("N or [Nx][tpT][ppP]: N instances of T * P devices each.", metavar="SPEC")] = "1",
     exchange: Annotated[
-        str, _work("Exchange; auto: ring_kv, or ring_q for decode. After a chain, its last instance decodes alone.")
+        str, _work("Exchange. auto is ring_kv, or ring_q for decode. After a chain, its last instance decodes alone.")
     ] = "auto",
     fractions: Annotated[
         Fractions,
@@ -75,7 +75,7 @@ def estimate(
         ),
     ] = None,
     context: Annotated[
-        int, _work("Tokens of the context, cached ones included; 8K is 8192, 8k 8000.", metavar="L", read=length)
+        int, _work("Tokens of the context with its cached tokens. 8K is 8192, 8k 8000.", metavar="L", read=length)
     ],
     cached: Annotated[int, _work("Number of these tokens that are cached.", metavar="P", read=length)] = 0,
     phase: Annotated[Literal["prefill", "decode"], _work("The whole prompt, or one decode step after it.")] = "prefill",

@@ -53,7 +53,7 @@ def eval(  # noqa: A001 - the verb's name
     model: ModelArgument = "smollm2-135m",
     *,
     task: Annotated[
-        Literal["needle", "perplexity"], Option("needle: find a pass key; perplexity: predict each token.")
+        Literal["needle", "perplexity"], Option("needle finds a pass key, perplexity predicts each token.")
     ] = "needle",
     lengths: Annotated[
         tuple[int, ...],

@@ -44,7 +44,7 @@ class FormOptions:
         str | None, _form("The output is JSON that follows this schema.", metavar="FILE_OR_TEXT")
     ] = None
     regex: Annotated[str | None, _form("The whole output matches this regular expression.")] = None
-    choice: Annotated[list[str] | None, _form("An allowed output; repeatable.")] = None
+    choice: Annotated[list[str] | None, _form("An allowed output. Repeatable.")] = None
     grammar: Annotated[
         str | None, _form("The output follows this grammar, in Lark's notation.", metavar="FILE_OR_TEXT")
     ] = None
@@ -71,8 +71,8 @@ _FORM, _ENGINE = FormOptions(), EngineArgs()
 def generate(
     model: ModelArgument = "smollm2-135m",
     *,
-    prompt: Annotated[str | None, Option("The prompt itself; - reads it from stdin.")] = None,
-    prompt_file: Annotated[Path | None, Option("A UTF-8 file that holds the prompt; - is stdin.")] = None,
+    prompt: Annotated[str | None, Option("The prompt itself, or - to read it from stdin.")] = None,
+    prompt_file: Annotated[Path | None, Option("A UTF-8 file that holds the prompt, or - for stdin.")] = None,
     token_ids: Annotated[
         tuple[int, ...] | None, Option("The prompt as token ids.", metavar="1,2,3", read=id_list)
     ] = None,

@@ -127,7 +127,7 @@ class _Flag:
 _CONFIG = _Flag(
     field="config",
     option=Option(
-        "A YAML file with flags as keys (max-model-len: 4096); flags and variables override it.", configures=True
+        "A YAML file with flags as keys (max-model-len: 4096). Flags and variables override it.", configures=True
     ),
     kind=Path | None,
     default=None,

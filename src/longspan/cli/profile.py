@@ -36,12 +36,12 @@ def profile(
     lengths: Annotated[
         tuple[int, ...] | None,
         Option(
-            "Prompt lengths; by default 512, 1024 and so on up to the longest.", metavar="N,N,...", read=length_list
+            "Prompt lengths. By default 512, 1024 and so on up to the longest.", metavar="N,N,...", read=length_list
         ),
     ] = None,
     repeats: Annotated[
         int,
-        Option("Number of measurements of each point; twice for the fastest exchange of a prompt.", minimum=1),
+        Option("Number of measurements of each point. Twice for the fastest exchange of a prompt.", minimum=1),
     ] = 3,
     partitions: Annotated[
         bool, Option("Also search the partitions of prompts in chains, for the policy runahead.")

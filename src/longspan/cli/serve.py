@@ -34,7 +34,7 @@ def serve(
     otlp_traces_endpoint: Annotated[
         str | None,
         Option(
-            "URL of an OpenTelemetry collector for one span per request; needs longspan[otel].",
+            "URL of an OpenTelemetry collector for one span per request. Needs longspan[otel].",
             group="Server",
             metavar="URL",
             configures=True,

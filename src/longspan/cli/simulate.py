@@ -42,15 +42,15 @@ class ResultOptions:
     find_max_rate: Annotated[
         bool,
         _results(
-            "Also find the maximum requests per second at which 90 % meet --slo-ttft and --slo-tbt; without these, at "
-            "which P99 TTFT is below 25 times its value at light load."
+            "Also find the maximum requests per second at which 90 % meet --slo-ttft and --slo-tbt. Without these "
+            "bounds, P99 TTFT must be below 25 times its value at light load."
         ),
     ] = False
     profile_improvement_rates: Annotated[
         bool,
         _results("Only find the value for -o improvement_rates= of tetris, for up to --rate requests per second."),
     ] = False
-    report: Annotated[Path | None, _results("A page with pictures; needs longspan[report].", metavar="FILE.html")] = (
+    report: Annotated[Path | None, _results("A page with pictures. Needs longspan[report].", metavar="FILE.html")] = (
         None
     )
     trace: Annotated[Path | None, _results("A trace for Perfetto or Chrome.", metavar="FILE.json")] = None

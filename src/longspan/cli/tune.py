@@ -33,8 +33,8 @@ def tune(
     what: Annotated[Literal["csa"], Option("csa: sparse attention of policy csps.")],
     model: Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")],
     *,
-    out: Annotated[Path, Option("The tuned file; points are saved in FILE.journal.", metavar="FILE")],
-    max_minutes: Annotated[float, Option("Minutes of measuring; 0 uses the saved points only.", minimum=0)],
+    out: Annotated[Path, Option("The tuned file. Points are saved in FILE.journal.", metavar="FILE")],
+    max_minutes: Annotated[float, Option("Minutes of measuring. 0 uses the saved points only.", minimum=0)],
     data: Annotated[Path | None, Option("Text for the prompts.", metavar="FILE", default="Python's manual")] = None,
     engine: EngineArgs = _ENGINE,
 ) -> None:

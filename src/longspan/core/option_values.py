@@ -40,11 +40,12 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
 def unknown_option(policy: str, key: str, known: Collection[str], where: str = "") -> ParameterError:
     """Return the error about an option that a policy lacks, with a similar option if there is one."""
     if not known:
-        remedy = "it has none, but context and others do: leave it out"
+        remedy = "it has none, but context and tetris do"
     else:
         similar = closest(key, known)
         remedy = f"its options are {', '.join(known)}" + ("" if similar is None else f" ({similar} is similar)")
-    return ParameterError("policy_options", f"{key}: policy {policy} has no such option{where}: {remedy}", key)
+    problem = f"{key}: policy {policy} has no such option{where}: leave it out, or change it: {remedy}"
+    return ParameterError("policy_options", problem, key)
 
 
 def _wrong_value(policy: str, error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> ValueError:

@@ -160,8 +160,8 @@ class SchedulingArgs:
     csa: Annotated[
         str,
         _scheduling(
-            "Sparse attention, by policy csps: off, auto to choose for each prompt, a YAML file of settings, or a file "
-            "of longspan tune csa to choose by.",
+            "Sparse attention, by policy csps: off, auto to choose for each prompt, a YAML file of settings, or a "
+            "tuned file of longspan tune csa.",
             metavar="off|auto|FILE",
         ),
     ] = "off"
@@ -188,7 +188,7 @@ class SchedulingArgs:
     policy_options: Annotated[
         Mapping[str, str] | None,
         _scheduling(
-            "An option of the policy; repeatable.",
+            "An option of the policy. Repeatable.",
             name="policy-option",
             short="o",
             metavar="KEY=VALUE",

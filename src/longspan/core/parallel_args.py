@@ -25,7 +25,7 @@ class ParallelArgs:
     prefill_parallel: Annotated[
         str | None,
         instance_option(
-            "Instead: instances that only prefill, on the first devices; with seesaw, on all in a phase.",
+            "Instead: instances that only prefill, on the first devices. With seesaw, they use all devices in a phase.",
             metavar="SPEC",
         ),
     ] = None

@@ -116,7 +116,7 @@ class SamplingParams:
     """
 
     temperature: Annotated[float, _choice("0 is greedy.")] = 1.0
-    top_k: Annotated[int, _choice("Keep the k most likely tokens; -1 or 0 keeps all.")] = -1
+    top_k: Annotated[int, _choice("Keep the k most likely tokens. -1 or 0 keeps all.")] = -1
     top_p: Annotated[float, _choice("Keep the most likely tokens that reach this probability together.")] = 1.0
     min_p: Annotated[float, _choice("Minimum probability, relative to the likeliest token.")] = 0.0
     repetition_penalty: Annotated[float, _choice("Above 1: tokens of prompt and output become less likely.")] = 1.0
@@ -125,7 +125,7 @@ class SamplingParams:
     logit_bias: Annotated[
         LogitBias | None,
         _choice(
-            "Added to the logit of a token id; repeatable.", metavar="ID=VALUE", repeatable=True, read=_read_biases
+            "Added to the logit of a token id. Repeatable.", metavar="ID=VALUE", repeatable=True, read=_read_biases
         ),
     ] = None
     seed: Annotated[int | None, _choice("Seed of all random numbers, those of dummy weights too.")] = None
@@ -133,11 +133,11 @@ class SamplingParams:
     logprobs: Annotated[int | None, _choice("Report logprobs of output tokens and of this many likeliest.")] = None
     prompt_logprobs: Annotated[int | None, _choice("The same for the tokens of the prompt.")] = None
     max_tokens: Annotated[
-        int | None, _end("Maximum output tokens; if there is no default, the rest of the context.")
+        int | None, _end("Maximum output tokens. If there is no default, the rest of the context.")
     ] = 16
     min_tokens: Annotated[int, _end("Minimum output tokens.")] = 0
     stop: Annotated[
-        Sequence[str] | str | None, _end("A string that ends the output; repeatable.", repeatable=True, read=tuple)
+        Sequence[str] | str | None, _end("A string that ends the output. Repeatable.", repeatable=True, read=tuple)
     ] = ()
     stop_token_ids: Annotated[
         Sequence[int] | None, _end("Token ids that end the output.", metavar="1,2,3", read=id_list)

@@ -104,8 +104,8 @@ def make_policy(
         name = _resolved(num_instances, options, has_roles=facts.has_roles)
         shared = next((option for option in options if option not in _ALONE), None)
         if num_instances == 1 and shared is not None and not is_resized:
-            problem = "is for prompts that instances share, but there is 1 instance: set `parallel` to 2 or more, or"
-            raise ParameterError(shared, f"{problem} `policy` to one with this option", str(options[shared])[:60])
+            problem = "is for prompts that instances share, but there is 1 instance: set `parallel` to 2 or more"
+            raise ParameterError(shared, problem, str(options[shared])[:60])
     kind = policy_class(name)
     if facts.has_roles and not kind.knows_roles:
         able = " or ".join(other for other in _REGISTRY if policy_class(other).knows_roles)

@@ -156,28 +156,28 @@ class ServerSettings:
         ParameterError: a value is invalid. The message does not repeat keys.
     """
 
-    host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
-    port: Annotated[int, _server("Port to listen on; 0 chooses a free port.")] = 8000
+    host: Annotated[str, _server("Address to listen on. 0.0.0.0 is every interface.")] = "127.0.0.1"
+    port: Annotated[int, _server("Port to listen on. 0 chooses a free port.")] = 8000
     api_keys: Annotated[
-        tuple[str, ...], _names("Key that clients need; repeatable, any one suffices.", name="api-key", default="")
+        tuple[str, ...], _names("Key that clients need. Repeatable, any key suffices.", name="api-key", default="")
     ] = field(default=(), repr=False)
     model_names: Annotated[
         tuple[str, ...],
-        _names("Name of the model for clients; repeatable. By default the model's own.", name="served-model-name"),
+        _names("Name of the model for clients. Repeatable. By default the model's own.", name="served-model-name"),
     ] = ()
     root_path: Annotated[str, _server("Path prefix that a proxy removes.")] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
         _names(
-            "Origin whose web pages may call the API (CORS), as https://example.org; repeatable, * for all.",
+            "Origin whose web pages may call the API (CORS), as https://example.org, or * for all. Repeatable.",
             default="",
         ),
     ] = ()
     max_num_queued_reqs: Annotated[
-        int, _server("Maximum number of waiting requests; more are answered 503.", minimum=1)
+        int, _server("Maximum number of waiting requests. More are answered 503.", minimum=1)
     ] = 1024
     max_num_queued_tokens: Annotated[
-        int, _server("Maximum sum of tokens of waiting requests; a single request may be longer.", minimum=1)
+        int, _server("Maximum sum of tokens of waiting requests. A single request may be longer.", minimum=1)
     ] = 8_000_000
     engine_timeout_s: Annotated[
         float,
@@ -190,7 +190,7 @@ class ServerSettings:
     max_worker_restarts: Annotated[
         int | None,
         _server(
-            "Number of times lost workers are replaced; then only the other instances serve.",
+            "Number of times lost workers are replaced. Then only the other instances serve.",
             minimum=0,
             default="no limit",
         ),
@@ -201,13 +201,15 @@ class ServerSettings:
     ] = 75
     request_timeout_s: Annotated[
         float | None,
-        _timeout("Seconds a request may take; x-request-timeout can only shorten it.", name="request-timeout"),
+        _timeout(
+            "Seconds a request may take. The header x-request-timeout can only shorten it.", name="request-timeout"
+        ),
     ] = None
     body_timeout_s: Annotated[float, _timeout("Seconds a request's body may take to arrive.", name="body-timeout")] = (
         60.0
     )
     max_total_body_bytes: Annotated[
-        int, _server("Maximum bytes of the bodies of all open requests; more are answered 503.", minimum=1)
+        int, _server("Maximum bytes of the bodies of all open requests. More are answered 503.", minimum=1)
     ] = 2**28
     max_header_bytes: Annotated[
         int,
@@ -223,18 +225,20 @@ class ServerSettings:
     shutdown_timeout_s: Annotated[
         float,
         _server(
-            "Seconds for open requests after SIGTERM; a second signal ends the server at once.",
+            "Seconds for open requests after SIGTERM. A second signal ends the server at once.",
             name="shutdown-timeout",
             minimum=0,
         ),
     ] = 30.0
-    metrics_prefix: Annotated[str, _server("Prefix of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
+    metrics_prefix: Annotated[str, _server("Prefix of metric names, such as vllm: for dashboards made for vLLM.")] = (
+        "longspan:"
+    )
     enable_auto_tool_choice: Annotated[
         bool, _server("Let the model choose whether it calls tools if a request does not say.")
     ] = True
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3_json", "mistral"],
-        _server("Format of the model's tool calls; auto detects it in the chat template."),
+        _server("Format of the model's tool calls. auto detects it in the chat template."),
     ] = "auto"
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)

@@ -71,7 +71,7 @@ class HardwareSpec:
         _cluster("Instead: its nominal speed, one way, in 10^9 bytes per second.", metavar="X", default="the link's"),
     ] = None
     dtype: Annotated[
-        Dtype, _cluster("Precision of weights and KV; auto: that of the model's config.json, or 16 bits.")
+        Dtype, _cluster("Precision of weights and KV. auto is the precision in the model's config.json, or 16 bits.")
     ] = "auto"
     ffn_dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "fp8"] | None,
@@ -90,21 +90,22 @@ class FleetSpec(ParallelArgs):
     parallel: Annotated[
         str | None,
         instance_option(
-            "N or [Nx][tpT][ppP]: N instances, each of T * P devices; together they take all devices.",
+            "N or [Nx][tpT][ppP]: N instances, each of T * P devices. Together they take all devices.",
             metavar="SPEC",
             default="an instance per device",
         ),
     ] = None
     hardware: Annotated[
         str | None,
-        _cluster("A device such as a100-sxm-80g; an unknown name lists all. Or give --profile.", metavar="NAME"),
+        _cluster("A device such as a100-sxm-80g. An unknown name lists all. Or give --profile.", metavar="NAME"),
     ] = None
     profile: Annotated[
-        Path | None, _cluster("Instead: what longspan profile measured; instances are of that machine.", metavar="FILE")
+        Path | None,
+        _cluster("Instead: a profile that longspan profile measured. Instances are of that machine.", metavar="FILE"),
     ] = None
     hosts: Annotated[int, _cluster("How many hosts there are.")] = 1
     gpus_per_host: Annotated[
-        int | None, _cluster("Devices of each host.", default="what the instances need, or else 8")
+        int | None, _cluster("Devices of each host.", default="as many as the instances need, or else 8")
     ] = None
 
 
@@ -201,7 +202,7 @@ class Faults:
     slow: Annotated[
         Mapping[int, float],
         _faults(
-            "Multiply the step times of an instance, numbered from 0; repeatable.",
+            "Multiply the step times of an instance, numbered from 0. Repeatable.",
             metavar="INSTANCE=FACTOR",
             repeatable=True,
             read=_factors,
@@ -210,7 +211,7 @@ class Faults:
     lost_at_s: Annotated[
         tuple[float, ...],
         _faults(
-            "Seconds until a worker is lost; all workers restart, as in an engine; repeatable.",
+            "Seconds until a worker is lost. All workers restart, as in an engine. Repeatable.",
             name="lose-worker-at",
             metavar="S",
             repeatable=True,

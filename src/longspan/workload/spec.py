@@ -27,14 +27,14 @@ class WorkloadSpec:
     workload: Annotated[
         str,
         _workload(
-            "Lengths as in Tetris's traces; or a trace (.csv, .jsonl, maybe .gz); or quantiles (.json).",
+            "Lengths as in Tetris's traces, or a trace (.csv, .jsonl, maybe .gz), or quantiles (.json).",
             metavar="short|medium|long|FILE",
         ),
     ] = "short"
     rate: Annotated[
         float | None,
         _workload(
-            "Requests per second; a trace with times is stretched to it.",
+            "Requests per second. A trace with times is stretched to it.",
             default="a trace's own",
             may_be_infinite=True,
         ),
@@ -45,12 +45,12 @@ class WorkloadSpec:
         _workload("Shape of the gamma distribution of gaps: below 1 in bursts, above steadier.", default="1"),
     ] = None
     num_requests: Annotated[
-        int | None, _workload("Total requests; each turn counts.", default="1000, or all of a trace")
+        int | None, _workload("Total requests. Each turn counts.", default="1000, or all of a trace")
     ] = None
     output_len: Annotated[int | None, _workload("Output tokens of every request.", default="from the workload")] = None
     prefix_len: Annotated[int, _workload("Tokens of a shared prefix, added to prompts.")] = 0
     num_prefixes: Annotated[int | None, _workload("Number of different shared prefixes.", default="1")] = None
-    turns: Annotated[int, _workload("Requests of each conversation; each follows the answer before.")] = 1
+    turns: Annotated[int, _workload("Requests of each conversation. Each follows the answer before.")] = 1
     think_time: Annotated[
         float | None, _workload("Seconds from an answer to the next turn.", metavar="S", default="10")
     ] = None

@@ -50,9 +50,7 @@ class FixedSp(Cdsp, name="fixed-sp"):
     def __init__(self, instances: tuple[int, ...], options: FixedOptions, facts: Facts) -> None:
         size, number = options.sp, len(instances)
         if size <= number and number % size:
-            problem = (
-                f"({size}) does not divide {number} instances into groups: choose one that does, or give `parallel`"
-            )
+            problem = f"({size}) does not divide {number} instances into groups: choose a divisor, or give `parallel`"
             raise ParameterError("sp", f"{problem} another number", size)
         times = sp_times(facts, options.exchanges, str(size), number)[size]
         planner = FixedGroups(times, instances, size)

@@ -84,7 +84,10 @@ class Csps(Policy, name="csps"):
             ("KV heads", max(heads), self._shape.num_kv_heads),
         ):
             if given not in (1, actual):
-                raise ParameterError("csa", f"has drop ratios of {given} {unit}, but the model has {actual}", given)
+                problem = (
+                    f"has drop ratios of {given} {unit}, but the model has {actual}: give one ratio, or one for each"
+                )
+                raise ParameterError("csa", problem, given)
 
     @property
     def capacity(self) -> int:

@@ -163,7 +163,7 @@ class CspsOptions(ContextOptions):
         given = {"threshold": (self.threshold, "auto"), "fractions": (self.fractions, "")}
         for name, (value, unset) in given.items():
             if value != unset:
-                problem = f"({self.partition}) says how prompts are shared, but {name} {value} given: leave one out"
+                problem = f"({self.partition}) sets the shares of prompts, but {name} {value} given: leave one out"
                 raise ParameterError("partition", problem, self.partition)
         if self.layout not in {"auto", "contiguous"}:
             problem = f"is for layout contiguous, but layout {self.layout} given: leave one of them out"
