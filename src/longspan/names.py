@@ -91,7 +91,7 @@ def suggesting(kind: type[KindT]) -> type[KindT]:
                 raise
             raise TypeError(str(error).replace(".__init__", "", 1) + remedy(kwargs, known)) from None
 
-    kind.__init__ = checked  # type: ignore[method-assign]
+    kind.__init__ = checked  # type: ignore[method-assign, assignment]
     return kind
 
 

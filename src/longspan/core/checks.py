@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from longspan.errors import ParameterError
 
@@ -49,7 +49,7 @@ _ACCEPTED = {int: Integral, float: Real}
 
 def check_types(options: Any) -> None:  # noqa: ANN401 - any dataclass
     """Raise a ParameterError for a field whose value has none of its types. Literals are for `check_choice`."""
-    for name, kinds in _types_of(type(options)).items():
+    for name, kinds in _types_of(cast(Any, type(options))).items():
         value = getattr(options, name)
         if kinds <= _KINDS.keys() and not any(_is_of(value, kind) for kind in kinds):
             words = [words for kind, words in _KINDS.items() if kind in kinds]
@@ -66,7 +66,7 @@ def check_choice(name: str, value: object, hint: Any) -> None:  # noqa: ANN401 -
 
 
 @cache
-def _types_of(kind: type) -> dict[str, frozenset[Any]]:
+def _types_of(kind: Any) -> dict[str, frozenset[Any]]:
     """Return the types of each field of a dataclass."""
     hints = get_type_hints(kind)
     return {
