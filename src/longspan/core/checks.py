@@ -66,7 +66,7 @@ def check_choice(name: str, value: object, hint: Any) -> None:  # noqa: ANN401 -
 
 
 @cache
-def _types_of(kind: Any) -> dict[str, frozenset[Any]]:
+def _types_of(kind: Any) -> dict[str, frozenset[Any]]:  # noqa: ANN401 - a dataclass
     """Return the types of each field of a dataclass."""
     hints = get_type_hints(kind)
     return {
