@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
-
-KindT = TypeVar("KindT")
+from collections.abc import Collection, Iterable, Mapping
 
 _OTHERS = {
     "tensor_parallel_size": "tp",
@@ -75,24 +70,6 @@ def remedy(given: Mapping[str, object], known: Collection[str]) -> str:
     """Return `: use NAME` for the first unknown argument that has a known counterpart, or else the known names."""
     names = (closest(name, known) for name in given if name not in known)
     return next((f": use {name}" for name in names if name is not None), f": choose from {', '.join(known)}")
-
-
-def suggesting(kind: type[KindT]) -> type[KindT]:
-    """Decorate a dataclass so that the error about an unknown argument names a known one."""
-    init: Callable[..., None] = kind.__init__
-    known = inspect.signature(kind).parameters
-
-    @wraps(init)
-    def checked(self: KindT, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of the dataclass
-        try:
-            init(self, *args, **kwargs)
-        except TypeError as error:
-            if kwargs.keys() <= known.keys():
-                raise
-            raise TypeError(str(error).replace(".__init__", "", 1) + remedy(kwargs, known)) from None
-
-    kind.__init__ = checked  # type: ignore[method-assign, assignment]
-    return kind
 
 
 def choices(value: object, known: Iterable[str]) -> str:

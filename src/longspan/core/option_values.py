@@ -10,7 +10,6 @@ import msgspec
 
 from longspan.core.checks import check_numbers
 from longspan.errors import ParameterError, PluginError
-from longspan.names import closest
 
 OptionsT = TypeVar("OptionsT")
 
@@ -42,6 +41,8 @@ def unknown_option(policy: str, key: str, known: Collection[str], where: str = "
     if not known:
         remedy = "it has none, but context and tetris do"
     else:
+        from longspan.names import closest  # noqa: PLC0415 - an error
+
         similar = closest(key, known)
         remedy = f"its options are {', '.join(known)}" + ("" if similar is None else f" ({similar} is similar)")
     problem = f"{key}: policy {policy} has no such option{where}: leave it out, or change it: {remedy}"

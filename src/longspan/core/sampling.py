@@ -11,8 +11,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any
 
 from longspan.core.options import Option, id_list, key_values
-from longspan.errors import ParameterError
-from longspan.names import suggesting
+from longspan.errors import ParameterError, suggesting
 
 LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
 """Token id to bias, stored as sorted pairs. JSON has no integer keys, so ids may be strings of digits.

@@ -9,7 +9,6 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from longspan.errors import ParameterError
-from longspan.names import choices
 
 Kernels = Literal["flash", "eager"]
 """Attention is fused, or made of separate operators over a matrix of scores."""
@@ -269,6 +268,8 @@ def efficiency() -> Efficiency:
 def _entry(file: str, parameter: str, name: str) -> dict[str, Any]:
     table = _table(file)
     if name not in table:
+        from longspan.names import choices  # noqa: PLC0415 - an error
+
         raise ParameterError(parameter, f"{name!r} is unknown: {choices(name, table)}", name)
     entry: dict[str, Any] = table[name]
     return entry

@@ -17,7 +17,6 @@ from longspan.core.extensions import POLICIES, extensions
 from longspan.core.option_values import parse_options, unknown_option
 from longspan.core.policy import Policy
 from longspan.errors import ParameterError, PluginError
-from longspan.names import choices
 
 if TYPE_CHECKING:
     from longspan.core.cluster import Cluster
@@ -172,6 +171,8 @@ def policy_class(name: str) -> type[Policy]:
     if name not in _REGISTRY:
         added = extensions(POLICIES, _BUILT_IN)
         if name not in added:
+            from longspan.names import choices  # noqa: PLC0415 - an error
+
             raise ParameterError("policy", f"{name!r} is unknown: {choices(name, policy_names())}", name)
         _REGISTRY[name] = _added(name, added[name])
     policy = _REGISTRY[name]
