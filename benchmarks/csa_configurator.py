@@ -33,8 +33,8 @@ from rich.table import Table
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL
 from longspan.core.locations import locations_of_ranks
-from longspan.core.sparse import DropMode
 from longspan.core.splits import ParallelSpec
+from longspan.cost.csa_pipeline import Rates
 from longspan.policy.csps.chooser import CsaChooser
 from longspan.policy.csps.models import LossModel
 from longspan.policy.csps.objective import Objective
@@ -141,7 +141,7 @@ def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float
     bytes_per_s = tuned.rates.between.bytes_per_s * 16 ** rng.uniform(-1, 1)
     if by_loss:
         return num_tokens, bytes_per_s, Objective(max_loss=rng.choice((0.0, rng.uniform(1, 20))))
-    group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=tuned.rates, block_size=1).with_link(bytes_per_s)
+    group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=rates_with(tuned, bytes_per_s), block_size=1)
     modes = [replace(group, mode=mode) for mode in tuned.modes()]
     least_s = min(
         FINE.quickest(of_mode, num_tokens, Configuration(n, FINE.drops[-1]))[0]
@@ -152,10 +152,15 @@ def draw(rng: random.Random, tuned: Tuned, *, by_loss: bool) -> tuple[int, float
     return num_tokens, bytes_per_s, Objective(target_s=rng.uniform(least_s, exact_s))
 
 
+def rates_with(tuned: Tuned, bytes_per_s: float) -> Rates:
+    """Return the speeds of a tuned file with another link between hosts."""
+    link = msgspec.structs.replace(tuned.rates.between, bytes_per_s=bytes_per_s)
+    return msgspec.structs.replace(tuned.rates, between=link)
+
+
 def compared(tuned: Tuned, referee: LossModel, num_tokens: int, bytes_per_s: float, objective: Objective) -> Case:
     """Choose settings as for a request, and by enumeration. `referee` is the loss fitted to all points."""
-    link = msgspec.structs.replace(tuned.rates.between, bytes_per_s=bytes_per_s)
-    here = msgspec.structs.replace(tuned, rates=msgspec.structs.replace(tuned.rates, between=link))
+    here = msgspec.structs.replace(tuned, rates=rates_with(tuned, bytes_per_s))
     cluster = Cluster(
         spec=ParallelSpec.parse(str(len(tuned.hosts))), locations=locations_of_ranks(len(tuned.hosts), "2")
     )
@@ -165,45 +170,45 @@ def compared(tuned: Tuned, referee: LossModel, num_tokens: int, bytes_per_s: flo
     chosen = chooser.choose(num_tokens, len(tuned.hosts), objective)
     choosing_s = time.perf_counter() - begin
     group = Group(shape=tuned.shape, hosts=tuned.hosts, rates=here.rates, block_size=1)
-    candidates: list[tuple[Choice, DropMode]] = []
+    candidates: list[Choice] = []
     for mode in tuned.modes():
-        of_mode, loss = replace(group, mode=mode), tuned.loss_in(tuned.hosts, mode)
+        choices = FINE.choices(replace(group, mode=mode), num_tokens, tuned.loss_in(tuned.hosts, mode))
         if objective.target_s is None:
-            candidate = least_ttft(FINE.choices(of_mode, num_tokens, loss), objective.loss_bound)
+            candidate = least_ttft(choices, objective.loss_bound)
         else:
-            candidate = least_loss(FINE.choices(of_mode, num_tokens, loss), objective.target_s)
+            candidate = least_loss(choices, objective.target_s)
         if candidate is not None:
-            candidates.append((candidate, mode))
+            candidates.append(candidate)
     of_chosen = replace(group, mode=chosen.mode)
     ttft_s, mean_drop = of_chosen.ttft_s(num_tokens, chosen.configuration), of_chosen.mean_drop(chosen.configuration)
     lost = tuned.loss_in(tuned.hosts, chosen.mode)(num_tokens, mean_drop)
     time_ratio, is_met, is_met_by_all = None, None, None
     if objective.target_s is None:
-        best, mode = min(candidates, key=lambda candidate: candidate[0].ttft_s)
+        best = least_ttft(candidates, math.inf)
+        assert best is not None, "exact attention loses nothing"
         time_ratio = ttft_s / best.ttft_s
         is_met = lost <= objective.loss_bound
         is_met_by_all = referee.predict(num_tokens, mean_drop, chosen.mode) <= objective.loss_bound
-    elif candidates:
-        best, mode = min(candidates, key=lambda candidate: (candidate[0].loss, candidate[0].ttft_s))
+    elif (best := least_loss(candidates, math.inf)) is not None:
         is_met = ttft_s <= objective.target_s
     return Case(
         num_tokens=num_tokens,
         bytes_per_s=bytes_per_s,
         objective=objective,
-        chosen=_name(chosen.choice, chosen.mode),
-        best=_name(best, mode) if candidates else "none",
+        chosen=_name(chosen),
+        best="none" if best is None else _name(best),
         time_ratio=time_ratio,
-        more_lost=lost - best.loss if candidates else 0.0,
+        more_lost=0.0 if best is None else lost - best.loss,
         is_met=is_met,
         is_met_by_all=is_met_by_all,
         choosing_s=choosing_s,
     )
 
 
-def _name(choice: Choice, mode: DropMode) -> str:
+def _name(choice: Choice) -> str:
     configuration = choice.configuration
     pieces = ",".join(map(str, configuration.micro_partitions)) or "1"
-    return f"{configuration.levels} levels, {configuration.drop:.0%} {mode}, in {pieces}"
+    return f"{configuration.levels} levels, {configuration.drop:.0%} {choice.mode}, in {pieces}"
 
 
 def _more_lost(cases: list[Case]) -> float:

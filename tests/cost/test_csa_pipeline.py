@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -16,7 +15,6 @@ from longspan.core.sparse_plan import Heads, ratios_by_rule, segments_of, work_o
 from longspan.cost.architecture import ModelShape
 from longspan.cost.csa_pipeline import Duplex, LinkSpeed, MemberWork, Rates, Traffic, layer_time, member_works
 from longspan.policy.csps.search import Configuration, Grid, Group, least_loss, least_ttft
-from longspan.policy.csps.settings import CsaConfig
 
 SHAPE = ModelShape(num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, bytes_per_element=2)
 FREE = LinkSpeed(1e30)
@@ -209,18 +207,6 @@ def test_ratios_of_layers_follow_deviations() -> None:
     assert all(one <= more for one, more in zip(group.layer_ratios(0.4), group.layer_ratios(0.42), strict=True))
     with pytest.raises(ValueError, match="3 standard deviations given for 8 layers"):
         replace(GROUP, deviations=(1.0, 2.0, 3.0))
-
-
-@pytest.mark.parametrize("deviations", [(), (9.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 9.0)])
-def test_settings_are_what_the_policy_reads(deviations) -> None:
-    group, configuration = replace(GROUP, deviations=deviations, mode="kv"), Configuration(3, 0.2, (4, 2))
-    config = CsaConfig.parse(json.dumps(group.settings(configuration)))
-    assert (config.levels, config.pieces(), config.drop_mode) == (3, (4, 2), "kv")
-    table = config.table()
-    for layer, ratio in enumerate(group.layer_ratios(0.2)):
-        if 0 < layer < 7:
-            [by_level] = table[min(layer, len(table) - 1)]
-            assert by_level == pytest.approx(ratios_by_rule(ratio, 3))
 
 
 def invented(num_tokens: int, mean_drop: tuple[float, ...]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from test_csa_pipeline import GROUP, RATES, invented
 
 from longspan.cost.csa_pipeline import LinkSpeed
 from longspan.policy.csps.models import LossModel, LossSample, TimeTable
-from longspan.policy.csps.search import Configuration, Grid, Group, least_loss, least_ttft
+from longspan.policy.csps.search import Configuration, Grid, least_loss, least_ttft
 
 GRID = Grid(
     drops=tuple(round(0.05 * number, 2) for number in range(20)), near_pieces=(1, 2, 4, 8, 16), far_pieces=(1, 2, 4)
@@ -39,9 +40,10 @@ def model() -> LossModel:
     return LossModel.fit(measured(0.3, seed=1))
 
 
-@pytest.fixture(scope="module")
-def table() -> TimeTable:
-    return TimeTable.train(GROUP, LENGTHS, LINKS, GRID)
+@cache
+def table_of(link: float) -> TimeTable:
+    rates = msgspec.structs.replace(RATES, between=LinkSpeed(link))
+    return TimeTable.train(replace(GROUP, rates=rates), LENGTHS, GRID)
 
 
 def test_a_fit_misses_no_more_than_the_noise(model) -> None:
@@ -77,46 +79,45 @@ def test_exact_attention_loses_nothing_and_the_unmeasured_is_refused(model) -> N
         model.predict(32768, (0.1, 0.2, 0.3), "kv")
 
 
-def test_models_are_kept_as_json(model, table) -> None:
-    for one in (model, table):
-        assert msgspec.json.decode(msgspec.json.encode(one), type=type(one)) == one
+def test_models_are_kept_as_json(model) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(model), type=LossModel) == model
 
 
-def test_the_table_has_the_enumerated_at_its_points(table) -> None:
+def test_the_table_has_the_enumerated_at_its_points() -> None:
     """There nothing is interpolated: the choice is that of enumeration."""
     for length, link in ((16384, 1.25e9), (65536, 5e9), (262144, 2e10)):
-        there = GROUP.with_link(link)
+        table = table_of(link)
         for max_loss in (0.0, 2.0, 5.0):
             chosen, best = (
-                least_ttft(table.choices(length, link, invented), max_loss),
-                least_ttft(GRID.choices(there, length, invented), max_loss),
+                least_ttft(table.choices(length, invented), max_loss),
+                least_ttft(GRID.choices(table.group, length, invented), max_loss),
             )
             assert chosen.configuration == best.configuration
             assert chosen.ttft_s == pytest.approx(best.ttft_s)
 
 
-def held_out(count: int) -> list[tuple[int, Group, bool, float]]:
-    """Draws prompts, links, objectives and constraints that some configuration meets, between the table's points."""
+def held_out(count: int) -> list[tuple[int, TimeTable, bool, float]]:
+    """Draws prompts, links, objectives and constraints that some configuration meets, between the tables' points."""
     rng, found = random.Random(4), []
     for number in range(count):
-        num_tokens, link = round(16384 * 16 ** rng.random()), 1.25e9 * 16 ** rng.random()
-        there = GROUP.with_link(link)
-        times = [there.ttft_s(num_tokens, Configuration(2, drop, (2,))) for drop in (0.0, 0.8)]
+        num_tokens, table = round(16384 * 16 ** rng.random()), table_of(rng.choice(LINKS))
+        times = [table.group.ttft_s(num_tokens, Configuration(2, drop, (2,))) for drop in (0.0, 0.8)]
         by_loss = number % 2 == 0
-        found.append((num_tokens, there, by_loss, rng.uniform(0, 20) if by_loss else rng.uniform(*times)))
+        found.append((num_tokens, table, by_loss, rng.uniform(0, 20) if by_loss else rng.uniform(*times)))
     return found
 
 
-def test_choices_are_nearly_as_good_as_enumeration(table) -> None:
+def test_choices_are_nearly_as_good_as_enumeration() -> None:
     """At most 5 % slower than enumeration's, by the simulator, and no constraint but one in twenty is broken."""
     met, lost = [], []
     cases = held_out(50)
-    for num_tokens, there, by_loss, most in cases:
+    for num_tokens, table, by_loss, most in cases:
+        there = table.group
         if by_loss:
-            chosen = least_ttft(table.choices(num_tokens, there.bytes_per_s, invented), most)
+            chosen = least_ttft(table.choices(num_tokens, invented), most)
             best = least_ttft(GRID.choices(there, num_tokens, invented), most)
         else:
-            choices = table.choices(num_tokens, there.bytes_per_s, invented)
+            choices = table.choices(num_tokens, invented)
             chosen = least_loss(choices, most / (1 + table.margin))
             best = least_loss(GRID.choices(there, num_tokens, invented), most)
         ttft_s = there.ttft_s(num_tokens, chosen.configuration)
@@ -129,43 +130,32 @@ def test_choices_are_nearly_as_good_as_enumeration(table) -> None:
     assert sum(lost) / len(lost) < 0.5
 
 
-def test_a_fitted_loss_keeps_nearly_to_the_constraint(table, model) -> None:
+def test_a_fitted_loss_keeps_nearly_to_the_constraint(model) -> None:
     """Where the true loss is not known, the constraint is met as well as the fit."""
     over = []
-    for num_tokens, there, by_loss, most in held_out(50):
+    for num_tokens, table, by_loss, most in held_out(50):
         if by_loss:
-            chosen = least_ttft(
-                table.choices(num_tokens, there.bytes_per_s, lambda n, drop: model.predict(n, drop, "qkv")), most
-            )
+            chosen = least_ttft(table.choices(num_tokens, lambda n, drop: model.predict(n, drop, "qkv")), most)
             assert chosen.loss <= most
-            over.append(invented(num_tokens, there.mean_drop(chosen.configuration)) - most)
+            over.append(invented(num_tokens, table.group.mean_drop(chosen.configuration)) - most)
     assert max(over) < 0.5
 
 
-def test_choosing_evaluates_the_loss_once_for_each_option(table) -> None:
-    """Nothing is simulated: the table has no group to do that with."""
-    asked = []
+def test_choosing_evaluates_the_loss_once_for_each_option() -> None:
+    table, asked = table_of(LINKS[0]), []
 
     def counted(num_tokens: int, mean_drop: tuple[float, ...]) -> float:
         asked.append(mean_drop)
         return invented(num_tokens, mean_drop)
 
     assert len(table.options) == 2 * len(GRID.drops)
-    assert least_ttft(table.choices(50000, 3e9, counted), 0.0) is not None
-    assert asked == table.mean_drop
+    assert least_ttft(table.choices(50000, counted), 0.0) is not None
+    assert asked == [GROUP.mean_drop(option) for option in table.options]
 
 
-def test_lengths_outside_the_table_are_refused(table) -> None:
+def test_lengths_outside_the_table_are_refused() -> None:
+    table = table_of(LINKS[0])
     with pytest.raises(ValueError, match="1000 tokens, but the table has 16384 to 262144: train another"):
-        table.choices(1000, 3e9, invented)
-    with pytest.raises(ValueError, match="bytes/s"):
-        table.choices(50000, 3e11, invented)
-    assert least_loss(table.choices(50000, 3e9, invented), 1e-9) is None
-    assert least_ttft(table.choices(50000, 3e9, lambda *_: 1.0), 0.5) is None
-
-
-def test_on_one_host_the_link_inside_is_the_table_s() -> None:
-    group = replace(GROUP, hosts=(0,) * 4)
-    assert group.bytes_per_s == RATES.inside.bytes_per_s
-    assert group.with_link(7e9).rates.inside == LinkSpeed(7e9)
-    assert group.with_link(7e9).rates.between == RATES.between
+        table.choices(1000, invented)
+    assert least_loss(table.choices(50000, invented), 1e-9) is None
+    assert least_ttft(table.choices(50000, lambda *_: 1.0), 0.5) is None

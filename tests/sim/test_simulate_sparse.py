@@ -148,7 +148,7 @@ def chooser_of(facts: Facts, kind: str) -> CsaChooser:
 
 def predicted_s(chooser: CsaChooser, cost: StepCost, kind: str, configuration: Configuration) -> tuple[float, float]:
     """Predict the seconds of a prompt by the chooser, and by the step cost, without the output head."""
-    group, _ = chooser.tables(2)[0]
+    group = chooser.tables(2)[0].group
     exact, setting = exchange_of(kind), group.setting(8192, configuration)
     exchange = exact if setting is None else exact.sparse_form(setting)
     [step_s] = set(cost.seconds(prompt(exchange, sampled=False)).values())
@@ -208,7 +208,7 @@ def test_slow_instances_slow_the_prices_of_the_chooser() -> None:
     for slow in ({}, {0: 2.0, 1: 2.0}):
         experiment = make_experiment("llama-3-8b", cluster, SchedulingArgs(policy="csps"), Faults(slow=slow))
         chooser = chooser_of(experiment.facts, "alltoall")
-        seconds.append(chooser.ttft_s(chooser.tables(2)[0][0], 8192, Configuration(2, 0.5, (2,))))
+        seconds.append(chooser.ttft_s(chooser.tables(2)[0].group, 8192, Configuration(2, 0.5, (2,))))
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -34,21 +33,6 @@ _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 65536, 262144, 1048576)
 """Lengths in tokens for which configurations are enumerated. Other lengths are interpolated."""
 _PER_DOUBLING = 8
 """Lengths within an eighth of a doubling have one configuration, so that their prompts can share cached KV."""
-_ANY_LOSS = 1e9
-"""Upper bound in points that every finite loss meets."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A choice, the mode of its drops, and whether the objective is expected to be met."""
-
-    choice: Choice
-    mode: DropMode
-    is_met: bool
-
-    @property
-    def configuration(self) -> Configuration:
-        return self.choice.configuration
 
 
 class CsaChooser:
@@ -76,8 +60,8 @@ class CsaChooser:
         for members in sizes:
             self.tables(members)
 
-    def tables(self, members: int) -> list[tuple[Group, TimeTable]]:
-        """Return the group of this size and its times, one pair for each mode of drops."""
+    def tables(self, members: int) -> list[TimeTable]:
+        """Return the times of the group of this size, one table for each mode of drops."""
         hosts = self._hosts[:members]
         rates = rates_of(self._tuned, self._facts, hosts)
         kind = self._exchange.kind
@@ -106,43 +90,29 @@ class CsaChooser:
         exact_s = self._facts.exact_s(self._exchange, self._instances[: len(group.hosts)], num_tokens)
         return 1.0 if exact_s is None else exact_s / group.ttft_s(num_tokens, Configuration(1))
 
-    def _choices(self, group: Group, table: TimeTable, num_tokens: int) -> list[Choice]:
+    def _choices(self, table: TimeTable, num_tokens: int) -> list[Choice]:
         """Return the options of a group whose loss was measured, with the times of the step cost."""
+        group = table.group
         loss, scale = self._tuned.loss_in(group.hosts, group.mode), self._scale(group, num_tokens)
-        choices = table.choices(num_tokens, group.bytes_per_s, loss)
-        return [
-            Choice(choice.configuration, choice.ttft_s * scale, choice.loss)
-            for choice in choices
-            if math.isfinite(choice.loss)
-        ]
+        choices = (choice for choice in table.choices(num_tokens, loss) if math.isfinite(choice.loss))
+        return [msgspec.structs.replace(choice, ttft_s=choice.ttft_s * scale) for choice in choices]
 
-    def _choose(self, num_tokens: int, members: int, objective: Objective) -> Chosen:
+    def _choose(self, num_tokens: int, members: int, objective: Objective) -> Choice:
         """Choose for a prompt. Its length is rounded up by `bucket`."""
-        length, best = bucket(num_tokens), list[tuple[Choice, DropMode]]()
-        tables = self.tables(members)
-        options = [(group, table, self._choices(group, table, length)) for group, table in tables]
-        for group, table, choices in options:
-            if objective.target_s is None:
-                choice = least_ttft(choices, objective.loss_bound)
-            else:
-                choice = least_loss(choices, objective.target_s / (1 + table.margin))
-            if choice is not None:
-                best.append((choice, group.mode))
-        if best:
-            by_loss = objective.target_s is not None
-            choice, mode = min(best, key=lambda pair: (pair[0].loss if by_loss else 0.0, pair[0].ttft_s))
-            return Chosen(choice=choice, mode=mode, is_met=True)
-        quickest = [
-            (choice, group.mode)
-            for group, _, choices in options
-            if (choice := least_ttft(choices, _ANY_LOSS)) is not None
-        ]
-        if objective.target_s is not None and quickest:  # the target cannot be met
-            choice, mode = min(quickest, key=lambda pair: pair[0].ttft_s)
-            return Chosen(choice=choice, mode=mode, is_met=False)
-        group, _ = tables[0]
-        exact = Configuration(1)
-        return Chosen(choice=Choice(exact, self.ttft_s(group, length, exact), 0.0), mode=group.mode, is_met=True)
+        length, target_s, tables = bucket(num_tokens), objective.target_s, self.tables(members)
+        options = [(choice, table.margin) for table in tables for choice in self._choices(table, length)]
+        choices = [choice for choice, _ in options]
+        if target_s is None:
+            best = least_ttft(choices, objective.loss_bound)
+        else:
+            in_time = (choice for choice, margin in options if choice.ttft_s <= target_s / (1 + margin))
+            best = least_loss(in_time, target_s)
+        if best is not None:
+            return best
+        if target_s is not None and (quickest := least_ttft(choices, math.inf)) is not None:
+            return msgspec.structs.replace(quickest, is_met=False)
+        group, exact = tables[0].group, Configuration(1)
+        return Choice(exact, group.mode, self.ttft_s(group, length, exact), 0.0)
 
 
 def bucket(num_tokens: int) -> int:
@@ -165,12 +135,10 @@ def _rates_of_facts(facts: Facts, hosts: tuple[int, ...]) -> Rates | None:
 
 
 @lru_cache(maxsize=64)
-def _enumerated(
-    shape: ModelShape, hosts: tuple[int, ...], rates: Rates, kind: str, mode: DropMode
-) -> tuple[Group, TimeTable]:
+def _enumerated(shape: ModelShape, hosts: tuple[int, ...], rates: Rates, kind: str, mode: DropMode) -> TimeTable:
     """Time all configurations of a group. Partitions are not rounded to blocks."""
     group = Group(shape=shape, hosts=hosts, rates=rates, kind=kind, mode=mode, block_size=1)
-    return group, TimeTable.train(group, _LENGTHS, [group.bytes_per_s], GRID)
+    return TimeTable.train(group, _LENGTHS, GRID)
 
 
 def _check_shape(tuned: Tuned, shape: ModelShape) -> None:

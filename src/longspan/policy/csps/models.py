@@ -1,8 +1,8 @@
 """Models fitted to measurements and enumerations: the loss of accuracy, and the time by configuration (§3.2.6).
 
-Both are values that are stored as JSON. The paper trains regression models for the best configuration itself. Here a
-table has the least time for each number of levels and drop ratio, by prompt length and link speed, and is interpolated.
-One table therefore serves both objectives, any constraint and any model of the loss.
+The loss is stored as JSON. The paper trains regression models for the best configuration itself. Here a table of one
+group has the least time for each number of levels and drop ratio, by prompt length, and is interpolated. One table
+therefore serves both objectives, any constraint and any model of the loss.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 import msgspec
@@ -26,6 +28,8 @@ _CHECKED_EVERY = 4
 """Every fourth option of a table is checked halfway between points. Neighbouring options differ little."""
 _MAX_ROUNDS = 5000
 """Upper bound for the rounds of coordinate descent in a fit."""
+_MAX_LENGTHS = 4
+"""Upper bound for the lengths of a fit with weights of their own."""
 _SAMPLES_PER_WEIGHT = 5
 """Lower bound for the samples per weight, so that the fit does not follow noise."""
 
@@ -67,13 +71,13 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rms: float
 
     @classmethod
-    def fit(cls, samples: Sequence[LossSample], max_lengths: int = 4) -> Self:
+    def fit(cls, samples: Sequence[LossSample]) -> Self:
         """Fit all samples by least squares."""
         fits, squares = [], 0.0
         kinds = {(len(sample.mean_drop), sample.mode) for sample in samples} - {(0, "kv"), (0, "qkv")}
         for num_ratios, mode in sorted(kinds):
             own = [sample for sample in samples if (len(sample.mean_drop), sample.mode) == (num_ratios, mode)]
-            fits.append(_best_fit(own, max_lengths))
+            fits.append(_best_fit(own))
             squares += sum((fits[-1].predict(one.num_tokens, one.mean_drop) - one.loss) ** 2 for one in own)
         return cls(fits=fits, rms=math.sqrt(squares / max(1, len(samples))))
 
@@ -91,7 +95,7 @@ class LossModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         raise ValueError(f"no loss was measured with {len(mean_drop) + 1} levels and drops of {mode}: measure some")
 
 
-def _best_fit(samples: Sequence[LossSample], max_lengths: int) -> _LossFit:
+def _best_fit(samples: Sequence[LossSample]) -> _LossFit:
     """Fit samples of one number of levels and mode, with as many weights as the number of samples allows.
 
     The lengths of weights split the sorted samples evenly, so that each weight is fitted to equally many samples.
@@ -100,7 +104,7 @@ def _best_fit(samples: Sequence[LossSample], max_lengths: int) -> _LossFit:
     allowed = [
         (len(powers) * count, powers, count)
         for powers in _POWERS
-        for count in range(1, min(max_lengths, len(measured)) + 1)
+        for count in range(1, min(_MAX_LENGTHS, len(measured)) + 1)
         if _SAMPLES_PER_WEIGHT * len(powers) * count * len(samples[0].mean_drop) <= len(samples)
     ]
     _, powers, count = max(allowed, default=(0, _POWERS[0], 1))
@@ -150,76 +154,61 @@ def _least_squares(rows: NDArray[np.float64], values: NDArray[np.float64]) -> ND
     return weights
 
 
-class TimeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least time to first token of a group by levels and drop ratio, for some lengths and link speeds.
+@dataclass(frozen=True, kw_only=True)
+class TimeTable:
+    """The least time to first token of a group by levels and drop ratio, for some lengths.
 
     Attributes:
         lengths: in tokens, ascending.
-        links: speeds of the slowest link in bytes per second, ascending.
         options: levels and drop ratios.
-        mean_drop: for each option, the mean ratio by level from 2 on.
-        cells: seconds and quickest micro-partitions, by length, link and option.
-        margin: the largest relative error of interpolated times halfway between lengths and links.
+        cells: seconds and quickest micro-partitions, by length and option.
+        margin: the largest relative error of interpolated times halfway between lengths.
     """
 
-    lengths: list[int]
-    links: list[float]
+    group: Group
+    lengths: Sequence[int]
     options: list[Configuration]
-    mean_drop: list[tuple[float, ...]]
-    cells: list[list[list[tuple[float, tuple[int, ...]]]]]
+    cells: list[list[tuple[float, Configuration]]]
     margin: float = 0.0
 
     @classmethod
-    def train(cls, group: Group, lengths: Sequence[int], links: Sequence[float], grid: Grid) -> Self:
+    def train(cls, group: Group, lengths: Sequence[int], grid: Grid) -> Self:
         """Make a table by enumeration, and check interpolated times halfway between its points."""
-        options, cells = grid.options(group), []
-        for length in lengths:
-            row = []
-            for linked in map(group.with_link, links):
-                quickest = (grid.quickest(linked, length, option) for option in options)
-                row.append([(ttft_s, configuration.micro_partitions) for ttft_s, configuration in quickest])
-            cells.append(row)
-        drops = [group.mean_drop(option) for option in options]
-        table = cls(lengths=list(lengths), links=list(links), options=options, mean_drop=drops, cells=cells)
-        return msgspec.structs.replace(table, margin=table._worst(group))
+        options = grid.options(group)
+        cells = [[grid.quickest(group, length, option) for option in options] for length in lengths]
+        table = cls(group=group, lengths=lengths, options=options, cells=cells)
+        return replace(table, margin=table._worst())
 
-    def choices(self, num_tokens: int, bytes_per_s: float, loss: Loss) -> list[Choice]:
+    def choices(self, num_tokens: int, loss: Loss) -> list[Choice]:
         """Return each option with its interpolated time, its loss, and the micro-partitions of the nearest cell.
 
-        Logarithms of times are interpolated between logarithms of lengths and speeds.
+        Logarithms of times are interpolated between logarithms of lengths.
 
         Raises:
-            ValueError: for a length or a speed beyond those of the table.
+            ValueError: for a length beyond those of the table.
         """
-        for unit, value, points in (("tokens", num_tokens, self.lengths), ("bytes/s", bytes_per_s, self.links)):
-            if not points[0] <= value <= points[-1]:
-                raise ValueError(f"{value:g} {unit}, but the table has {points[0]:g} to {points[-1]:g}: train another")
-        around = [
-            (a * b, self.cells[i][j])
-            for i, a in _between(num_tokens, self.lengths)
-            for j, b in _between(bytes_per_s, self.links)
-        ]
+        shortest, longest = self.lengths[0], self.lengths[-1]
+        if not shortest <= num_tokens <= longest:
+            raise ValueError(f"{num_tokens} tokens, but the table has {shortest} to {longest}: train another")
+        around = [(share, self.cells[index]) for index, share in _between(num_tokens, self.lengths)]
         _, nearest = max(around, key=lambda weighted: weighted[0])
         choices = []
-        for index, option in enumerate(self.options):
+        for index, drops in enumerate(self._mean_drops):
             ttft_s = math.exp(sum(share * math.log(cell[index][0]) for share, cell in around))
-            configuration = Configuration(option.levels, option.drop, nearest[index][1])
-            choices.append(Choice(configuration, ttft_s, loss(num_tokens, self.mean_drop[index])))
+            choices.append(Choice(nearest[index][1], self.group.mode, ttft_s, loss(num_tokens, drops)))
         return choices
 
-    def _worst(self, group: Group) -> float:
+    @cached_property
+    def _mean_drops(self) -> list[tuple[float, ...]]:
+        return [self.group.mean_drop(option) for option in self.options]
+
+    def _worst(self) -> float:
         """Return the largest share by which the simulated time of an option exceeds the interpolated time."""
-        halfway = product(*(_halfway(points) for points in (self.lengths, self.links)))
         return max(
             0.0,
             *(
-                group.with_link(link).ttft_s(int(length), choice.configuration) / choice.ttft_s - 1
-                for length, link in halfway
-                for choice in self.choices(int(length), link, lambda *_: 0.0)[::_CHECKED_EVERY]
+                self.group.ttft_s(length, choice.configuration) / choice.ttft_s - 1
+                for length in (int(math.sqrt(a * b)) for a, b in pairwise(self.lengths))
+                for choice in self.choices(length, lambda *_: 0.0)[::_CHECKED_EVERY]
             ),
         )
-
-
-def _halfway(points: Sequence[float]) -> list[float]:
-    """Return the geometric means of neighbouring points, or the point itself if there is only one."""
-    return [math.sqrt(a * b) for a, b in pairwise(points)] or list(points)

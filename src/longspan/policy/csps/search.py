@@ -7,7 +7,7 @@ levels depends on the hosts of the group. The ratios of further levels follow fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import msgspec
@@ -37,11 +37,17 @@ class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A configuration with its predicted time to first token and its predicted loss in points."""
+    """A configuration with its predicted time to first token and its predicted loss in points.
+
+    Attributes:
+        is_met: whether the choice is expected to meet the objective.
+    """
 
     configuration: Configuration
+    mode: DropMode
     ttft_s: float
     loss: float
+    is_met: bool = True
 
 
 def least_ttft(choices: Iterable[Choice], max_loss: float) -> Choice | None:
@@ -79,24 +85,12 @@ class Group:
     kind: str = ALLTOALL.kind
     mode: DropMode = "qkv"
     block_size: int = 16
-    samples: int = 64
     deviations: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.deviations and len(self.deviations) != self.shape.num_layers:
             given, layers = len(self.deviations), self.shape.num_layers
             raise ValueError(f"{given} standard deviations given for {layers} layers: give one for each")
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Speed of the slowest link: between hosts if the group has several, else inside the host."""
-        return (self.rates.between if len(set(self.hosts)) > 1 else self.rates.inside).bytes_per_s
-
-    def with_link(self, bytes_per_s: float) -> Group:
-        """Return a copy with another speed of the slowest link."""
-        name = "between" if len(set(self.hosts)) > 1 else "inside"
-        speed = msgspec.structs.replace(getattr(self.rates, name), bytes_per_s=bytes_per_s)
-        return replace(self, rates=msgspec.structs.replace(self.rates, **{name: speed}))
 
     def levels(self) -> tuple[int, ...]:
         """Return the numbers of levels to try. A group on several hosts or racks has more levels."""
@@ -127,18 +121,6 @@ class Group:
         """Return the tokens of a partition, rounded up to whole blocks."""
         return -(-num_tokens // (len(self.hosts) * self.block_size)) * self.block_size
 
-    def settings(self, configuration: Configuration) -> dict[str, object]:
-        """Return the content of a settings file (`--csa`) for a configuration."""
-        by_layer = [ratios_by_rule(ratio, configuration.levels) for ratio in self.layer_ratios(configuration.drop)]
-        by_level = dict(enumerate(map(list, zip(*by_layer, strict=True)), 2))
-        return {
-            "levels": configuration.levels,
-            "drop": {level: ratios[1] if len(set(ratios[1:-1])) == 1 else ratios for level, ratios in by_level.items()},
-            "drop_mode": self.mode,
-            "micro_partitions": dict(enumerate(configuration.micro_partitions, 2)),
-            "samples": self.samples,
-        }
-
     def setting(self, num_tokens: int, configuration: Configuration) -> SparseSetting | None:
         """Return the setting of a whole prompt, or None for exact attention."""
         levels = configuration.levels
@@ -150,7 +132,6 @@ class Group:
             drop=tuple((ratios_by_rule(ratio, levels),) for ratio in self.layer_ratios(configuration.drop)),
             mode=self.mode,
             micro_partitions=configuration.micro_partitions,
-            samples=self.samples,
         )
 
     def ttft_s(self, num_tokens: int, configuration: Configuration) -> float:
@@ -190,4 +171,4 @@ class Grid:
         """Yield the options of a group, each with its quickest micro-partitions."""
         for option in self.options(group):
             ttft_s, configuration = self.quickest(group, num_tokens, option)
-            yield Choice(configuration, ttft_s, loss(num_tokens, group.mean_drop(option)))
+            yield Choice(configuration, group.mode, ttft_s, loss(num_tokens, group.mean_drop(option)))

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from longspan.core.exchange import ALLTOALL, exchange_of, with_sparse_form
 from longspan.core.sparse import MAX_LEVELS, MAX_PIECES, DropMode, RateBy, is_tuned
 from longspan.core.sparse_plan import ratios_by_rule
+from longspan.cost.profile_key import Count
 from longspan.errors import ParameterError
 from longspan.policy.context import ContextOptions
 from longspan.policy.csps.objective import Objective
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 
 _OFF = "off"
 
-Ratios = float | list[float | list[float]]
+Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_ByHead = Annotated[list[Ratio], msgspec.Meta(min_length=1)]
+Ratios = Ratio | Annotated[list[Ratio | _ByHead], msgspec.Meta(min_length=1)]
 """One ratio, or one per layer, or for each layer one per KV head."""
+Pieces = Annotated[int, msgspec.Meta(ge=1, le=MAX_PIECES)]
 
 
 class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,32 +43,17 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             a ratio drops nothing.
     """
 
-    levels: int = 3
-    drop: float | dict[int, Ratios] = {}
+    levels: Annotated[int, msgspec.Meta(ge=1, le=MAX_LEVELS)] = 3
+    drop: Ratio | dict[int, Ratios] = {}
     drop_mode: DropMode = "qkv"
-    micro_partitions: int | dict[int, int] = 1
-    samples: int = 64
+    micro_partitions: Pieces | dict[int, Pieces] = 1
+    samples: Count = 64
     rate_by: RateBy = "layer"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= MAX_LEVELS:
-            raise ValueError(f"levels are 1 to {MAX_LEVELS}, but {self.levels} given")
-        pieces = self.micro_partitions if isinstance(self.micro_partitions, dict) else {2: self.micro_partitions}
-        for level, number in pieces.items():
-            if not 1 <= number <= MAX_PIECES:
-                raise ValueError(f"micro_partitions are 1 to {MAX_PIECES}, but {number} given")
-            if isinstance(self.micro_partitions, dict) and not 2 <= level <= self.levels:
-                raise ValueError(f"micro_partitions name level {level}, but have levels 2 to {self.levels}")
-        if self.samples < 1:
-            raise ValueError(f"samples must be at least 1, but {self.samples} given")
-        if isinstance(self.drop, dict) and (odd := sorted(set(self.drop) - set(range(2, self.levels + 1)))):
-            raise ValueError(f"drop names level {odd[0]}, but ratios are of levels 2 to {self.levels}")
-        for ratios in self.drop.values() if isinstance(self.drop, dict) else ():
-            if _has_none(ratios):
-                raise ValueError("drop has an empty list: give a ratio for each layer, or KV head, or one for all")
-        for ratio in _numbers([self.drop] if isinstance(self.drop, float) else [*self.drop.values()]):
-            if not 0 <= ratio <= 1:
-                raise ValueError(f"drop ratios are from 0 to 1, but {ratio:g} given")
+        for name, given in (("drop", self.drop), ("micro_partitions", self.micro_partitions)):
+            if isinstance(given, dict) and (odd := sorted(given.keys() - set(range(2, self.levels + 1)))):
+                raise ValueError(f"{name} names level {odd[0]}, but levels are 2 to {self.levels}")
 
     @classmethod
     def parse(cls, text: str) -> CsaConfig:
@@ -93,17 +82,6 @@ class CsaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             heads = range(num_heads)
             table.append(tuple(tuple(r if isinstance(r, float) else r[head] for r in of_layer) for head in heads))
         return tuple(table)
-
-
-def _has_none(ratios: Ratios | list[float]) -> bool:
-    return isinstance(ratios, list) and (not ratios or any(isinstance(ratio, list) and not ratio for ratio in ratios))
-
-
-def _numbers(ratios: Sequence[float | list[float]] | Sequence[Ratios]) -> list[float]:
-    numbers: list[float] = []
-    for ratio in ratios:
-        numbers += [ratio] if isinstance(ratio, float) else _numbers(ratio)
-    return numbers
 
 
 def _common(unit: str, counts: Sequence[int]) -> int:
