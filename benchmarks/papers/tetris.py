@@ -265,7 +265,8 @@ def _grown_s(on: Setting, parallel: str, new: int, history: float, *, balanced: 
         sample=None,
     )
     rebalances = (MoveKV(number=1, request_id=0, copies=copies),) if balanced else ()
-    return max(cost.seconds(Forward(number=2, parts=(part,), rebalances=rebalances)).values())
+    forward = Forward(number=2, parts=(part,), rebalances=rebalances)
+    return max(map(sum, cost.stage_seconds(forward).values()))
 
 
 def _transfer(setup: tetris_serving.Setup, tokens: int) -> float:

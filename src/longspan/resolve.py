@@ -23,7 +23,7 @@ from longspan.core.config import EngineConfig, check_phases
 from longspan.core.exchange import ALLTOALL, WeightSource, exchange_of
 from longspan.core.kv_record import KvRecord
 from longspan.core.policy import Policy
-from longspan.cost.architecture import ModelShape, from_config
+from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
@@ -31,7 +31,7 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy.facts import Facts, known_facts, measured_phases
+from longspan.policy.facts import Facts, measured_phases
 from longspan.policy.registry import PolicyChoice, make_policy, phases_of
 from longspan.policy.step_size import with_step_tokens
 from longspan.pool_sizes import KvBytes, by_rule, check_host_memory, with_pools
@@ -263,12 +263,14 @@ def _facts(
 ) -> Facts:
     """Return facts with the profiles of this machine. The key may have another tp."""
     key = msgspec.structs.replace(key, tp=cluster.spec.tp)
-    return known_facts(
-        key,
-        shape,
-        cluster,
-        profile=load_profile(key),
+    profile = load_profile(key)
+    return Facts(
+        shape=shape,
+        hardware=typical_hardware(key.device, key.threads) if profile is None else profile.speeds(shape),
+        profile=profile,
+        model=key.model,
         partitions=load_partitions(key, block_size),
+        cluster=cluster,
         phases=phases,
         phase_cost=_phase_cost(key, shape, phases, block_size),
     )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_part import part_of
 from refusals import refused
+from step_seconds import seconds_of
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
@@ -416,13 +417,13 @@ def step_cost(instances: int) -> RooflineCost:
 @pytest.mark.parametrize("cached", [0, 4096])
 def test_a_step_of_one_prompt_takes_its_estimate(exchange: Exchange, cached: int) -> None:
     forward = Forward(number=0, parts=(part(0, cached, 16384, (0, 1, 2, 3), exchange),))
-    seconds = step_cost(4).seconds(forward)
+    seconds = seconds_of(step_cost(4), forward)
     assert max(seconds.values()) == pytest.approx(prefill(4, exchange, 16384, cached).seconds, rel=1e-6)
 
 
 def test_a_decode_step_takes_its_estimate() -> None:
     parts = tuple(part(request, 4095, 4096, (0,), LOCAL) for request in range(8))
-    seconds = step_cost(4).seconds(Forward(number=0, parts=parts))
+    seconds = seconds_of(step_cost(4), Forward(number=0, parts=parts))
     assert seconds == {0: pytest.approx(estimate_decode(model_on(), 1, LOCAL, 4096, 8).seconds)}
 
 
@@ -436,7 +437,7 @@ def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> N
     cost = step_cost(4)
 
     def seconds(*parts: Part) -> dict[int, float]:
-        return cost.seconds(Forward(number=0, parts=parts))
+        return seconds_of(cost, Forward(number=0, parts=parts))
 
     one = seconds(part(0, 1000, 1001, (0,), LOCAL))[0]
     many = seconds(*(part(request, 1000, 1001, (0,), LOCAL) for request in range(16)))[0]
@@ -450,24 +451,24 @@ def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> N
 def test_groups_that_share_members_wait_for_each_other() -> None:
     cost = step_cost(4)
     decodes = [part(request, 1000, 1001, (0, 1), RING_Q) for request in range(2)]
-    of_one = cost.seconds(Forward(number=0, parts=(decodes[0],)))
+    of_one = seconds_of(cost, Forward(number=0, parts=(decodes[0],)))
     head_s = of_one[0] - of_one[1]
     assert head_s == pytest.approx(cost.lines[0].layer.head_s(1)), "the first member samples"
-    joined = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (1, 2), RING_KV))))
+    joined = seconds_of(cost, Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (1, 2), RING_KV))))
     assert joined == pytest.approx({0: joined[2] + head_s, 1: joined[2] + head_s, 2: joined[2]}, rel=1e-6)
     assert joined[2] > 2 * of_one[1], "which is the prompt's time"
-    apart = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (2, 3), RING_KV))))
+    apart = seconds_of(cost, Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (2, 3), RING_KV))))
     assert apart[1] < apart[3] == pytest.approx(joined[2], rel=0.1), "groups apart do not wait"
 
 
 def test_instances_of_a_step_end_after_their_own_work() -> None:
     """A chain's members end one after the other; an instance that only passes a token on takes nothing."""
-    seconds = step_cost(4).seconds(Forward(number=0, parts=(part(0, 0, 65536, (0, 1, 2, 3), CHAIN),)))
+    seconds = seconds_of(step_cost(4), Forward(number=0, parts=(part(0, 0, 65536, (0, 1, 2, 3), CHAIN),)))
     assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
     passed = replace(part(0, 10, 11, (0,), LOCAL), unknown_on=3)
-    assert step_cost(4).seconds(Forward(number=0, parts=(passed,)))[3] == 0
+    assert seconds_of(step_cost(4), Forward(number=0, parts=(passed,)))[3] == 0
     beside = part(1, 0, 1000, (1,), LOCAL)
-    assert step_cost(4).seconds(Forward(number=0, parts=(passed, beside)))[3] == 0, "also together with a prompt"
+    assert seconds_of(step_cost(4), Forward(number=0, parts=(passed, beside)))[3] == 0, "also together with a prompt"
 
 
 def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
@@ -496,7 +497,7 @@ def test_earlier_queries_change_no_time(steps: list[list[Part]]) -> None:
     cost = step_cost(8)
     for parts in steps:
         forward = Forward(number=0, parts=tuple(parts))
-        assert cost.seconds(forward) == step_cost(8).seconds(forward)
+        assert seconds_of(cost, forward) == seconds_of(step_cost(8), forward)
 
 
 @settings(max_examples=60, deadline=None)

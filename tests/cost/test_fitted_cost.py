@@ -12,6 +12,7 @@ from linear_cost import LinearCost
 from msgspec import structs
 from one_part import part_of
 from refusals import refused
+from step_seconds import seconds_of
 from test_profile import SUBJECT, in_profile
 
 from longspan.core.blocks import BlockRef
@@ -64,7 +65,7 @@ def part(name: int, start: int, stop: int, *group: int, exchange: Exchange = LOC
 
 
 def seconds(*parts: Part) -> dict[int, float]:
-    return fitted(profile()).seconds(Forward(number=1, parts=parts))
+    return seconds_of(fitted(profile()), Forward(number=1, parts=parts))
 
 
 def fitted(measured: Profile, *others: Profile) -> FittedCost:
@@ -93,14 +94,14 @@ def test_a_chain_that_is_cut_unevenly_on_purpose_counts_as_it_is() -> None:
     assert [sum(map(len, runs)) for runs in even.runs] == [200, 300]
     uneven = replace(even, runs=shard_span("contiguous", 0, 500, 2, align=BLOCK_SIZE, fractions=(0.6, 0.4)))
     for one, counted in ((even, 600), (uneven, 500)):
-        found = fitted(chain).seconds(Forward(number=0, parts=(one,)))
+        found = seconds_of(fitted(chain), Forward(number=0, parts=(one,)))
         assert found == dict.fromkeys((0, 1), pytest.approx(counted * 1e-3, rel=1e-3))
 
 
 def test_measured_prompts_count_as_their_busiest_member_too() -> None:
     few = Prefill(members=2, exchange="ring_kv", new_tokens=60, cached_tokens=0, seconds=(0.5,))
-    same = fitted(profile().with_measured(few)).seconds(
-        Forward(number=0, parts=(part(0, 0, 60, 0, 1, exchange=RING_KV),))
+    same = seconds_of(
+        fitted(profile().with_measured(few)), Forward(number=0, parts=(part(0, 0, 60, 0, 1, exchange=RING_KV),))
     )
     assert same == dict.fromkeys((0, 1), pytest.approx(0.5, rel=0.02))
 
@@ -147,7 +148,7 @@ def test_members_that_compute_tokens_of_others_wait_for_each_other() -> None:
     cost = fitted(measured)
 
     def took_s(*parts: Part) -> dict[int, float]:
-        return cost.seconds(Forward(number=1, parts=parts))
+        return seconds_of(cost, Forward(number=1, parts=parts))
 
     beside = DECODE[1][1] + DECODE[1][2] * 50
     assert took_s(shared) == dict.fromkeys((0, 1), pytest.approx(alone, rel=1e-3))
@@ -197,7 +198,7 @@ def test_host_keys_are_copied_to_a_device_and_never_to_a_cpu() -> None:
 
     def more_s(measured: Profile, own: Part) -> float:
         parts = [replace(own, hosted=(number,) if number else ()) for number in (0, 100)]
-        without, with_some = (fitted(measured).seconds(Forward(number=1, parts=(one,)))[0] for one in parts)
+        without, with_some = (seconds_of(fitted(measured), Forward(number=1, parts=(one,)))[0] for one in parts)
         return with_some - without
 
     decode, prompt = part(0, 20_000, 20_001, 0), part(0, 20_000, 22_000, 0)
@@ -225,8 +226,8 @@ def test_layers_hide_a_balance_except_before_the_first_layer() -> None:
     shared = part(0, 500, 1500, 3, 5, exchange=RING_KV)
     move = MoveKV(number=2, request_id=0, copies=((BlockRef(3, 0), BlockRef(5, 0)),))
     cost = fitted(linked)
-    plain = cost.seconds(Forward(number=1, parts=(shared,)))
-    balanced = cost.seconds(Forward(number=1, parts=(shared,), rebalances=(move,)))
+    plain = seconds_of(cost, Forward(number=1, parts=(shared,)))
+    balanced = seconds_of(cost, Forward(number=1, parts=(shared,), rebalances=(move,)))
     assert balanced == {i: pytest.approx(plain[i] + alone_s(cost.flows(move)) / 10) for i in (3, 5)}
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from one_part import part_of
+from step_seconds import seconds_of
 
 from longspan.core.blocks import BlockRef
 from longspan.core.cluster import Cluster
@@ -90,7 +91,7 @@ def test_keys_on_a_host_come_over_the_bus(spec: str) -> None:
             Forward(number=1, parts=(replace(own, hosted=(number,) if number else ()),))
             for number in (0, cached // BLOCK)
         ]
-        without, with_some = (found.seconds(step)[0] for step in steps)
+        without, with_some = (seconds_of(found, step)[0] for step in steps)
         return with_some - without
 
     bus = catalog.link(catalog.device(HOSTS.hardware).bus)
@@ -103,7 +104,7 @@ def test_on_a_cpu_they_are_there() -> None:
     found = cost("1", None, Devices(hardware="cpu-epyc-9654", gpus_per_host=1))
     own = part_of((0,), start=4096, stop=4097, runs=((Run(4096, 4097),),))
     steps = [Forward(number=1, parts=(replace(own, hosted=(number,) if number else ()),)) for number in (0, 16)]
-    assert found.seconds(steps[0]) == found.seconds(steps[1])
+    assert seconds_of(found, steps[0]) == seconds_of(found, steps[1])
 
 
 def test_sixteen_sources_are_too_many_for_eight_receivers() -> None:
@@ -192,14 +193,14 @@ def _prefill(rebalances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int
 def test_a_balance_with_long_layers_costs_its_first_layer() -> None:
     found = cost()
     moved = move((0, 2), (1, 3), blocks=32)
-    plain, balanced = found.seconds(_prefill(cached=32_768)), found.seconds(_prefill((moved,), cached=32_768))
+    plain, balanced = seconds_of(found, _prefill(cached=32_768)), seconds_of(found, _prefill((moved,), cached=32_768))
     part_s = alone_s(found.flows(moved)) / 32
     assert [balanced[i] - plain[i] for i in range(4)] == [pytest.approx(part_s)] * 4
 
 
 def test_a_copy_within_an_instance_costs_nothing() -> None:
     found = cost()
-    assert found.seconds(_prefill((move((1, 1), blocks=1),))) == found.seconds(_prefill())
+    assert seconds_of(found, _prefill((move((1, 1), blocks=1),))) == seconds_of(found, _prefill())
 
 
 def test_members_that_swap_blocks_move_them() -> None:
@@ -207,13 +208,13 @@ def test_members_that_swap_blocks_move_them() -> None:
     found = cost()
     swapped, copied = move((0, 2), (2, 0)), move((0, 0), (2, 2))
     assert copied.is_local and not swapped.is_local
-    assert found.seconds(_prefill((swapped,)))[0] > found.seconds(_prefill((copied,)))[0]
+    assert seconds_of(found, _prefill((swapped,)))[0] > seconds_of(found, _prefill((copied,)))[0]
 
 
 def test_a_balance_with_short_layers_is_exposed() -> None:
     found = cost()
     moved = move((0, 2), blocks=2000)
-    plain, balanced = found.seconds(_prefill(new=1024)), found.seconds(_prefill((moved,), new=1024))
+    plain, balanced = seconds_of(found, _prefill(new=1024)), seconds_of(found, _prefill((moved,), new=1024))
     assert balanced[0] - plain[0] > alone_s(found.flows(moved)) / 2
 
 
@@ -234,5 +235,5 @@ def test_a_decode_on_eight_ranks_is_quicker_than_on_one() -> None:
         )
         for instance in (0, 16)
     ]
-    alone, split = (max(found.seconds(Forward(number=1, parts=(part,))).values()) for part in decodes)
+    alone, split = (max(seconds_of(found, Forward(number=1, parts=(part,))).values()) for part in decodes)
     assert split < alone / 2

@@ -23,12 +23,14 @@ from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Profile, Transfer, profiled_prompts
 from longspan.policy.choosing import Chooser, ring_kv_or_ring_q, unsharded_weights_pay
 from longspan.policy.facts import Facts
+from longspan.policy.sharing import SharingOptions
 from longspan.profiling.plan import SHARED
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 HARDWARE = Hardware(flops_per_s=1e12, bytes_per_s=1e9)
 PROMPTS = profiled_prompts([256, 1024, 4096, 16384], 40_000)
 LENGTHS = st.integers(1, 200_000)
+ZIGZAG = SharingOptions(layout="zigzag")
 
 
 def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tuple[Exchange, ...] = SHARED) -> Profile:
@@ -54,39 +56,39 @@ def two_or_four() -> Profile:
 
 @given(st.integers(2, 8), st.integers(1000, 200_000))
 def test_free_links_share_long_prompts(members: int, length: int) -> None:
-    chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0)))
+    chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0)), ZIGZAG)
     assert chooser.members(length) == members
 
 
 @given(st.integers(2, 8), LENGTHS)
 def test_slow_links_share_nothing(members: int, length: int) -> None:
-    chooser = Chooser(members, Facts(profile=machine(members, link_s=1e-1)))
+    chooser = Chooser(members, Facts(profile=machine(members, link_s=1e-1)), ZIGZAG)
     assert chooser.members(length) == 1
 
 
 @given(st.integers(2, 8), LENGTHS, LENGTHS)
 def test_a_group_for_a_prompt_is_used_for_longer_prompts(members: int, length: int, more: int) -> None:
     """A group that starts late pays off from some length on."""
-    chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0, start_s=0.05)))
+    chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0, start_s=0.05)), ZIGZAG)
     assert (chooser.members(64), chooser.members(100_000)) == (1, members)
     assert chooser.members(length) == 1 or chooser.members(length + more) == members
 
 
 def test_more_members_for_longer_prompts() -> None:
-    chooser = Chooser(4, Facts(profile=two_or_four()))
+    chooser = Chooser(4, Facts(profile=two_or_four()), ZIGZAG)
     found = [chooser.members(length) for length in (100, 400, 1500, 3000, 10_000, 100_000)]
     assert found == [1, 1, 2, 2, 4, 4]
-    assert Chooser(3, Facts(profile=two_or_four())).members(100_000) == 2
+    assert Chooser(3, Facts(profile=two_or_four()), ZIGZAG).members(100_000) == 2
 
 
 def test_the_quickest_exchange_is_taken() -> None:
-    chooser = Chooser(2, Facts(profile=machine(2, link_s=1e-5)))
+    chooser = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), ZIGZAG)
     assert chooser.exchange(4096, 0, 2) == RING_KV
-    only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), GATHER_KV)
+    only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), SharingOptions(exchange=GATHER_KV.kind))
     assert only.exchange(4096, 0, 2) == GATHER_KV
-    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))))
+    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))), ZIGZAG)
     assert chains.exchange(4096, 0, 2) == RING_KV, "a chain needs a layout of its own"
-    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))), chains=True)
+    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))), SharingOptions())
     assert chains.exchange(4096, 0, 2) == CHAIN
 
 
@@ -101,7 +103,7 @@ def test_the_quickest_exchange_is_taken() -> None:
     ],
 )
 def test_unmeasured_settings_are_unknown(profile: Profile | None) -> None:
-    chooser = Chooser(2, Facts(profile=profile))
+    chooser = Chooser(2, Facts(profile=profile), ZIGZAG)
     assert chooser.members(100_000) is None
     assert chooser.exchange(1, 100_000, 2) == RING_KV
 
@@ -117,7 +119,7 @@ def test_steps_of_one_token_have_none_left_for_prompts() -> None:
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(2, 8))
 def test_without_measurements_algorithm_5_chooses(new: int, cached: int, members: int) -> None:
     for shape in (SHAPE, replace(SHAPE, num_kv_heads=8)):
-        chooser = Chooser(members, Facts(shape=shape, hardware=HARDWARE))
+        chooser = Chooser(members, Facts(shape=shape, hardware=HARDWARE), ZIGZAG)
         expected = ring_kv_or_ring_q(shape, HARDWARE, new, cached, members)
         assert chooser.exchange(new, cached, members) == expected
 
@@ -126,7 +128,7 @@ def test_without_measurements_algorithm_5_chooses(new: int, cached: int, members
 def test_a_whole_prompt_sends_keys_and_values_however_many_heads_they_have(length: int, members: int) -> None:
     """Queries and partial outputs are as many bytes then, and fewer of them are hidden."""
     for num_kv_heads in (1, 8):
-        chooser = Chooser(members, Facts(shape=replace(SHAPE, num_kv_heads=num_kv_heads), hardware=HARDWARE))
+        chooser = Chooser(members, Facts(shape=replace(SHAPE, num_kv_heads=num_kv_heads), hardware=HARDWARE), ZIGZAG)
         assert chooser.exchange(length, 0, members) == RING_KV
 
 
@@ -139,7 +141,7 @@ SPLIT = replace(SHAPE, num_kv_heads=1)  # eight query heads read one KV head, so
 @given(st.integers(2, 8), st.integers(2, 5000), st.sampled_from((2, 4, 8)))
 def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: int, tp: int) -> None:
     """On CPUs from the host, so that it does not depend on the length."""
-    chooser = Chooser(members, Facts(shape=SPLIT, cluster=split(tp)))
+    chooser = Chooser(members, Facts(shape=SPLIT, cluster=split(tp)), ZIGZAG)
     pays = unsharded_weights_pay(SPLIT, new, members, tp, "host")
     assert pays == (tp > 2)
     assert chooser.of_step(ALLTOALL, new, members) == (ALLTOALL._replace(weights="host") if pays else ALLTOALL)
@@ -149,11 +151,14 @@ def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: in
 @pytest.mark.parametrize("source", ["host", "peers"])
 def test_whole_weights_can_be_forced(source: Literal["host", "peers"]) -> None:
     """Of prompts; a single token is computed with the shares of heads."""
-    chooser = Chooser(2, Facts(cluster=split(2)), ALLTOALL, weights=source)
+    chooser = Chooser(2, Facts(cluster=split(2)), SharingOptions(exchange=ALLTOALL.kind, weights=source))
     assert chooser.of_step(ALLTOALL, 2, 2) == ALLTOALL._replace(weights=source)
     assert chooser.of_step(ALLTOALL, 1, 2) == ALLTOALL
     for cluster in (None, split(1)):
-        assert Chooser(2, Facts(cluster=cluster), ALLTOALL).of_step(ALLTOALL, 100, 2) == ALLTOALL
+        assert (
+            Chooser(2, Facts(cluster=cluster), SharingOptions(exchange=ALLTOALL.kind)).of_step(ALLTOALL, 100, 2)
+            == ALLTOALL
+        )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +181,7 @@ def test_on_accelerators_measured_links_decide(
             profile = profile.with_transfer(Transfer(kind="host_copy", members=1, num_bytes=size, seconds=seconds))
         seconds = (peer_s * size,)
         profile = profile.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=seconds))
-    chooser = Chooser(2, Facts(shape=SPLIT, profile=profile, cluster=split(4)))
+    chooser = Chooser(2, Facts(shape=SPLIT, profile=profile, cluster=split(4)), ZIGZAG)
     assert chooser.of_step(ALLTOALL, length, 2) == expected
 
 

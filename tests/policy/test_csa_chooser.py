@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,14 +17,13 @@ from longspan.core.exchange import LOCAL
 from longspan.core.locations import locations_of_ranks
 from longspan.core.policy import Policy
 from longspan.core.splits import ParallelSpec
-from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Prefill, Profile, Transfer
 from longspan.cost.profile_key import ProfileKey
 from longspan.errors import ParameterError
 from longspan.policy.csps.chooser import GRID, CsaChooser, bucket, rates_of
 from longspan.policy.csps.objective import Objective
 from longspan.policy.csps.search import least_loss, least_ttft
-from longspan.policy.facts import Facts, known_facts
+from longspan.policy.facts import Facts
 from longspan.policy.registry import make_policy
 
 TUNED = invented_tuned()
@@ -133,15 +133,11 @@ def test_speeds_are_the_profile_s_if_there_is_one() -> None:
         for size in (2**10, 2**20, 2**24)
     )
     profile = Profile(profile_key=key, prefills=prefills, transfers=transfers)
-    assert FACTS.cluster is not None
-    facts = known_facts(key, TINY_SHAPE, FACTS.cluster, profile=profile, partitions=PartitionTable())
-    found = rates_of(TUNED, facts, HOSTS)
+    found = rates_of(TUNED, replace(FACTS, profile=profile), HOSTS)
     assert found.pairs_per_s == pytest.approx(TINY_SHAPE.num_heads * TINY_SHAPE.num_layers / pair_s, rel=1e-3)
     assert found.rest_s == pytest.approx(token_s / 4, rel=1e-3)
     assert found.between.bytes_per_s == pytest.approx(1e9, rel=1e-3)
     assert found.between.message_s == pytest.approx(1e-4, rel=1e-3)
-    without = known_facts(key, TINY_SHAPE, FACTS.cluster, profile=None, partitions=PartitionTable())
-    assert rates_of(TUNED, without, HOSTS) == TUNED.rates
 
 
 def test_users_hear_whose_speeds_and_how_far_a_target_reaches() -> None:

@@ -12,6 +12,7 @@ import pytest
 from fake_llm import run
 from invented_tuned import invented_tuned
 from msgspec import structs
+from step_seconds import seconds_of
 from test_profile import SUBJECT
 
 from longspan.core.cluster import Cluster
@@ -22,13 +23,12 @@ from longspan.core.sparse import SparseSetting
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost.architecture import ModelShape
 from longspan.cost.fitted_cost import FittedCost
-from longspan.cost.partition_table import PartitionTable
 from longspan.cost.pricing import whole_prompt_s
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import StepCost
 from longspan.policy.csps.chooser import CsaChooser
 from longspan.policy.csps.search import Configuration
-from longspan.policy.facts import Facts, known_facts
+from longspan.policy.facts import Facts
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import make_experiment
 
@@ -118,15 +118,15 @@ def test_dropped_tokens_shorten_a_simulated_prompt(
 @pytest.mark.parametrize("kind", ["alltoall", "gather_hidden"])
 def test_the_step_cost_falls_with_the_drop_ratio(kind: str) -> None:
     cost, exact = FittedCost(measured(), SMOLLM, block_size=256), exchange_of(kind)
-    seconds = [cost.seconds(prompt(exact.sparse_form(setting(drop))))[0] for drop in (0.0, 0.25, 0.5, 1.0)]
+    seconds = [seconds_of(cost, prompt(exact.sparse_form(setting(drop))))[0] for drop in (0.0, 0.25, 0.5, 1.0)]
     assert all(more > less for more, less in pairwise(seconds))
-    assert seconds[1] < cost.seconds(prompt(exact))[0]
+    assert seconds[1] < seconds_of(cost, prompt(exact))[0]
 
 
 def test_each_chunk_has_the_share_of_its_prompt() -> None:
     cost, sparse = FittedCost(measured(), SMOLLM, block_size=256), ALLTOALL.sparse_form(setting(0.5))
     whole, *chunks = (
-        cost.seconds(prompt(sparse, *ends))[0] / cost.seconds(prompt(ALLTOALL, *ends))[0]
+        seconds_of(cost, prompt(sparse, *ends))[0] / seconds_of(cost, prompt(ALLTOALL, *ends))[0]
         for ends in ((0, 8192), (0, 2048), (2048, 6144), (6144, 8192))
     )
     assert chunks == pytest.approx([whole] * 3, rel=1e-9)
@@ -137,7 +137,7 @@ def test_bytes_count_where_links_are_slow() -> None:
     sparse, shares = ALLTOALL.sparse_form(setting(0.5)), []
     for link_s_per_byte in (1e-11, 1e-9, 1e-8):
         cost = FittedCost(measured(link_s_per_byte=link_s_per_byte, pair_s=1e-10), SMOLLM, block_size=256)
-        shares.append(cost.seconds(prompt(sparse))[0] / cost.seconds(prompt(ALLTOALL))[0])
+        shares.append(seconds_of(cost, prompt(sparse))[0] / seconds_of(cost, prompt(ALLTOALL))[0])
     assert shares[0] > shares[1] > shares[2]
 
 
@@ -151,7 +151,7 @@ def predicted_s(chooser: CsaChooser, cost: StepCost, kind: str, configuration: C
     group = chooser.tables(2)[0].group
     exact, setting = exchange_of(kind), group.setting(8192, configuration)
     exchange = exact if setting is None else exact.sparse_form(setting)
-    [step_s] = set(cost.seconds(prompt(exchange, sampled=False)).values())
+    [step_s] = set(seconds_of(cost, prompt(exchange, sampled=False)).values())
     return chooser.ttft_s(group, 8192, configuration), step_s
 
 
@@ -165,14 +165,7 @@ def test_the_chooser_and_the_step_cost_predict_the_same_seconds(
 ) -> None:
     profile = measured()
     cost, cluster = FittedCost(profile, SMOLLM, block_size=256), Cluster.of("2")
-    facts = known_facts(
-        profile.profile_key,
-        SMOLLM,
-        cluster,
-        profile=profile,
-        partitions=PartitionTable(),
-        exact_s=partial(whole_prompt_s, cost),
-    )
+    facts = Facts(shape=SMOLLM, cluster=cluster, profile=profile, exact_s=partial(whole_prompt_s, cost))
     chooser_s, step_s = predicted_s(chooser_of(facts, kind), cost, kind, Configuration(*chosen))
     assert chooser_s == pytest.approx(step_s, rel=1e-9)
 
@@ -196,11 +189,10 @@ def test_the_chooser_and_the_step_cost_predict_the_same_seconds_on_data_sheets(
 
 def test_an_engine_s_facts_price_exact_prompts_by_the_profile() -> None:
     """Without a step cost the measured seconds of the exchange count, or the speeds alone if none were measured."""
-    profile, cluster = measured(), Cluster.of("2")
-    facts = known_facts(profile.profile_key, SMOLLM, cluster, profile=profile, partitions=PartitionTable())
-    assert facts.exact_s is not None
-    assert facts.exact_s(ALLTOALL, (0, 1), 8192) == profile.times()[2, ALLTOALL].seconds(8192)
-    assert facts.exact_s(ALLTOALL, (0, 1, 2), 8192) is None
+    profile = measured()
+    facts = Facts(shape=SMOLLM, profile=profile)
+    assert facts.prompt_s(ALLTOALL, (0, 1), 8192) == profile.times()[2, ALLTOALL].seconds(8192)
+    assert facts.prompt_s(ALLTOALL, (0, 1, 2), 8192) is None
 
 
 def test_slow_instances_slow_the_prices_of_the_chooser() -> None:

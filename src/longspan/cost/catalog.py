@@ -8,6 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+import msgspec
+
 from longspan.errors import ParameterError
 
 Kernels = Literal["flash", "eager"]
@@ -250,8 +252,8 @@ class ServedError:
 def errors() -> tuple[tuple[ComputedError, ...], tuple[ServedError, ...]]:
     """Return the recorded errors of predictions: of computed steps, and of simulated serving."""
     table = _table("errors")
-    computed = tuple(ComputedError(**{**row, "policies": tuple(row["policies"])}) for row in table["computed"])
-    return computed, tuple(ServedError(**row) for row in table["served"])
+    rows = table["computed"], table["served"]
+    return msgspec.convert(rows, tuple[tuple[ComputedError, ...], tuple[ServedError, ...]])
 
 
 @cache

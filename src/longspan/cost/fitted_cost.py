@@ -114,11 +114,6 @@ class FittedCost:
     def exposed_s(self, forward: Forward) -> None:
         """Return None, since steps were measured as a whole."""
 
-    def seconds(self, forward: Forward) -> dict[int, float]:
-        if self._cluster is None or not self._cluster.has_stages:
-            return self._unsplit_s(forward)
-        return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
-
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
         unsplit_s, cluster = self._unsplit_s(forward), self._cluster
         if cluster is None or not cluster.has_stages:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain, pairwise, repeat
+from operator import add, attrgetter
 
 from longspan.core.cluster import Cluster
 from longspan.cost import catalog
@@ -25,7 +26,7 @@ from longspan.cost.roofline import Layer
 from longspan.cost.topology import Devices, Topology
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Breakdown:
     """Seconds of one instance in a forward pass, by kind of work. Equal instances share an object, so it is read-only.
 
@@ -57,17 +58,7 @@ class Breakdown:
         self.total_s = device_s + self.all_reduce_s + self.exchange_s + self.launch_s + self.head_s + self.pipeline_s
 
     def __add__(self, other: Breakdown) -> Breakdown:
-        return Breakdown(
-            linear_s=self.linear_s + other.linear_s,
-            elementwise_s=self.elementwise_s + other.elementwise_s,
-            attention_s=self.attention_s + other.attention_s,
-            overhead_s=self.overhead_s + other.overhead_s,
-            all_reduce_s=self.all_reduce_s + other.all_reduce_s,
-            exchange_s=self.exchange_s + other.exchange_s,
-            launch_s=self.launch_s + other.launch_s,
-            head_s=self.head_s + other.head_s,
-            pipeline_s=self.pipeline_s + other.pipeline_s,
-        )
+        return Breakdown(*map(add, _parts(self), _parts(other)))
 
     def of_stage(self, part: float, seconds: float) -> Breakdown:
         """Return the breakdown of the last stage, which has a `part` of all layers, over `seconds`."""
@@ -76,9 +67,11 @@ class Breakdown:
 
     def as_dict(self) -> dict[str, float]:
         """Return seconds by name, without the total."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        return dict(zip(_KINDS, _parts(self), strict=True))
 
 
+_KINDS = tuple(kind.name for kind in fields(Breakdown) if kind.init)
+_parts: Callable[[Breakdown], tuple[float, ...]] = attrgetter(*_KINDS)
 _IDLE = Breakdown()
 
 

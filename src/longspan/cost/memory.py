@@ -40,14 +40,8 @@ def with_pools(
     Args:
         memory: returns the bytes of KV that each rank of an instance may have.
     """
-    sizes = {"host_kv_gib": options.host_kv_gib, "disk_kv_gib": options.disk_kv_gib}
-    for name, gib in sizes.items():
-        if gib * 2**30 > MAX_TIER_BLOCKS * record.block_bytes:
-            max_gib = MAX_TIER_BLOCKS * record.block_bytes / 2**30
-            raise ParameterError(
-                name, f"{gib:g} is more than {MAX_TIER_BLOCKS:,} blocks: allow at most {max_gib:g}", gib
-            )
-    cluster = with_tiers(cluster, record.block_bytes, **sizes)
+    host_kv_gib, disk_kv_gib = options.host_kv_gib, options.disk_kv_gib
+    cluster = with_tiers(cluster, record.block_bytes, host_kv_gib=host_kv_gib, disk_kv_gib=disk_kv_gib)
     if (given := options.num_gpu_blocks_override) is not None:
         return cluster.with_blocks([given] * cluster.num_instances)
     num_blocks = []
@@ -73,6 +67,9 @@ def with_tiers(cluster: Cluster, block_bytes: float, *, host_kv_gib: float, disk
             raise ParameterError(name, f"must be at least 0, but {gib:g} given", gib)
         if gib and not gib * 2**30 >= block_bytes:
             raise ParameterError(name, f"{gib:g} holds no block of {block_bytes:,.0f} bytes: allow more", gib)
+        if gib > (max_gib := MAX_TIER_BLOCKS * block_bytes / 2**30):
+            problem = f"{gib:g} is more than {MAX_TIER_BLOCKS:,} blocks: allow at most {max_gib:g}"
+            raise ParameterError(name, problem, gib)
         blocks.append((int(gib * 2**30 // block_bytes),) * (max(cluster.hosts) + 1) if gib else ())
     if disk_kv_gib and not host_kv_gib:
         problem = f"{disk_kv_gib:g} needs `host_kv_gib`, too, since disk blocks are loaded through host memory"

@@ -84,7 +84,7 @@ def whole_prompt_s(
     """
     runs = shard_span("contiguous", 0, num_tokens, len(group), head=0)
     try:
-        return slow * max(cost.seconds(_one_part(group, exchange, 0, num_tokens, runs)).values())
+        return slow * _whole_s(cost, _one_part(group, exchange, 0, num_tokens, runs))
     except ParameterError:
         return None
 

@@ -36,15 +36,12 @@ class StepCost(Protocol):
     def num_layers(self) -> int:
         """Layers of the model."""
 
-    def seconds(self, forward: Forward) -> dict[int, float]:
-        """Return the seconds of each of its `instances`, from the time when all have begun.
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
+        """Return the seconds of each pipeline stage of each of its `instances`, from the time when all have begun.
 
         They include `rebalances` as far as layers do not overlap them, and no `streams`. Passing a token on takes no
         time.
         """
-
-    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
-        """Return the seconds of each pipeline stage of its `instances`, which add up to `seconds`."""
 
     def exposed_s(self, forward: Forward) -> dict[int, float] | None:
         """Return the part of `seconds` in which each instance, or the member that it waits for, waits for messages.
@@ -204,19 +201,14 @@ class RooflineCost:
     def _line(self, instance: int) -> Roofline:
         return self.lines[-1 if instance >= self._num_prefill else 0]
 
-    def seconds(self, forward: Forward) -> dict[int, float]:
-        if self._line(forward.instances[0]).hops:
-            return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
-        if (counts := _local_decode_counts(forward)) is not None:
-            [instance] = forward.instances
-            return {instance: self._alone_s(self._line(instance), *counts)}
-        layers_s, heads_s = self._layers_and_heads_s(forward)
-        return {instance: layers_s[instance] + head_s for instance, head_s in heads_s.items()}
-
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
-        if not self._line(forward.instances[0]).hops:
-            return {instance: (seconds,) for instance, seconds in self.seconds(forward).items()}
+        has_stages = bool(self._line(forward.instances[0]).hops)
+        if not has_stages and (counts := _local_decode_counts(forward)) is not None:
+            [instance] = forward.instances
+            return {instance: (self._alone_s(self._line(instance), *counts),)}
         layers_s, heads_s = self._layers_and_heads_s(forward)
+        if not has_stages:
+            return {instance: (layers_s[instance] + head_s,) for instance, head_s in heads_s.items()}
         tokens = computed_tokens(forward)
         return {
             instance: self._line(instance).by_stage(layers_s[instance], head_s, tokens[instance])

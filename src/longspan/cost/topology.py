@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from longspan.core.options import at_least_one
 from longspan.cost import catalog
 from longspan.cost.catalog import Link
 from longspan.errors import ParameterError
@@ -32,9 +33,7 @@ class Devices:
     link_gbytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gpus_per_host", "hosts"):
-            if (value := getattr(self, name)) < 1:
-                raise ParameterError(name, f"must be at least 1, but {value} given", value)
+        at_least_one(gpus_per_host=self.gpus_per_host, hosts=self.hosts)
         speed = self.link_gbytes_per_s
         if speed is not None and not 0 < speed < math.inf:
             raise ParameterError("link_gbytes_per_s", f"must be above 0 and finite, but {speed:g} given", speed)

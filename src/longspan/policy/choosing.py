@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
 
-from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, of_any_layout
+from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, exchange_of, of_any_layout
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import LinkFit
 from longspan.policy.facts import Facts
+from longspan.policy.sharing import SharingOptions
 
 _MAX_CACHED = 100_000  # lengths
 
 
 class Chooser:
-    """Predicts the prefill on one instance and on groups of every size, and chooses the quickest.
+    """Predicts the prefill on one instance and on groups of every size, and chooses the quickest."""
 
-    Args:
-        exchange: the only candidate. None for all exchanges of the layout.
-        chains: whether prompts may be cut into consecutive pieces, as a chain needs.
-        weights: the source of unsharded weights of `alltoall`, on instances with several shards.
-        decode: the exchange of single tokens of a request on several members.
-        keeps_later: whether a chain leaves its KV with the last member, which then decodes alone.
-    """
-
-    def __init__(
-        self,
-        num_instances: int,
-        facts: Facts,
-        exchange: Exchange | None = None,
-        *,
-        chains: bool = False,
-        weights: Literal["auto", WeightSource] = "auto",
-        decode: Exchange = RING_Q,
-        keeps_later: bool = True,
-    ) -> None:
+    def __init__(self, num_instances: int, facts: Facts, options: SharingOptions) -> None:
         times = facts.profile.times() if facts.profile is not None else {}
-        if exchange is not None:
-            candidates: tuple[Exchange, ...] = (exchange,)
+        if options.wanted is not None:
+            candidates: tuple[Exchange, ...] = (options.wanted,)
         else:
-            candidates = (*of_any_layout(), CHAIN) if chains else of_any_layout()
+            candidates = (*of_any_layout(), CHAIN) if options.may_chain else of_any_layout()
         self._alone = times.get((1, LOCAL))
         self._shared = {
             members: measured
@@ -47,8 +29,7 @@ class Chooser:
             if (measured := {one: times[members, one] for one in candidates if (members, one) in times})
         }
         self._decode_fits = {} if facts.profile is None else facts.profile.decode_fits()
-        self._decode, self._keeps_later = decode, keeps_later
-        self._facts, self._weights = facts, weights
+        self._decode, self._facts, self._options = exchange_of(options.decode), facts, options
         self.members = lru_cache(maxsize=_MAX_CACHED)(self._members)
         """Cached, because every step predicts all waiting prompts."""
 
@@ -80,8 +61,8 @@ class Chooser:
         """
         if not answer_tokens or (alone := self._decode_fits.get((1, LOCAL))) is None:
             return 0.0
-        leaves_with_last = exchange.traits.keeps == "later" and self._keeps_later
-        fit = alone if leaves_with_last else self._decode_fits.get((members, self._decode), alone)
+        is_alone = self._options.leaves_kv_with_last(exchange)
+        fit = alone if is_alone else self._decode_fits.get((members, self._decode), alone)
         return answer_tokens * fit.seconds(1, context)
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int, answer_tokens: int = 0) -> Exchange:
@@ -107,7 +88,7 @@ class Chooser:
 
     def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
         """Set the source of weights of a step by `alltoall`, if unsharded weights are an option or send fewer bytes."""
-        shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights
+        shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._options.weights
         if "weights" not in exchange.traits.parameters or new_tokens == 1 or tp == 1:
             return exchange
         if weights == "auto":

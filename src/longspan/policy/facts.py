@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from longspan.core.cluster import Cluster
 from longspan.core.locations import Location
-from longspan.cost.architecture import Hardware, ModelShape, typical_hardware
+from longspan.cost.architecture import Hardware, ModelShape
 
 if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost model
     from longspan.core.exchange import Exchange
@@ -19,7 +18,6 @@ if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost mode
     from longspan.cost.partitions import ModelledPartitions
     from longspan.cost.pricing import PricedPhases
     from longspan.cost.profile import Profile
-    from longspan.cost.profile_key import ProfileKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +30,7 @@ class Facts:
         cluster: None if it is unknown. Then instances have no roles and are near each other.
         phases: the clusters that alternately prefill and decode on the same devices, if they do.
         phase_cost: the cost of these clusters. None if it is unknown.
-        rates, exact_s: price sparse attention. They return the speeds of a member by the hosts of its group, and the
-            seconds of a whole prompt by its exchange, group and length.
+        rates, exact_s: price sparse attention as `rates_of` and `prompt_s`, in place of the profile.
     """
 
     shape: ModelShape | None = None
@@ -44,7 +41,7 @@ class Facts:
     cluster: Cluster | None = None
     phases: tuple[Cluster, ...] = ()
     phase_cost: PricedPhases | None = None
-    rates: Callable[[tuple[int, ...]], Rates | None] | None = None
+    rates: Callable[[tuple[int, ...]], Rates] | None = None
     exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None
 
     @property
@@ -67,48 +64,22 @@ class Facts:
     def location(self, instance: int) -> Location:
         return Location(device=instance) if self.cluster is None else self.cluster.location(instance)
 
+    def rates_of(self, hosts: tuple[int, ...]) -> Rates | None:
+        """Return the speeds of a member of a group on these hosts, or None if they are unknown."""
+        if self.rates is not None:
+            return self.rates(hosts)
+        if self.profile is None or self.shape is None:
+            return None
+        from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
 
-def known_facts(
-    key: ProfileKey,
-    shape: ModelShape,
-    cluster: Cluster,
-    *,
-    profile: Profile | None,
-    partitions: PartitionTable | ModelledPartitions,
-    hardware: Hardware | None = None,
-    phases: Sequence[Cluster] = (),
-    phase_cost: PricedPhases | None = None,
-    rates: Callable[[tuple[int, ...]], Rates] | None = None,
-    exact_s: Callable[[Exchange, tuple[int, ...], int], float | None] | None = None,
-) -> Facts:
-    """Return the facts of a cluster whose instances the key describes.
+        return rates_of_profile(self.profile, self.shape, len(hosts))
 
-    Speeds are those of the profile, or else of `hardware`, or else typical speeds of such a device.
-    """
-    measured = None if profile is None else profile.hardware(shape)
-    return Facts(
-        shape=shape,
-        hardware=measured or hardware or typical_hardware(key.device, key.threads),
-        profile=profile,
-        model=key.model,
-        partitions=partitions,
-        cluster=cluster,
-        phases=tuple(phases),
-        phase_cost=phase_cost,
-        rates=rates or (None if profile is None else partial(_measured_rates, profile, shape)),
-        exact_s=exact_s or (None if profile is None else partial(_measured_prompt_s, profile)),
-    )
-
-
-def _measured_rates(profile: Profile, shape: ModelShape, hosts: tuple[int, ...]) -> Rates | None:
-    from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few policies ask
-
-    return rates_of_profile(profile, shape, len(hosts))
-
-
-def _measured_prompt_s(profile: Profile, exchange: Exchange, group: tuple[int, ...], num_tokens: int) -> float | None:
-    times = profile.times().get((len(group), exchange))
-    return None if times is None else times.seconds(num_tokens)
+    def prompt_s(self, exchange: Exchange, group: tuple[int, ...], num_tokens: int) -> float | None:
+        """Return the seconds of a whole prompt on a group by an exact exchange, or None if they are unknown."""
+        if self.exact_s is not None:
+            return self.exact_s(exchange, group, num_tokens)
+        times = None if self.profile is None else self.profile.times().get((len(group), exchange))
+        return None if times is None else times.seconds(num_tokens)
 
 
 def measured_phases(

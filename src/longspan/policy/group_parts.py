@@ -51,16 +51,7 @@ class GroupParts:
     ) -> None:
         self._options, self._chain_cuts, self._balance = options, chain_cuts, balance
         self._decoding = exchange_of(options.decode)
-        chains = options.layout in {"auto", "contiguous"}
-        self.chooser = Chooser(
-            num_instances,
-            facts,
-            options.wanted,
-            chains=chains,
-            weights=options.weights,
-            decode=self._decoding,
-            keeps_later=options.home != "computed",
-        )
+        self.chooser = Chooser(num_instances, facts, options)
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int, answer_tokens: int = 0) -> Exchange:
         return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members, answer_tokens)
@@ -180,7 +171,7 @@ class GroupParts:
             shape = self._shape(exchange, request, new_tokens, start, len(group), partition)
         moved = dict(moves)
         owners = [members.get(moved.get(index, ref.pool), -1) for index, ref in enumerate(table)]
-        to_last = self._leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1)
+        to_last = self._options.leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1)
         shards = shard_to_last(start, end, owners, capacity, shape) if to_last else None
         kv_owner = None if shards is None else group[-1]
         shards = shards or shard_chunk(start, end, owners, capacity, shape, _first_member(request, len(group)))
@@ -205,9 +196,6 @@ class GroupParts:
         if request.sparse is not None and exchange.has_sparse_form and num_tokens > 1:
             return exchange.sparse_form(request.sparse)
         return self.chooser.of_step(exchange, num_tokens, members)
-
-    def _leaves_kv_with_last(self, exchange: Exchange) -> bool:
-        return exchange.traits.keeps == "later" and self._options.home != "computed"
 
     def _shape(
         self,

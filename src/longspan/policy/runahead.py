@@ -39,13 +39,7 @@ class RunaheadOptions(LengthOptions):
 
     @property
     def sharing(self) -> ContextOptions:
-        return ContextOptions(
-            exchange=CHAIN.kind,
-            home=self.home,
-            rotate=self.rotate,
-            threshold=self.threshold,
-            long_share=self.long_share,
-        )
+        return ContextOptions.of(self, exchange=CHAIN.kind, layout="auto")
 
 
 class Runahead(Context, name="runahead"):

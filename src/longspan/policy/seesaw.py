@@ -51,14 +51,7 @@ class SeesawOptions(LengthOptions):
     @cached_property
     def sharing(self) -> ContextOptions:
         """The options of the groups. KV is offloaded after the prefill, so a chain leaves it where it is computed."""
-        sharing = ContextOptions(
-            threshold=self.threshold,
-            long_share=self.long_share,
-            exchange=self.exchange,
-            layout=self.layout,
-            decode=self.decode,
-            weights=self.weights,
-        )
+        sharing = ContextOptions.of(self)
         chains = sharing.wanted is None or sharing.wanted.traits.keeps == "later"
         return replace(sharing, home="computed") if chains else sharing
 
@@ -80,7 +73,8 @@ class Seesaw(Policy, name="seesaw"):
         self._groups = {cluster.spec: _PhaseGroups(cluster, options.sharing, facts) for cluster in facts.phases}
         self._cost = None if options.strict else facts.phase_cost
         self._mixes = False  # a change does not pay off: this cluster prefills and decodes the remaining requests
-        self._parked = _Parked()
+        self._parked: list[tuple[int, int]] = []
+        """The tokens so far, and the tokens left to decode, of requests that were parked in this phase."""
         self._num_unfinished = 0
         self._started: set[int] = set()
         """Waiting requests that have an output."""
@@ -134,8 +128,7 @@ class Seesaw(Policy, name="seesaw"):
     def _prefill_phase(self, view: ClusterView) -> Plan:
         """Compute prompts as far as host pools have free blocks. Park each request after its first token."""
         done = tuple([r for r in view.running if not r.in_flight and _has_output(r)])
-        for request in done:
-            self._parked.add(request)
+        self._parked += [(r.num_tokens, r.max_tokens - (r.num_known - r.num_prompt)) for r in done]
         hosts = _HostBudget(view, view.running)
         plan = self._groups[view.cluster.spec].prefill(view, hosts)
         plan.parked = done
@@ -146,7 +139,7 @@ class Seesaw(Policy, name="seesaw"):
                 plan.reshard = self._decode
             else:
                 self._mixes = True
-            self._parked = _Parked()
+            self._parked = []
         return plan
 
     def _can_continue(self, view: ClusterView, hosts: _HostBudget) -> bool:
@@ -178,15 +171,16 @@ class Seesaw(Policy, name="seesaw"):
         In the decode phase, batches shrink until the next prefill phase. On the prefill cluster, new requests would be
         prefilled concurrently, and replace finished requests while there are any.
         """
-        if self._cost is None or not self._parked.number:
+        if self._cost is None or not self._parked:
             return True
-        cost, parked, num_total = self._cost, self._parked, num_started + num_new
-        times, length = num_started / parked.number, parked.length
-        pieces = [(round(times * number), num_tokens) for number, num_tokens in drain(parked.tokens_left)]
+        cost, num_parked, num_total = self._cost, len(self._parked), num_started + num_new
+        lengths, tokens_left = zip(*self._parked, strict=True)
+        times, length = num_started / num_parked, (sum(lengths) + sum(tokens_left) // 2) // num_parked
+        pieces = [(round(times * number), num_tokens) for number, num_tokens in drain(tokens_left)]
         there_s = sum(num_tokens * cost.decode_s(self._decode, number, length) for number, num_tokens in pieces)
         here_s = sum(num_tokens * cost.decode_s(self._prefill, number, length) for number, num_tokens in pieces)
         if num_new:
-            here_s = times * sum(parked.tokens_left) * cost.decode_s(self._prefill, num_total, length) / num_total
+            here_s = times * sum(tokens_left) * cost.decode_s(self._prefill, num_total, length) / num_total
         return here_s - there_s > cost.reshard_s(self._decode)
 
     def _is_worth_prefilling(self, first: RequestView, hosts: _HostBudget, num_new: int) -> bool:
@@ -329,28 +323,6 @@ def _has_output(request: RequestView) -> bool:
 def _needed(request: RequestView) -> int:
     """Return the blocks of a request after its prefill."""
     return request.blocks_for(request.num_tokens)
-
-
-class _Parked:
-    """The requests that were parked in a phase."""
-
-    def __init__(self) -> None:
-        self.tokens_left: list[int] = []
-        """Output tokens that each request may still generate."""
-        self._num_tokens = 0
-
-    def add(self, request: RequestView) -> None:
-        self._num_tokens += request.num_tokens
-        self.tokens_left.append(request.max_tokens - (request.num_known - request.num_prompt))
-
-    @property
-    def number(self) -> int:
-        return len(self.tokens_left)
-
-    @property
-    def length(self) -> int:
-        """Mean length of these requests in tokens, while they decode."""
-        return (self._num_tokens + sum(self.tokens_left) // 2) // self.number
 
 
 def drain(lengths: Iterable[int]) -> list[tuple[int, int]]:

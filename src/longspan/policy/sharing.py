@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 from longspan.core.exchange import BUILT_IN, RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.exchange_plugins import exchange_names
@@ -78,6 +78,12 @@ class SharingOptions:
         if self.fractions:
             parse_fractions(self.fractions)
 
+    @classmethod
+    def of(cls, options: object, **changes: Any) -> Self:  # noqa: ANN401 - a value for any field
+        """Return the options that a policy has under the same names, with changes."""
+        names = {field.name for field in fields(cls)}
+        return cls(**({name: value for name, value in vars(options).items() if name in names} | changes))
+
     def check_instances(self, number: int, tp: int | None) -> None:
         """Raise ParameterError unless the options fit the instances. None for an unknown `tp`."""
         if self.fractions and (given := len(self.fractions_by_member)) != number:
@@ -102,6 +108,15 @@ class SharingOptions:
         if layout == "auto":
             layout = "contiguous" if self.fractions else "zigzag"
         return Shape(layout=layout, fractions=self.fractions_by_member)
+
+    @property
+    def may_chain(self) -> bool:
+        """True if prompts may be cut into consecutive pieces, as a chain needs."""
+        return self.layout in {"auto", "contiguous"}
+
+    def leaves_kv_with_last(self, exchange: Exchange) -> bool:
+        """Return True if a chain leaves its KV with the last member, which then decodes alone."""
+        return exchange.traits.keeps == "later" and self.home != "computed"
 
     @cached_property
     def wanted(self) -> Exchange | None:

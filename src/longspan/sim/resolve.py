@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from longspan.core.cluster import Cluster
@@ -33,7 +34,7 @@ from longspan.cost.profile_key import ProfileKey
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
-from longspan.policy.facts import Facts, known_facts, measured_phases
+from longspan.policy.facts import Facts, measured_phases
 from longspan.policy.registry import make_policy
 from longspan.policy.step_size import with_step_tokens
 from longspan.sim.experiment import Experiment
@@ -95,12 +96,11 @@ def computed_experiment(
     )
     slow = _common_factor(faults, cluster, phases)
     flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
-    facts = known_facts(
-        profile_key,
-        model.attention,
-        cluster,
+    facts = replace(
+        early,
+        shape=model.attention,
         profile=profile.slowed(slow),
-        partitions=partitions,
+        cluster=cluster,
         hardware=Hardware(flops_per_s=flops_per_s / slow, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         phases=phases,
         phase_cost=PricedPhases(cost, phases, scheduling.block_size, slow) if phases else None,
@@ -133,12 +133,14 @@ def measured_experiment(
         partitions = ModelledPartitions(partial(fractions_by, ttft_s, align=scheduling.block_size))
     cost = FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster)
     slow = _common_factor(faults, cluster, phases)
-    facts = known_facts(
-        key,
-        model.attention,
-        cluster,
-        profile=profile.slowed(slow),
+    profile = profile.slowed(slow)
+    facts = Facts(
+        shape=model.attention,
+        hardware=profile.speeds(model.attention),
+        profile=profile,
+        model=key.model,
         partitions=partitions,
+        cluster=cluster,
         phases=phases,
         phase_cost=measured_phases(cost, phases, scheduling.block_size, slow),
         exact_s=partial(whole_prompt_s, cost, slow=slow),

@@ -75,7 +75,7 @@ class CsaChooser:
         """Name the machine whose speeds are used, and the longest prompt that is expected to meet a target."""
         members = len(self._instances)
         words = f"csa goes by speeds of {self._tuned.machine}, where its file was tuned: run longspan profile"
-        if self._facts.profile is not None and _rates_of_facts(self._facts, self._hosts) is not None:
+        if self._facts.profile is not None and self._facts.rates_of(self._hosts) is not None:
             words = f"csa goes by the speeds of {self._facts.profile.profile_key.machine}"
         if objective.target_s is None or members == 1:
             return words
@@ -85,9 +85,7 @@ class CsaChooser:
 
     def _find_scale(self, group: Group, num_tokens: int) -> float:
         """Return the seconds of exact attention by the step cost, relative to `group.ttft_s`. 1 without a step cost."""
-        if self._facts.exact_s is None:
-            return 1.0
-        exact_s = self._facts.exact_s(self._exchange, self._instances[: len(group.hosts)], num_tokens)
+        exact_s = self._facts.prompt_s(self._exchange, self._instances[: len(group.hosts)], num_tokens)
         return 1.0 if exact_s is None else exact_s / group.ttft_s(num_tokens, Configuration(1))
 
     def _choices(self, table: TimeTable, num_tokens: int) -> list[Choice]:
@@ -127,11 +125,7 @@ def rates_of(tuned: Tuned, facts: Facts, hosts: tuple[int, ...]) -> Rates:
     The members split the time outside of attention evenly, so each has less of it in a larger group.
     """
     rest_s = tuned.rates.rest_s * len(tuned.hosts) / len(hosts)
-    return _rates_of_facts(facts, hosts) or msgspec.structs.replace(tuned.rates, rest_s=rest_s)
-
-
-def _rates_of_facts(facts: Facts, hosts: tuple[int, ...]) -> Rates | None:
-    return None if facts.rates is None else facts.rates(hosts)
+    return facts.rates_of(hosts) or msgspec.structs.replace(tuned.rates, rest_s=rest_s)
 
 
 @lru_cache(maxsize=64)

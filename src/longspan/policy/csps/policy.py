@@ -59,14 +59,11 @@ class Csps(Policy, name="csps"):
         self._check(options.config)
         chooser = None
         if options.tuned is not None and self._shape is not None:
-            chooser = self._chooser_of(options, self._group_sizes(options))
+            from longspan.policy.csps.chooser import CsaChooser  # noqa: PLC0415 - settings in a file choose nothing
+
+            sizes, exchange = self._group_sizes(options), options.exchange
+            chooser = CsaChooser(options.tuned, self._facts, self.instances, exchange, sizes=sizes)
         self._chooser, self._config, self._objective = chooser, options.config, options.objective
-
-    def _chooser_of(self, options: CspsOptions, sizes: Sequence[int]) -> CsaChooser:
-        from longspan.policy.csps.chooser import CsaChooser  # noqa: PLC0415 - settings in a file choose nothing
-
-        assert options.tuned is not None, "csa is a tuned file"
-        return CsaChooser(options.tuned, self._facts, self.instances, options.exchange, sizes=sizes)
 
     def _group_sizes(self, options: CspsOptions) -> Sequence[int]:
         """Return the numbers of instances that may share a prompt: all, or any with a partition or a profile."""
@@ -150,9 +147,9 @@ class Csps(Policy, name="csps"):
 
     @property
     def hint(self) -> str | None:
-        if self.options.tuned is None or self._shape is None or self._facts.cluster is None:
+        if self._chooser is None or self._facts.cluster is None:
             return None
-        return self._chooser_of(self.options, ()).hint(self.options.objective)
+        return self._chooser.hint(self._objective)
 
 
 def _routed(part: ScheduledPart, router: Router) -> ScheduledPart:

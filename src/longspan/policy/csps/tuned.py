@@ -55,20 +55,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def configuration(self) -> Configuration:
         return Configuration(self.levels, self.drop)
 
-    def points_lost(self, exact: Point) -> float:
-        """Return the lost mean probability of keys, in points of 100."""
-        return 100 * (statistics.fmean(exact.scores) - statistics.fmean(self.scores))
-
-    def perplexity_gained(self, exact: Point) -> float:
-        """Return the increase of perplexity in per cent."""
-        return 100 * (math.exp(statistics.fmean(self.nll) - statistics.fmean(exact.nll)) - 1)
-
     def loss(self, exact: Point) -> float:
-        """Return A_d in points: the maximum of the lost score and the per cent of perplexity.
+        """Return A_d in points: the larger of the lost mean probability of keys, and the increase of perplexity.
 
         A model may answer pass keys with very little of its attention, so the score alone is not enough.
         """
-        return max(self.points_lost(exact), self.perplexity_gained(exact))
+        lost = statistics.fmean(exact.scores) - statistics.fmean(self.scores)
+        gained = math.exp(statistics.fmean(self.nll) - statistics.fmean(exact.nll)) - 1
+        return max(100 * lost, 100 * gained)
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

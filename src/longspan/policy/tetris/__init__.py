@@ -41,8 +41,7 @@ class GroupOptions:
         check_exchange("decode", self.decode, decoding, automatic=False)
 
     def sharing(self) -> SharingOptions:
-        layout = "zigzag" if self.layout == "auto" else self.layout
-        return SharingOptions(exchange=self.exchange, decode=self.decode, layout=layout, rotate=self.rotate)
+        return SharingOptions.of(self, layout="zigzag" if self.layout == "auto" else self.layout)
 
     def group_parts(self, instances: Sequence[int], facts: Facts, *, balance: bool = False) -> GroupParts:
         return GroupParts(len(instances), self.sharing(), facts, balance=balance)
