@@ -79,9 +79,7 @@ def test_the_work_of_members_is_that_of_the_layer(mode, hosts, num_tokens, level
 
 def test_nothing_overlaps_without_a_partition_of_its_own() -> None:
     """One piece, and all of attention waits for it: the sum of the five times of Eq. 7."""
-    found = layer_time(two_members(coming=7, results=5, by_piece=11), (1,), UNIT)
-    assert found.total_s == 3 + 7 + 11 + 5 + 2
-    assert found.exposed_s == 7 + 5
+    assert layer_time(two_members(coming=7, results=5, by_piece=11), (1,), UNIT) == 3 + 7 + 11 + 5 + 2
 
 
 def test_exact_attention_of_one_level_overlaps_nothing() -> None:
@@ -90,47 +88,31 @@ def test_exact_attention_of_one_level_overlaps_nothing() -> None:
     vectors = (heads + 2 * 2) * 3 * own * 256
     pairs = heads * 4096 * 4097 // 2
     seconds = [own * RATES.qkv_s, vectors / 100e9, pairs / 4e11, 3 * own * heads * 256 / 100e9, own * RATES.linear_s]
-    assert layer_time(work, (1,), RATES, rated=False, samples=False).total_s == pytest.approx(sum(seconds))
+    assert layer_time(work, (1,), RATES, rated=False, samples=False) == pytest.approx(sum(seconds))
 
 
 def test_what_comes_is_hidden_by_the_own_partition() -> None:
-    found = layer_time(two_members(coming=7, results=0, near=7, at_once=4, by_piece=11), (1,), UNIT)
-    assert found.exposed_s == 0
-    assert layer_time(two_members(coming=8, results=0, near=7, by_piece=11), (1,), UNIT).exposed_s == 1
+    assert layer_time(two_members(coming=7, results=0, near=7, at_once=4, by_piece=11), (1,), UNIT) == 3 + 7 + 15 + 2
+    assert layer_time(two_members(coming=8, results=0, near=7, by_piece=11), (1,), UNIT) == 3 + 8 + 11 + 2
 
 
 def test_results_travel_while_the_last_piece_is_attended() -> None:
     """Four parts of 3 s each, whose results take 2 s each: only those of the last are waited for."""
-    found = layer_time(two_members(coming=0, results=8, by_piece=48), (4,), UNIT)
-    assert found.returned == {(2, part): 3 + 36 + 3 * (part + 1) + 2 for part in range(4)}
-    assert found.exposed_s == 2
-    slow = layer_time(two_members(coming=0, results=40, by_piece=48), (4,), UNIT)
-    assert slow.returned == {(2, part): 3 + 36 + 3 + 10 * (part + 1) for part in range(4)}, "one after another"
+    assert layer_time(two_members(coming=0, results=8, by_piece=48), (4,), UNIT) == 3 + 48 + 2 + 2
+    slow_s = layer_time(two_members(coming=0, results=40, by_piece=48), (4,), UNIT)
+    assert slow_s == 3 + 36 + 3 + 4 * 10 + 2, "one after another"
 
 
 def test_keys_that_are_there_are_attended_with_the_first_piece() -> None:
     """So results of a level whose keys are all there wait until all is attended, into however many they are cut."""
-    times = [layer_time(two_members(0, 8, at_once=48), (pieces,), UNIT).exposed_s for pieces in (1, 2, 8)]
-    assert times == [8, 8, 8]
-
-
-def test_near_tokens_arrive_first_and_results_in_order() -> None:
-    _, works = works_of(replace(GROUP, hosts=(0,) * 4), 65536, 3, 0.2)
-    for work in works:
-        found = layer_time(work, (4, 3), RATES)
-        order = [(2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2)]
-        assert [*found.arrivals] == [*found.returned] == order
-        assert all(found.arrivals[one] <= found.arrivals[next_] for one, next_ in pairwise(order))
-        assert all(found.returned[one] <= found.returned[next_] for one, next_ in pairwise(order))
+    times = [layer_time(two_members(0, 8, at_once=48), (pieces,), UNIT) for pieces in (1, 2, 8)]
+    assert times == [3 + 48 + 8 + 2] * 3
 
 
 def test_links_of_hosts_and_between_them_work_at_the_same_time() -> None:
-    _, works = works_of(GROUP, 65536, 3, 0.0)
-    quick, slow = (msg_rates(LinkSpeed(100e9), LinkSpeed(speed)) for speed in (5e9, 1e9))
-    for work in works:
-        one, other = layer_time(work, (2, 1), quick).arrivals, layer_time(work, (2, 1), slow).arrivals
-        assert one[2, 1] == other[2, 1]
-        assert one[3, 0] < other[3, 0]
+    work = two_members(coming=7, results=0, by_piece=11)
+    across = replace(work, tokens={**work.tokens, (2, "between"): Traffic(Duplex(6, 0, 1), ((), ()), 0)})
+    assert layer_time(across, (1,), UNIT) == layer_time(work, (1,), UNIT)
 
 
 def msg_rates(inside: LinkSpeed, between: LinkSpeed) -> Rates:
@@ -145,15 +127,15 @@ def test_micro_partitions_are_never_slower_than_none_without_latency(levels, dro
     """Between two numbers of them that is no law: what is attended last, beside results, is less with more of them."""
     rates = msg_rates(LinkSpeed(speed), LinkSpeed(speed / 10))
     for work in works_of(GROUP, 16384, levels, drop)[1]:
-        cut = layer_time(work, (near, far)[: levels - 1], rates).total_s
-        assert cut <= layer_time(work, (1, 1)[: levels - 1], rates).total_s * (1 + 1e-9)
+        cut = layer_time(work, (near, far)[: levels - 1], rates)
+        assert cut <= layer_time(work, (1, 1)[: levels - 1], rates) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("levels", [2, 3])
 def test_doubling_micro_partitions_is_never_slower_where_results_weigh_nothing(levels) -> None:
     for work in works_of(GROUP, 65536, levels, 0.25)[1]:
         light = replace(work, results={})
-        times = [layer_time(light, (pieces,) * (levels - 1), RATES).total_s for pieces in (1, 2, 4, 8, 16)]
+        times = [layer_time(light, (pieces,) * (levels - 1), RATES) for pieces in (1, 2, 4, 8, 16)]
         assert all(more <= less * (1 + 1e-9) for less, more in pairwise(times))
 
 
@@ -164,8 +146,9 @@ def test_messages_that_take_long_to_start_are_better_few() -> None:
 
 def test_free_links_leave_computation_alone() -> None:
     for work in works_of(GROUP, 65536, 3, 0.2)[1]:
-        found = layer_time(work, (4, 2), msg_rates(FREE, FREE))
-        assert found.exposed_s == pytest.approx(0, abs=1e-12)
+        pairs = work.rated_pairs + work.near_pairs + sum(work.at_once.values()) + sum(work.by_piece.values())
+        computed_s = 2.5e-7 * work.num_tokens + pairs / RATES.pairs_per_s
+        assert layer_time(work, (4, 2), msg_rates(FREE, FREE)) == pytest.approx(computed_s)
 
 
 def test_ttft_is_that_of_layers_and_the_rest() -> None:
@@ -175,9 +158,7 @@ def test_ttft_is_that_of_layers_and_the_rest() -> None:
     exact = member_works(setting.exact, num_tokens, setting.partition, GROUP.hosts, SHAPE)
 
     def slowest(works: tuple[MemberWork, ...], **kinds: bool) -> float:
-        return layer_time(
-            max(works, key=lambda work: layer_time(work, (1, 1), RATES).total_s), pieces, RATES, **kinds
-        ).total_s
+        return layer_time(max(works, key=lambda work: layer_time(work, (1, 1), RATES)), pieces, RATES, **kinds)
 
     layers = [slowest(exact, rated=False, samples=True), *[slowest(dropped)] * 5]
     layers += [slowest(dropped, samples=False), slowest(exact, rated=False, samples=False)]

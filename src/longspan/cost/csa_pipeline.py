@@ -118,31 +118,10 @@ class MemberWork:
     rated_pairs: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerTime:
-    """The timeline of a layer, in seconds from its start.
-
-    Attributes:
-        computed_s: seconds of projections, ratings and attention, which never overlap.
-        arrivals: by level and piece, the time at which its last token arrives.
-        returned: by level and part, the time at which the last result arrives.
-    """
-
-    total_s: float
-    computed_s: float
-    arrivals: Mapping[tuple[int, int], float]
-    returned: Mapping[tuple[int, int], float]
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds in which nothing is computed."""
-        return self.total_s - self.computed_s
-
-
 def layer_time(
     work: MemberWork, pieces: Sequence[int], rates: Rates, *, rated: bool = True, samples: bool = True
-) -> LayerTime:
-    """Simulate a layer.
+) -> float:
+    """Simulate a layer, and return its seconds.
 
     Args:
         pieces: micro-partitions of each level from 2 on.
@@ -153,7 +132,6 @@ def layer_time(
     qkv_s, linear_s = rates.qkv_s * work.num_tokens, rates.linear_s * work.num_tokens
     clock = qkv_s + rated * work.rated_pairs / rates.pairs_per_s
     free = dict.fromkeys(product(("inside", "between"), range(2)), clock)
-    computed_s = clock + linear_s
 
     def send(where: Where, duplex: Duplex) -> float:
         speed = rates.inside if where == "inside" else rates.between
@@ -165,32 +143,27 @@ def layer_time(
     arrivals: dict[tuple[int, int], float] = {}
     for level, num_pieces in enumerate(pieces, 2):
         for number, where, duplex in _messages(work, level, num_pieces):
-            there_s = send(where, duplex)
-            arrivals[level, number] = max(arrivals.get((level, number), 0.0), there_s)
-    returned: dict[tuple[int, int], float] = {}
-    near_s = work.near_pairs / rates.pairs_per_s
-    clock, computed_s = clock + near_s, computed_s + near_s
+            arrivals[level, number] = max(arrivals.get((level, number), 0.0), send(where, duplex))
+    clock += work.near_pairs / rates.pairs_per_s
+    returned_s = 0.0
     for level, num_pieces in enumerate(pieces, 2):
         at_once_s = work.at_once.get(level, 0.0) / rates.pairs_per_s
         piece_s = work.by_piece.get(level, 0.0) / rates.pairs_per_s / num_pieces
-        computed_s += at_once_s + piece_s * num_pieces
         for number in range(num_pieces):
             clock = max(clock, arrivals.get((level, number), 0.0))
             if number < num_pieces - 1:
                 clock += piece_s + (at_once_s if number == 0 else 0.0)
         last_s = piece_s + (at_once_s if num_pieces == 1 else 0.0)
-        for number in range(num_pieces):
+        for _ in range(num_pieces):
             clock += last_s / num_pieces
             for (of, where), duplex in work.results.items():
                 if of == level:
                     part = Duplex(duplex.coming / num_pieces, duplex.leaving / num_pieces, duplex.messages)
-                    there_s = send(where, part)
-                    returned[level, number] = max(returned.get((level, number), 0.0), there_s)
-    clock = max([clock, *returned.values()])
-    total_s = clock + linear_s
-    if samples:
-        total_s = max([total_s, *(send(where, duplex) for where, duplex in work.samples.items())])
-    return LayerTime(total_s=total_s, computed_s=computed_s, arrivals=arrivals, returned=returned)
+                    returned_s = max(returned_s, send(where, part))
+    clock = max(clock, returned_s)
+    if not samples:
+        return clock + linear_s
+    return max([clock + linear_s, *(send(where, duplex) for where, duplex in work.samples.items())])
 
 
 @lru_cache(maxsize=2**12)

@@ -55,7 +55,7 @@ def prompt_s(  # noqa: PLR0917 - a setting, a prompt and the members that share 
     alike = Counter(zip(by_layer, rated, [*rated[1:], False], strict=True))
     for (layer_setting, is_rated, is_sampled), num_layers in alike.items():
         work = _busiest(layer_setting, num_tokens, partition, hosts, shape, rates)
-        attention_s += num_layers * layer_time(work, pieces, rates, rated=is_rated, samples=is_sampled).total_s
+        attention_s += num_layers * layer_time(work, pieces, rates, rated=is_rated, samples=is_sampled)
     return messages_s + (attention_s + rates.rest_s * num_tokens)
 
 
@@ -78,7 +78,7 @@ def _busiest(
     """Return the work of the member that takes longest without micro-partitions. All members wait for it."""
     pieces = (1,) * (1 if setting is None else len(setting.segments))
     works = member_works(setting, num_tokens, partition, hosts, shape)
-    return max(works, key=lambda work: layer_time(work, pieces, rates).total_s)
+    return max(works, key=lambda work: layer_time(work, pieces, rates))
 
 
 @lru_cache(maxsize=2**12)

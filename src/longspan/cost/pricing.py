@@ -84,7 +84,7 @@ def whole_prompt_s(
     """
     runs = shard_span("contiguous", 0, num_tokens, len(group), head=0)
     try:
-        return slow * _whole_s(cost, _one_part(group, exchange, 0, num_tokens, runs))
+        return slow * _whole_s(cost, Forward(number=1, parts=(_part(group, exchange, 0, runs),)))
     except ParameterError:
         return None
 
@@ -218,22 +218,10 @@ def _prefill_s(
 
 
 def _decodes(number: int, length: int, members: int = 1) -> Forward:
-    parts = tuple(
-        Part(
-            request_id=request_id,
-            start=length - 1,
-            stop=length,
-            tokens=range(1),
-            group=tuple(range(members)),
-            runs=((Run(length - 1, length),), *[()] * (members - 1)),
-            exchange=LOCAL if members == 1 else RING_Q,
-            first_block=0,
-            blocks=(),
-            sample=Sample(instance=0, position=length),
-        )
-        for request_id in range(number)
-    )
-    return Forward(number=1, parts=parts)
+    group, exchange = tuple(range(members)), LOCAL if members == 1 else RING_Q
+    runs, sample = ((Run(length - 1, length),), *[()] * (members - 1)), Sample(instance=0, position=length)
+    parts = [_part(group, exchange, length - 1, runs, request_id=i, sample=sample) for i in range(number)]
+    return Forward(number=1, parts=tuple(parts))
 
 
 def _prefill(
@@ -243,20 +231,28 @@ def _prefill(
     if fractions:
         ends = accumulate(cut(fractions, new, 1), initial=cached)
         runs = tuple([(Run(start, stop),) if stop > start else () for start, stop in pairwise(ends)])
-    return _one_part(tuple(range(members)), exchange, cached, new, runs)
+    return Forward(number=1, parts=(_part(tuple(range(members)), exchange, cached, runs),))
 
 
-def _one_part(group: tuple[int, ...], exchange: Exchange, cached: int, new: int, runs: SpanShards) -> Forward:
-    part = Part(
-        request_id=0,
-        start=cached,
-        stop=cached + new,
-        tokens=range(new),
+def _part(
+    group: tuple[int, ...],
+    exchange: Exchange,
+    start: int,
+    runs: SpanShards,
+    *,
+    request_id: int = 0,
+    sample: Sample | None = None,
+) -> Part:
+    num_tokens = sum(len(run) for own in runs for run in own)
+    return Part(
+        request_id=request_id,
+        start=start,
+        stop=start + num_tokens,
+        tokens=range(num_tokens),
         group=group,
         runs=runs,
         exchange=exchange,
         first_block=0,
         blocks=(),
-        sample=None,
+        sample=sample,
     )
-    return Forward(number=1, parts=(part,))

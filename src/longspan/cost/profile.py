@@ -117,10 +117,9 @@ class Profile(Stored, frozen=True, kw_only=True):
         """Return a profile with these times. They replace times with another number of busy instances."""
         if (before := self.find(measured)) is not None and before.beside == measured.beside:
             measured = msgspec.structs.replace(measured, seconds=before.seconds + measured.seconds)
-        if isinstance(measured, Prefill):
-            prefills = (*(one for one in self.prefills if one is not before), measured)
-            return msgspec.structs.replace(self, prefills=prefills)
-        return msgspec.structs.replace(self, decodes=(*(one for one in self.decodes if one is not before), measured))
+        name = "prefills" if isinstance(measured, Prefill) else "decodes"
+        kept = (other for other in getattr(self, name) if other is not before)
+        return msgspec.structs.replace(self, **{name: (*kept, measured)})
 
     def with_transfer(self, transfer: Transfer) -> Self:
         key = transfer.kind, transfer.members, transfer.num_bytes

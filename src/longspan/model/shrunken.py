@@ -44,7 +44,7 @@ _ALIGNED = 8
 _WIDTH = re.compile("(_size|_dim|_rank)$|^d_model$|^d_ff$|^n_embd$|^n_inner$")
 _NO_WIDTH = re.compile("vocab|window|chunk|block|kernel|cache|group|patch|batch|conv|head|position|num_")
 _HEAD_DIMS = ("head_dim", "global_head_dim")
-FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError)
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 """The exceptions of a model whose modules do not fit together."""
 
 

@@ -55,12 +55,10 @@ def all_missing(
     exchanges is biased. Tasks that exceed the KV memory of a group are left out.
     """
     whole = [new for new, cached in prompts if not cached]
-    missing: list[Prefill | Decode] = []
-    for times in range(1, repeats + 1):
-        for size in sorted(sizes):
-            missing += _missing_prefills(profile, size, prompts, capacity, times)
-            missing += _missing_decodes(profile, size, whole, capacity, times)
-    quickest = (_missing_quickest(profile, size, prompts, capacity, repeats) for size in sorted(sizes))
+    sizes = sorted(sizes)
+    tasks = [t for size in sizes for t in (*_prefills(size, prompts, capacity), *_decodes(size, whole, capacity))]
+    missing = [task for times in range(1, repeats + 1) for task in tasks if profile.num_times(task) < times]
+    quickest = (_missing_quickest(profile, size, prompts, capacity, repeats) for size in sizes)
     return missing or list(chain.from_iterable(quickest))
 
 
@@ -70,16 +68,13 @@ def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: i
     )
 
 
-def _missing_prefills(
-    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapacity, times: int
-) -> list[Prefill | Decode]:
-    tasks = [
+def _prefills(members: int, prompts: Iterable[tuple[int, int]], capacity: KvCapacity) -> list[Prefill]:
+    return [
         _prefill(members, exchange, new, cached)
         for new, cached in prompts
         for exchange in (SHARED if members > 1 else (LOCAL,))
         if capacity.fits(members, new + cached + 1)
     ]
-    return [task for task in tasks if profile.num_times(task) < times]
 
 
 def _missing_quickest(
@@ -95,9 +90,7 @@ def _missing_quickest(
     return [msgspec.structs.replace(task, seconds=(), beside=0) for task in missing]
 
 
-def _missing_decodes(
-    profile: Profile, members: int, lengths: Sequence[int], capacity: KvCapacity, times: int
-) -> list[Prefill | Decode]:
+def _decodes(members: int, lengths: Sequence[int], capacity: KvCapacity) -> list[Decode]:
     """List the decodes that were timed fewer than `times` times in groups of `members`.
 
     These are small and large batches with contexts of the shortest, middle and longest of `lengths`. Each member has
@@ -117,4 +110,4 @@ def _missing_decodes(
         if num_blocks <= capacity.num_blocks and batch * context <= _MAX_OF_LONGEST * contexts[-1]:
             sizes = {"batch": batch, "context_tokens": context, "singles": singles}
             decodes.append(Decode(members=members, exchange=exchange, seconds=(), **sizes))
-    return [task for task in decodes if profile.num_times(task) < times]
+    return decodes
