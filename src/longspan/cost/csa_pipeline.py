@@ -60,6 +60,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rest_s: float = 0.0
 
 
+class Members(NamedTuple):
+    """The members that share a prompt: the host of each, their model, and the speeds of one member."""
+
+    hosts: tuple[int, ...]
+    shape: ModelShape
+    rates: Rates
+
+
 class Duplex(NamedTuple):
     """Bytes received and sent at the same time, and the number of messages each way."""
 

@@ -16,20 +16,14 @@ from longspan.core.exchange import ALLTOALL, LOCAL, Exchange
 from longspan.core.sparse import SparseSetting
 from longspan.core.sparse_plan import drops_in
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_pipeline import LinkSpeed, MemberWork, Rates, layer_time, member_works
+from longspan.cost.csa_pipeline import LinkSpeed, Members, MemberWork, Rates, layer_time, member_works
 from longspan.cost.profile import Profile
 
 _NO_LINK = LinkSpeed(math.inf)
 
 
-def prompt_s(  # noqa: PLR0917 - a setting, a prompt and the members that share it
-    setting: SparseSetting | None,
-    num_tokens: int,
-    partition: int,
-    hosts: tuple[int, ...],
-    shape: ModelShape,
-    rates: Rates,
-    kind: str = ALLTOALL.kind,
+def prompt_s(
+    setting: SparseSetting | None, num_tokens: int, partition: int, members: Members, kind: str = ALLTOALL.kind
 ) -> float:
     """Predict T_a + R L_in of a prompt that members share, each with a partition.
 
@@ -37,16 +31,16 @@ def prompt_s(  # noqa: PLR0917 - a setting, a prompt and the members that share 
 
     Args:
         setting: the drops. None is the exact exchange.
-        hosts: the host of each member.
         kind: the exact exchange.
     """
+    hosts, shape, rates = members
     messages_s = 0.0
     if kind != ALLTOALL.kind:
-        members = len(hosts)
-        received = 2 * shape.hidden_size * shape.bytes_per_element + shape.kv_bytes / members
+        received = 2 * shape.hidden_size * shape.bytes_per_element + shape.kv_bytes / len(hosts)
         link = rates.inside if len(set(hosts)) == 1 else rates.between
-        messages_s = shape.num_layers * (members - 1) * min(partition, num_tokens) * received / link.bytes_per_s
+        messages_s = shape.num_layers * (len(hosts) - 1) * min(partition, num_tokens) * received / link.bytes_per_s
         rates = msgspec.structs.replace(rates, inside=_NO_LINK, between=_NO_LINK)
+        members = members._replace(rates=rates)
     layers = range(shape.num_layers)
     rated = [setting is not None and drops_in(layer, (layers,)) for layer in layers]
     by_layer = [None if setting is None else _in_layer(setting, layer, drops=rated[layer]) for layer in layers]
@@ -54,7 +48,7 @@ def prompt_s(  # noqa: PLR0917 - a setting, a prompt and the members that share 
     attention_s = 0.0
     alike = Counter(zip(by_layer, rated, [*rated[1:], False], strict=True))
     for (layer_setting, is_rated, is_sampled), num_layers in alike.items():
-        work = _busiest(layer_setting, num_tokens, partition, hosts, shape, rates)
+        work = _busiest(layer_setting, num_tokens, partition, members)
         attention_s += num_layers * layer_time(work, pieces, rates, rated=is_rated, samples=is_sampled)
     return messages_s + (attention_s + rates.rest_s * num_tokens)
 
@@ -67,28 +61,21 @@ def _in_layer(setting: SparseSetting, layer: int, *, drops: bool) -> SparseSetti
 
 
 @lru_cache(maxsize=2**14)
-def _busiest(
-    setting: SparseSetting | None,
-    num_tokens: int,
-    partition: int,
-    hosts: tuple[int, ...],
-    shape: ModelShape,
-    rates: Rates,
-) -> MemberWork:
+def _busiest(setting: SparseSetting | None, num_tokens: int, partition: int, members: Members) -> MemberWork:
     """Return the work of the member that takes longest without micro-partitions. All members wait for it."""
     pieces = (1,) * (1 if setting is None else len(setting.segments))
-    works = member_works(setting, num_tokens, partition, hosts, shape)
-    return max(works, key=lambda work: layer_time(work, pieces, rates))
+    works = member_works(setting, num_tokens, partition, members.hosts, members.shape)
+    return max(works, key=lambda work: layer_time(work, pieces, members.rates))
 
 
 @lru_cache(maxsize=2**12)
-def time_share(exchange: Exchange, num_tokens: int, hosts: tuple[int, ...], shape: ModelShape, rates: Rates) -> float:
+def time_share(exchange: Exchange, num_tokens: int, members: Members) -> float:
     """Predict the seconds of a prompt by the sparse form of an exchange, relative to the exact exchange."""
     setting, kind = exchange.sparse, exchange.exact_form.kind
     assert setting is not None, f"{exchange} has no setting"
-    partition = max(setting.partition, -(-num_tokens // len(hosts)))
+    partition = max(setting.partition, -(-num_tokens // len(members.hosts)))
     setting = setting._replace(partition=partition)
-    sparse_s, exact_s = (prompt_s(one, num_tokens, partition, hosts, shape, rates, kind) for one in (setting, None))
+    sparse_s, exact_s = (prompt_s(form, num_tokens, partition, members, kind) for form in (setting, None))
     return sparse_s / exact_s if exact_s else 1.0
 
 

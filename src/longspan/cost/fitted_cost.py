@@ -202,12 +202,13 @@ class FittedCost:
 
     def _sparse_share(self, part: Part) -> float:
         """Predict the time of a prompt with drops, relative to the exact exchange, which was measured."""
-        from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415 - few prompts are sparse
+        from longspan.cost.csa_pipeline import Members  # noqa: PLC0415 - few prompts are sparse
+        from longspan.cost.csa_price import rates_of_profile  # noqa: PLC0415
 
         cluster = self._cluster
         hosts = tuple([0 if cluster is None else cluster.hosts[cluster.rank(instance)] for instance in part.group])
         rates = rates_of_profile(self._profile, self._shape, len(hosts))
-        return 1.0 if rates is None else sparse_share(part, hosts, self._shape, rates)
+        return 1.0 if rates is None else sparse_share(part, Members(hosts, self._shape, rates))
 
     def _measured_as(self, prefill: Prefill) -> int:
         """Return the number of new tokens that a measured prefill counts as."""

@@ -15,7 +15,7 @@ from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.splits import ParallelSpec
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
-from longspan.cost.architecture import Architecture, ModelShape
+from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, attention_s, shares_of
 from longspan.cost.flows import Flow, alone_s, block_pairs, host_flows
@@ -23,7 +23,7 @@ from longspan.cost.forward import Breakdown, Roofline, rooflines
 from longspan.cost.topology import Devices
 
 if TYPE_CHECKING:
-    from longspan.cost.csa_pipeline import Rates
+    from longspan.cost.csa_pipeline import Members, Rates
 
 _RATED_TOKENS = 16384
 """Length of the prompt whose speed prices sparse attention, in tokens. Shorter prompts use devices less."""
@@ -110,7 +110,7 @@ def wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCo
             layers_s[instance] += moved_s + (cost.num_layers - 1) * max(0.0, moved_s - layer_s)
 
 
-def sparse_share(part: Part, hosts: tuple[int, ...], shape: ModelShape, rates: Rates) -> float:
+def sparse_share(part: Part, members: Members) -> float:
     """Predict the time of a part with drops, relative to the same part by the exact exchange.
 
     Each chunk of a prompt has the share of the whole prompt, so that chunks sum up to it. The length of the prompt is
@@ -119,8 +119,8 @@ def sparse_share(part: Part, hosts: tuple[int, ...], shape: ModelShape, rates: R
     from longspan.cost.csa_price import time_share  # noqa: PLC0415 - few prompts are sparse
 
     assert part.exchange.sparse is not None, f"{part.exchange} has a setting"
-    num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * len(hosts)
-    return time_share(part.exchange, num_tokens, hosts, shape, rates)
+    num_tokens = part.stop if part.sample is not None else part.exchange.sparse.partition * len(members.hosts)
+    return time_share(part.exchange, num_tokens, members)
 
 
 class RooflineCost:
@@ -152,7 +152,7 @@ class RooflineCost:
         self._cluster, self._bus, self._is_host = cluster, catalog.link(device.bus), device.is_host
         self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
-        self._rates = lru_cache(maxsize=2**8)(self.rates)
+        self._members = lru_cache(maxsize=2**8)(self._find_members)
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """Return the flows of a move. Each target rank receives its own heads, and source ranks send equal parts.
@@ -214,6 +214,11 @@ class RooflineCost:
             instance: self._line(instance).by_stage(layers_s[instance], head_s, tokens[instance])
             for instance, head_s in heads_s.items()
         }
+
+    def _find_members(self, hosts: tuple[int, ...]) -> Members:
+        from longspan.cost.csa_pipeline import Members  # noqa: PLC0415 - few prompts are sparse
+
+        return Members(hosts, self._model.attention, self.rates(hosts))
 
     def rates(self, hosts: tuple[int, ...], slow: float = 1.0) -> Rates:
         """Return the speeds of each member of a prefill group on these hosts, slowed by the factor `slow`."""
@@ -296,7 +301,7 @@ class RooflineCost:
         """Reduce the times of an exact channel to the fraction of its sparse form."""
         line = self._line(part.group[0])
         hosts = tuple([line.topology.hosts[instance] for instance in part.group])
-        share = sparse_share(part, hosts, self._model.attention, self._rates(hosts))
+        share = sparse_share(part, self._members(hosts))
         tokens = dict(zip(channel.group, channel.shares.queries, strict=True))
         for instance, alone in line.times([channel], tokens, {}).items():
             saved = {name: (share - 1) * seconds for name, seconds in alone.as_dict().items()}

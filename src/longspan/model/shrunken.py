@@ -15,6 +15,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -93,7 +94,7 @@ class ShrunkenModel:
         Without `positions` the model numbers the tokens itself.
         """
         module, row = self.skeleton("eager"), {} if positions is None else {"position_ids": positions[None]}
-        with torch.no_grad():
+        with torch.no_grad(), _as_value_errors():
             output = module(input_ids=tokens[None], use_cache=False, **row)
         logits: Tensor = output.logits[0]
         return logits
@@ -231,11 +232,20 @@ def _small_config(
     return small
 
 
+@contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """Raise the assertions of torch and transformers, by which they refuse sizes, as ValueErrors."""
+    try:
+        yield
+    except AssertionError as error:
+        raise ValueError(one_line(error)) from error
+
+
 def _empty(
     files: ModelFiles, config: PreTrainedConfig, info: ModelInfo, kept: Sequence[int], dtype: torch.dtype
 ) -> PreTrainedModel:
     """Build a model with uninitialised weights. Layers that are not `kept` return their input."""
-    with quiet_transformers(), no_init_weights():
+    with quiet_transformers(), no_init_weights(), _as_value_errors():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=files.trust_remote_code
         )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from longspan.core.view import ClusterView, RequestView
 from longspan.policy.batching import Budget
 from longspan.policy.choosing import Chooser
 from longspan.policy.facts import Facts
 from longspan.policy.group_parts import expected_answer
+
+if TYPE_CHECKING:
+    from longspan.policy.context import ContextOptions
 
 _UNMEASURED_THRESHOLD = 1024
 """Threshold in tokens if no profile was measured. A higher threshold leaves more prompts to one instance."""
@@ -19,16 +22,9 @@ _UNMEASURED_THRESHOLD = 1024
 class ByLength:
     """Shares a prompt over the number of instances that is expected to finish it first, or by a threshold."""
 
-    def __init__(
-        self,
-        instances: Sequence[int],
-        threshold: int | Literal["auto"],
-        facts: Facts,
-        chooser: Chooser,
-        *,
-        all_or_one: bool,
-    ) -> None:
-        self.instances, self._threshold, self._chooser, self._all_or_one = instances, threshold, chooser, all_or_one
+    def __init__(self, instances: Sequence[int], options: ContextOptions, facts: Facts, chooser: Chooser) -> None:
+        self.instances, self._threshold, self._chooser = instances, options.threshold, chooser
+        self._all_or_one = bool(options.fractions)
         self.host = {i: facts.location(i).host_id for i in instances}
 
     @property

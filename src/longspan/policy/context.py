@@ -95,9 +95,7 @@ class Context(Policy, name="context"):
                 chain_cuts = ChainCuts("auto", facts, len(instances))
         self._all, self._sharing, self._chain_cuts = frozenset(instances), sharing, chain_cuts
         self.parts = GroupParts(len(instances), sharing, facts, chain_cuts)
-        self._by_length = ByLength(
-            instances, sharing.threshold, facts, self.parts.chooser, all_or_one=bool(sharing.fractions)
-        )
+        self._by_length = ByLength(instances, sharing, facts, self.parts.chooser)
         self.placement: Placement = self._by_length if placement is None else placement(self._by_length)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspan.core.cluster import Cluster
-from longspan.core.locations import Location
+from longspan.core.locations import Location, hosts_of
 from longspan.cost.architecture import Hardware, ModelShape
 
 if TYPE_CHECKING:  # types alone: a machine without a profile needs no cost model
@@ -63,6 +63,10 @@ class Facts:
 
     def location(self, instance: int) -> Location:
         return Location(device=instance) if self.cluster is None else self.cluster.location(instance)
+
+    def hosts(self, instances: Sequence[int]) -> tuple[int, ...]:
+        """Return the host of each instance, by number of the instance."""
+        return hosts_of([self.location(instance) for instance in sorted(instances)])
 
     def rates_of(self, hosts: tuple[int, ...]) -> Rates | None:
         """Return the speeds of a member of a group on these hosts, or None if they are unknown."""

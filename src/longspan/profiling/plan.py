@@ -56,7 +56,9 @@ def all_missing(
     """
     whole = [new for new, cached in prompts if not cached]
     sizes = sorted(sizes)
-    tasks = [t for size in sizes for t in (*_prefills(size, prompts, capacity), *_decodes(size, whole, capacity))]
+    tasks: list[Prefill | Decode] = []
+    for size in sizes:
+        tasks += [*_prefills(size, prompts, capacity), *_decodes(size, whole, capacity)]
     missing = [task for times in range(1, repeats + 1) for task in tasks if profile.num_times(task) < times]
     quickest = (_missing_quickest(profile, size, prompts, capacity, repeats) for size in sizes)
     return missing or list(chain.from_iterable(quickest))

@@ -17,7 +17,7 @@ from longspan.policy.facts import Facts
 from longspan.policy.group_parts import GroupParts
 from longspan.policy.routing import goes_on
 from longspan.policy.sharing import check_exchange
-from longspan.policy.tetris import GroupOptions, planner_of
+from longspan.policy.tetris import GroupOptions, sp_times
 from longspan.policy.tetris.execution import Cdsp, Planned, QueueTimes
 from longspan.policy.tetris.planner import Planner
 
@@ -111,7 +111,8 @@ class LoongServeOptions:
         return GroupOptions(exchange=self.exchange, layout=self.layout)
 
     def planner(self, instances: tuple[int, ...], facts: Facts) -> Planner:
-        return planner_of(facts, instances, self.group.exchanges, self.sp_sizes)
+        times = sp_times(facts, self.group.exchanges, self.sp_sizes, len(instances))
+        return Planner(times, facts.hosts(instances))
 
 
 class _Reserved(QueueTimes):

@@ -16,7 +16,7 @@ from longspan.core.exchange import ALLTOALL
 from longspan.core.sparse import MAX_LEVELS, DropMode, SparseSetting
 from longspan.core.sparse_plan import ratios_by_rule, segments_of
 from longspan.cost.architecture import ModelShape
-from longspan.cost.csa_pipeline import Rates
+from longspan.cost.csa_pipeline import Members, Rates
 from longspan.cost.csa_price import prompt_s
 
 STEP = 0.02
@@ -137,7 +137,7 @@ class Group:
     def ttft_s(self, num_tokens: int, configuration: Configuration) -> float:
         """Predict T_a + R L_in of a whole prompt, by the speeds of the group alone (Eq. 6)."""
         setting, partition = self.setting(num_tokens, configuration), self.partition(num_tokens)
-        return prompt_s(setting, num_tokens, partition, self.hosts, self.shape, self.rates, self.kind)
+        return prompt_s(setting, num_tokens, partition, Members(self.hosts, self.shape, self.rates), self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
-from longspan.core.locations import hosts_of
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
 from longspan.policy.facts import Facts
@@ -101,14 +100,9 @@ class Tetris(Cdsp, name="tetris"):
     reads_hosts = True
 
     def __init__(self, instances: tuple[int, ...], options: TetrisOptions, facts: Facts) -> None:
-        planner = planner_of(
-            facts,
-            instances,
-            options.exchanges,
-            options.sp_sizes,
-            min_chunk_tokens=options.min_chunk,
-            usual_size=_usual_size(facts, instances) if options.sp_sizes == "auto" else None,
-        )
+        times, hosts = sp_times(facts, options.exchanges, options.sp_sizes, len(instances)), facts.hosts(instances)
+        usual_size = _usual_size(facts, instances) if options.sp_sizes == "auto" else None
+        planner = Planner(times, hosts, min_chunk_tokens=options.min_chunk, usual_size=usual_size)
         self._default_rate = _default_improvement_rate(has_roles=facts.has_roles)
         super().__init__(
             instances,
@@ -163,26 +157,8 @@ def _usual_size(facts: Facts, instances: Sequence[int]) -> int | None:
     its group, and with their groups. Groups within one host do not overlap with other hosts. Larger groups overlap,
     until all instances of the cluster wait for each other in every step.
     """
-    per_host = max(Counter(hosts_of([facts.location(i) for i in sorted(instances)])).values())
+    per_host = max(Counter(facts.hosts(instances)).values())
     return per_host if not facts.has_roles and per_host >= _ENOUGH_OF_A_HOST else None
-
-
-def planner_of(
-    facts: Facts,
-    instances: Sequence[int],
-    exchanges: Collection[Exchange],
-    sizes: str,
-    *,
-    min_chunk_tokens: int = 1,
-    usual_size: int | None = None,
-) -> Planner:
-    """Make a `Planner` with the times of `sp_times`."""
-    return Planner(
-        sp_times(facts, exchanges, sizes, len(instances)),
-        hosts_of([facts.location(i) for i in sorted(instances)]),
-        min_chunk_tokens=min_chunk_tokens,
-        usual_size=usual_size,
-    )
 
 
 # ---------------------------------------------------------------- times of chunks
